@@ -1,0 +1,106 @@
+"""The seam between the scheduler and whatever moves KV between nodes. Names follow vLLM's KVConnector.
+
+Every method is called from the engine's own thread, returns at once and never raises for what a peer did: outcomes
+come back through `Scheduler.update_from_kv_transfer`. The scheduler keeps the blocks; a connector only learns which
+they are and, when a request ends, says who may still touch them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTokens:
+    """How much of a prompt's KV can be had from elsewhere, beyond what is cached here.
+
+    `num_tokens` None means: not known yet, ask again in a later step.
+    """
+
+    num_tokens: int | None
+    load_async: bool = False
+    """The request must wait in WAITING_FOR_REMOTE_KVS until the transfer reports."""
+
+
+NO_EXTERNAL_TOKENS = ExternalTokens(0)
+
+
+class BlockFate(enum.Enum):
+    """What happens to the blocks of a request that ended."""
+
+    FREE = "free"
+    """Nobody else touches them."""
+    LEASED = "leased"
+    """A peer may read them: kept until `KVTransferOutput.released` names the request."""
+    QUARANTINED = "quarantined"
+    """A read in flight may still write to them: kept until `KVTransferOutput.released` names the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedKV:
+    """A prompt's KV is here, verified, and its first token is known."""
+
+    first_token_ids: Sequence[int]
+    """Output tokens that the prefill node sampled (one); they count as generated, their KV is not computed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransferOutput:
+    """What the transfer side has to tell the scheduler; unknown request ids are skipped and counted."""
+
+    arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Transfers that brought nothing, with the reason. Their blocks stay where they are until `released` if quarantined."""
+    released: frozenset[str] = frozenset()
+    """Requests whose leased or quarantined blocks nobody touches any more."""
+
+
+class KVConnector(Protocol):
+    """Implemented by the prefill node (it offers) and by the decode node (it takes in)."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits)."""
+        ...
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from elsewhere.
+
+        The first `num_computed_tokens // block_size` of them came from the local cache and must not be written.
+        """
+        ...
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """A step committed: the first `num_computed_tokens` of the request have KV in `block_ids`."""
+        ...
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        """The request ended with these blocks. `transferring`: a transfer into them was started and has not reported.
+
+        For the prefill leg it is called with the first token already in `request.output_token_ids`.
+        """
+        ...
+
+
+class NullConnector:
+    """For an engine that runs whole requests alone."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        return NO_EXTERNAL_TOKENS
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        raise RuntimeError("no external tokens were promised")
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        return
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        return BlockFate.FREE

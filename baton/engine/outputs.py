@@ -1,0 +1,156 @@
+"""What a step's three calls hand to each other: small values, no behaviour. Names follow vLLM's V1."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequestData:
+    """Everything a runner needs to know once about a request it has not seen (or has dropped)."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    """Tokens generated before this runner saw the request (first token of a hand-off); penalties need them."""
+    sampling_params: SamplingParams
+    block_ids: Sequence[int]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequestData:
+    """What changed in a request that the runner knows."""
+
+    request_id: str
+    new_block_ids: Sequence[int]
+    """Blocks appended since last time; all blocks when `resumed`."""
+    num_computed_tokens: int
+    resumed: bool = False
+    """Came back from preemption: the block table is replaced, not extended."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the KV of one block to another before the step computes."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's decision."""
+
+    step: int
+    scheduled_new_reqs: Sequence[NewRequestData]
+    scheduled_cached_reqs: Sequence[CachedRequestData]
+    num_scheduled_tokens: Mapping[str, int]
+    total_num_scheduled_tokens: int
+    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    num_common_prefix_blocks: int = 0
+    blocks_to_copy: Sequence[BlockCopy] = ()
+    blocks_to_swap_in: Sequence[BlockCopy] = ()
+    blocks_to_swap_out: Sequence[BlockCopy] = ()
+    finished_req_ids: frozenset[str] = frozenset()
+    """Ended since the last step: the runner forgets them."""
+    preempted_req_ids: frozenset[str] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute; the runner still forgets `finished_req_ids`."""
+        return self.total_num_scheduled_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position: of the token drawn and of the `top` most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """What a runner computed. A request that was scheduled but not finished prefilling has no entry in the sampled ids."""
+
+    sampled_token_ids: Mapping[str, Sequence[int]]
+    logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Requests that failed alone (non-finite logits), with the reason."""
+
+
+class EngineCoreEventType(enum.Enum):
+    """Moments in a request's life on one node."""
+
+    QUEUED = "queued"
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+    REMOTE_KV_REQUESTED = "remote_kv_requested"
+    REMOTE_KV_ARRIVED = "remote_kv_arrived"
+    CHUNK_COMPUTED = "chunk_computed"
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreEvent:
+    """One moment, on the injected clock (seconds, monotonic). `value` depends on the type (tokens computed so far)."""
+
+    type: EngineCoreEventType
+    request_id: str
+    time: float
+    value: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutput:
+    """What one step brought for one request."""
+
+    request_id: str
+    new_token_ids: Sequence[int]
+    first_index: int
+    """Output index of `new_token_ids[0]`."""
+    new_logprobs: Sequence[TokenLogprobs] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Load of one engine after a step."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_for_remote_kvs: int
+    total_blocks: int
+    free_blocks: int
+    """Blocks that an allocation could take now (free and idle cached ones)."""
+    leased_blocks: int
+    quarantined_blocks: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    """Prompt tokens looked up in the prefix cache since start."""
+    prefix_cache_hits: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCoreOutputs:
+    """What one step brought for one client (one router)."""
+
+    outputs: Sequence[EngineCoreOutput]

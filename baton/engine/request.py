@@ -1,0 +1,185 @@
+"""What a request is to the engine: its tokens, how far they are computed, and how it may end. Names follow vLLM's V1."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended; the value is what clients see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    IGNORED = "ignored"
+    ERROR = "error"
+    HANDED_OFF = "handed_off"
+    """The prefill leg is done and the decode leg goes on; never seen by a client."""
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. Everything from STOPPED on is final."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    SWAPPED = enum.auto()
+    STOPPED = enum.auto()
+    LENGTH_CAPPED = enum.auto()
+    ABORTED = enum.auto()
+    IGNORED = enum.auto()
+    ERROR = enum.auto()
+    HANDED_OFF = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self in _FINISH_REASONS
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason clients see, or None while the request lives."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.STOPPED: FinishReason.STOP,
+    RequestStatus.LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.ABORTED: FinishReason.ABORT,
+    RequestStatus.IGNORED: FinishReason.IGNORED,
+    RequestStatus.ERROR: FinishReason.ERROR,
+    RequestStatus.HANDED_OFF: FinishReason.HANDED_OFF,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop. Validated by the router; the engine trusts it.
+
+    `seed` is always set by the time the engine sees it: the random number for output position i comes from
+    (seed, i) alone, so any node draws the same token. temperature 0 means greedy. top_k -1 and top_p 1 mean off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KVSource:
+    """The prefill node whose blocks hold a request's prompt: where the decode node opens its link."""
+
+    node_id: str
+    incarnation: str
+    address: str
+
+
+class Leg(enum.Enum):
+    """Which part of a request this node runs."""
+
+    WHOLE = "whole"
+    """Prompt and generation, both here."""
+    PREFILL = "prefill"
+    """Compute the prompt, offer its blocks, sample the first token, end HANDED_OFF."""
+    DECODE = "decode"
+    """Pull the prompt's blocks from `kv_source`, then generate from the second token on."""
+
+
+class Request:
+    """One request inside one engine. Only the scheduler writes to it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        client_index: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_salt: str = "",
+        leg: Leg = Leg.WHOLE,
+        kv_source: KVSource | None = None,
+    ) -> None:
+        if not prompt_token_ids:
+            raise ValueError("a request needs at least one prompt token")
+        if (leg is Leg.DECODE) != (kv_source is not None):
+            raise ValueError("exactly the decode leg names a KV source")
+        self.request_id = request_id
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.sampling_params = sampling_params
+        self.eos_token_ids = eos_token_ids
+        self.client_index = client_index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_salt = cache_salt
+        self.leg = leg
+        self.kv_source = kv_source
+
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.error: str | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the local prefix cache at first admission."""
+        self.num_external_tokens = 0
+        """Prompt tokens whose KV came from another node."""
+        self.num_preemptions = 0
+        self.output_token_ids: list[int] = []
+        self.spec_token_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Keys of the request's full blocks so far (prompt and output), in order."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens + len(self.spec_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status.is_finished
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt = self.num_prompt_tokens
+        if stop <= prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= prompt:
+            return self.output_token_ids[start - prompt : stop - prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id} {self.leg.value} {self.status.name} prompt={self.num_prompt_tokens} "
+            f"output={self.num_output_tokens} computed={self.num_computed_tokens}>"
+        )

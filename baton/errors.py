@@ -1,0 +1,172 @@
+"""One tree of errors. Each says whether trying again can help and which status it maps to.
+
+Foreign errors are translated into these once, at the boundary where they appear; `baton.rpc` alone turns them into
+gRPC statuses, `baton.cli` alone into exit codes.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Status(enum.Enum):
+    """Names of gRPC's canonical status codes, so that no layer below the wire needs grpc to speak of them."""
+
+    CANCELLED = "CANCELLED"
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    ABORTED = "ABORTED"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
+    INTERNAL = "INTERNAL"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of the command and of the processes."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    UNAUTHORISED = 4
+    UNREACHABLE = 5
+    TIMEOUT = 6
+    BAD_USAGE = 64
+    IO_ERROR = 74
+    BAD_CONFIG = 78
+    INTERRUPTED = 130
+
+
+class BatonError(Exception):
+    """Root of every error that Baton raises on purpose. `str()` is one line for a person."""
+
+    status: Status = Status.INTERNAL
+    retryable: bool = False
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+class InvalidRequest(BatonError):
+    """A request that can't be served as written; `field` names the offending field."""
+
+    status = Status.INVALID_ARGUMENT
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that this cluster does not serve."""
+
+
+class DuplicateRequest(BatonError):
+    """A live request already has this id."""
+
+    status = Status.ALREADY_EXISTS
+
+
+class RequestNotFound(BatonError):
+    """No live request has this id."""
+
+    status = Status.NOT_FOUND
+    exit_code = ExitCode.NOT_FOUND
+
+
+class Overloaded(BatonError):
+    """No capacity now; the same request may succeed later."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+
+
+class NoCapacity(Overloaded):
+    """No node that could serve the request is up."""
+
+
+class Draining(Overloaded):
+    """The process takes no new work."""
+
+
+class DeadlineExceeded(BatonError):
+    """The client's deadline passed."""
+
+    status = Status.DEADLINE_EXCEEDED
+    exit_code = ExitCode.TIMEOUT
+
+
+class Cancelled(BatonError):
+    """The client went away or asked to stop."""
+
+    status = Status.CANCELLED
+    exit_code = ExitCode.INTERRUPTED
+
+
+class NodeLost(BatonError):
+    """A node died or stopped answering while it served the request."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+
+
+class AttemptsExhausted(BatonError):
+    """Every try failed and the budget of attempts is spent; the message has the last cause."""
+
+    status = Status.ABORTED
+    retryable = True
+
+
+class EngineFault(BatonError):
+    """A request failed inside the engine (non-finite logits, a runner error); other requests are untouched."""
+
+    status = Status.INTERNAL
+
+
+class TransferCause(enum.Enum):
+    """Why KV could not be moved. Retryable ones are worth another prefill node."""
+
+    PEER_GONE = "peer_gone"
+    LEASE_LOST = "lease_lost"
+    DIGEST_MISMATCH = "digest_mismatch"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    DEADLINE = "deadline"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+
+
+class TransferFailed(BatonError):
+    """A hand-off did not bring its KV; `cause` says why."""
+
+    status = Status.ABORTED
+    retryable = True
+
+    def __init__(self, cause: TransferCause, story: str = "") -> None:
+        super().__init__(f"KV transfer failed: {cause.value}" + (f" ({story})" if story else ""))
+        self.cause = cause
+
+
+class ConfigError(BatonError):
+    """Something on this machine or in the configuration keeps a process from starting; the message says how to fix it."""
+
+    status = Status.FAILED_PRECONDITION
+    exit_code = ExitCode.BAD_CONFIG
+
+
+class UsageError(BatonError):
+    """A command line that makes no sense."""
+
+    status = Status.INVALID_ARGUMENT
+    exit_code = ExitCode.BAD_USAGE
+
+
+class Unreachable(BatonError):
+    """A server that a client command needs does not answer."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    exit_code = ExitCode.UNREACHABLE

@@ -1,0 +1,174 @@
+from baton.v1 import node_pb2 as _node_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OpenRequest(_message.Message):
+    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    READ_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_READ_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: LinkHello
+    subscribe: Subscribe
+    read_progress: ReadProgress
+    confirm_read: ConfirmRead
+    abandon: Abandon
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class OpenResponse(_message.Message):
+    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    READ_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    OFFER_LOST_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: LinkWelcome
+    offer: Offer
+    read_confirmed: ReadConfirmed
+    offer_lost: OfferLost
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class LinkHello(_message.Message):
+    __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    cluster: str
+    node_id: str
+    incarnation: str
+    peer_incarnation: str
+    layout: KvLayout
+    def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ...) -> None: ...
+
+class LinkWelcome(_message.Message):
+    __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KIND_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: str
+    layout: KvLayout
+    agent_metadata: bytes
+    base_address: int
+    num_blocks: int
+    memory_kind: str
+    device_id: int
+    heartbeat_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+
+class KvLayout(_message.Message):
+    __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "block_bytes", "backend")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    numerics: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+    backend: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ("attempt", "first_block")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    first_block: int
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    first_block: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    lease_ms: int
+    closing: Closing
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ...) -> None: ...
+
+class Closing(_message.Message):
+    __slots__ = ("num_prompt_tokens", "first_token_ids", "ended")
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    num_prompt_tokens: int
+    first_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ended: bool
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
+
+class ReadProgress(_message.Message):
+    __slots__ = ("attempt", "blocks_read")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_READ_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    blocks_read: int
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., blocks_read: _Optional[int] = ...) -> None: ...
+
+class ConfirmRead(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
+
+class ReadConfirmed(_message.Message):
+    __slots__ = ("attempt", "held")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    held: bool
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., held: _Optional[bool] = ...) -> None: ...
+
+class Abandon(_message.Message):
+    __slots__ = ("attempt", "reads_in_flight")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    READS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    reads_in_flight: bool
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., reads_in_flight: _Optional[bool] = ...) -> None: ...
+
+class OfferLost(_message.Message):
+    __slots__ = ("attempt", "cause")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    cause: str
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("seq",)
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    def __init__(self, seq: _Optional[int] = ...) -> None: ...

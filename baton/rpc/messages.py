@@ -1,0 +1,278 @@
+"""What routers, nodes and clients say to each other, as plain values. `codec` turns them into Protocol Buffers and back."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.ids import AttemptKey
+
+
+class Role(enum.Enum):
+    """What a process does in the cluster."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDescription:
+    """What one incarnation of a node is: its answer to a router, and (as JSON) its record in the registry."""
+
+    node_id: str
+    incarnation: str
+    role: Role
+    address: str
+    pid: int
+    version: str
+    model: str
+    model_fingerprint: str
+    dtype: str
+    numerics: str
+    bit_exact: bool
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def kv_source(self) -> KVSource:
+        """This node as the place where a decode node finds a prompt's KV."""
+        return KVSource(self.node_id, self.incarnation, self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Router to node: run this leg of this attempt."""
+
+    attempt: AttemptKey
+    leg: Leg
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    kv_source: KVSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Router to node: this attempt is over, free everything. Idempotent; unknown attempts are ignored."""
+
+    attempt: AttemptKey
+    reason: str
+
+
+RouterMessage = Submit | Abort
+
+
+class Outcome(enum.Enum):
+    """How an attempt ended on a node."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    HANDED_OFF = "handed_off"
+    ABORTED = "aborted"
+    IGNORED = "ignored"
+    ERROR = "error"
+    KV_LOST = "kv_lost"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimings:
+    """What one node measured of one attempt: milliseconds on its own clock, tokens and bytes."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    cached_tokens: int = 0
+    external_tokens: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What one engine step brought for one attempt."""
+
+    attempt: AttemptKey
+    first_index: int = 0
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    outcome: Outcome | None = None
+    stop_token_id: int | None = None
+    error: str = ""
+    timings: StageTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How busy a node is."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_for_remote_kvs: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    quarantined_blocks: int = 0
+    draining: bool = False
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Node to router, one per engine step; without deltas it is a sign of life (at least every HEARTBEAT_S)."""
+
+    deltas: Sequence[RequestDelta]
+    load: LoadReport
+
+
+NodeMessage = NodeDescription | StepReport
+
+HEARTBEAT_S = 1.0
+"""A node that is silent for three of these is taken for lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """One moment on one node; `monotonic_ns` compares between the processes of one host."""
+
+    seq: int
+    monotonic_ns: int
+    name: str
+    attempt: AttemptKey
+    value: int = 0
+    detail: str = ""
+
+
+# Generation: what clients and the router's front say.
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A client's request as it arrived. Nothing in it is checked yet; None means absent."""
+
+    prompt: str | Sequence[int] | None
+    request_id: str = ""
+    model: str = ""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request was admitted."""
+
+    request_id: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that follow the ones before, with the text that became certain."""
+
+    first_index: int
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Which nodes served the request, for people who debug; travels as trailing metadata, never as a field."""
+
+    prefill_node: str
+    """Empty when the prompt was computed where it was decoded."""
+    decode_node: str
+    attempts: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of a stream that ended well."""
+
+    finish_reason: str
+    """stop or length."""
+    stop_reason: int | str | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    ttft_ms: float
+    total_ms: float
+    kv_bytes: int
+    path: Path
+
+
+GenerateEvent = Accepted | Chunk | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model that can be asked for."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One process of the cluster as an operator sees it."""
+
+    name: str
+    role: str
+    status: str
+    incarnation: str
+    address: str
+    pid: int
+    model: str
+    running: int
+    waiting: int
+    kv_usage: float
+    version: str = ""
+    age_s: float = 0.0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    quarantined_blocks: int = 0
+    detail: str = ""
+    bit_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """How one router sees the cluster. `health` is ok, degraded or unavailable."""
+
+    cluster: str
+    health: str
+    detail: str
+    nodes: Sequence[NodeStatus]

@@ -1,0 +1,16 @@
+"""gRPC channels: one set of options for every client."""
+
+from __future__ import annotations
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A dead node's successor listens elsewhere; what reconnects is our own code, with its own back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Proxies of the environment are for the outside world, never for a cluster's own connections.
+    ("grpc.enable_http_proxy", 0),
+)

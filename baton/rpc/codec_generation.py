@@ -1,0 +1,159 @@
+"""What clients and the router's front say: messages to Protocol Buffers and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.errors import BatonError
+from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path
+from baton.v1 import generation_pb2 as generation
+
+_OPTIONAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+)
+_FINISH_REASONS = {
+    "stop": generation.FINISH_REASON_STOP,
+    "length": generation.FINISH_REASON_LENGTH,
+}
+_FINISH_NAMES = {value: name for name, value in _FINISH_REASONS.items()}
+_PATH_KEYS = (
+    "baton-prefill-node",
+    "baton-decode-node",
+    "baton-attempts",
+    "baton-path-reason",
+    "baton-kv-bytes",
+)
+
+
+def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
+    """A client's request for the wire; raises ValueError where a number does not fit its field."""
+    params = generation.SamplingParams(
+        logit_bias=request.logit_bias, stop=request.stop, stop_token_ids=request.stop_token_ids
+    )
+    for name in _OPTIONAL_FIELDS:
+        value = getattr(request, name)
+        if value is not None:
+            setattr(params, name, value)
+    pb = generation.GenerateRequest(
+        request_id=request.request_id,
+        model=request.model,
+        sampling_params=params,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    if isinstance(request.prompt, str):
+        pb.text = request.prompt
+    elif request.prompt is not None:
+        pb.token_ids.ids.extend(request.prompt)
+        pb.token_ids.SetInParent()
+    return pb
+
+
+def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
+    """A request as it arrived, unchecked."""
+    prompt: str | list[int] | None = None
+    if pb.HasField("text"):
+        prompt = pb.text
+    elif pb.HasField("token_ids"):
+        prompt = list(pb.token_ids.ids)
+    params = pb.sampling_params
+    present = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
+    return GenerateRequest(
+        prompt=prompt,
+        request_id=pb.request_id,
+        model=pb.model,
+        logit_bias=dict(params.logit_bias),
+        stop=list(params.stop),
+        stop_token_ids=list(params.stop_token_ids),
+        priority=pb.priority,
+        cache_salt=pb.cache_salt,
+        **present,
+    )
+
+
+def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateResponse:
+    """One event of a stream."""
+    if isinstance(event, Accepted):
+        accepted = generation.Accepted(seed=event.seed, prompt_tokens=event.prompt_tokens)
+        return generation.GenerateResponse(request_id=request_id, accepted=accepted)
+    if isinstance(event, Chunk):
+        chunk = generation.Chunk(
+            first_index=event.first_index,
+            token_ids=event.token_ids,
+            text=event.text,
+            logprobs=logprobs_to_pb(event.logprobs),
+        )
+        return generation.GenerateResponse(request_id=request_id, chunk=chunk)
+    finished = generation.Finished(
+        finish_reason=_FINISH_REASONS[event.finish_reason],
+        usage=generation.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=event.completion_tokens,
+            cached_tokens=event.cached_tokens,
+        ),
+        timings=generation.Timings(
+            queue_ms=event.queue_ms,
+            prefill_ms=event.prefill_ms,
+            transfer_ms=event.transfer_ms,
+            ttft_ms=event.ttft_ms,
+            total_ms=event.total_ms,
+        ),
+    )
+    if isinstance(event.stop_reason, int):
+        finished.stop_token_id = event.stop_reason
+    elif event.stop_reason is not None:
+        finished.stop_string = event.stop_reason
+    return generation.GenerateResponse(request_id=request_id, finished=finished)
+
+
+def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
+    """The serving path as trailing metadata: for people who debug, outside the public messages."""
+    path = finished.path
+    values = (path.prefill_node, path.decode_node, str(path.attempts), path.reason, str(finished.kv_bytes))
+    return tuple(zip(_PATH_KEYS, values, strict=True))
+
+
+def event_from_pb(pb: generation.GenerateResponse) -> Accepted | Chunk | generation.Finished:
+    """One event of a stream. The terminal one is completed by `finished_from_pb` once the metadata is there."""
+    kind = pb.WhichOneof("event")
+    if kind == "accepted":
+        return Accepted(pb.request_id, pb.accepted.seed, pb.accepted.prompt_tokens)
+    if kind == "chunk":
+        chunk = pb.chunk
+        return Chunk(chunk.first_index, list(chunk.token_ids), chunk.text, logprobs_from_pb(chunk.logprobs))
+    if kind == "finished":
+        return pb.finished
+    raise BatonError("the server sent an event that this client does not know; is it newer than the client?")
+
+
+def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:
+    """The terminal event, with the path from the trailing metadata (absent keys become empty)."""
+    found = {key: value for key, value in metadata if isinstance(value, str)}
+    prefill, decode, attempts, reason, kv_bytes = (found.get(key, "") for key in _PATH_KEYS)
+    stop_kind = pb.WhichOneof("stop_reason")
+    return Finished(
+        finish_reason=_FINISH_NAMES.get(pb.finish_reason, "unknown"),
+        stop_reason=getattr(pb, stop_kind) if stop_kind else None,
+        prompt_tokens=pb.usage.prompt_tokens,
+        completion_tokens=pb.usage.completion_tokens,
+        cached_tokens=pb.usage.cached_tokens,
+        queue_ms=pb.timings.queue_ms,
+        prefill_ms=pb.timings.prefill_ms,
+        transfer_ms=pb.timings.transfer_ms,
+        ttft_ms=pb.timings.ttft_ms,
+        total_ms=pb.timings.total_ms,
+        kv_bytes=int(kv_bytes or 0),
+        path=Path(prefill, decode, int(attempts or 1), reason),
+    )

@@ -1,0 +1,232 @@
+"""What routers and nodes say: messages to Protocol Buffers and back."""
+
+from __future__ import annotations
+
+from baton.engine.request import KVSource, Leg
+from baton.errors import InvalidRequest
+from baton.ids import AttemptKey
+from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
+from baton.rpc.messages import (
+    Abort,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    Role,
+    RouterMessage,
+    StageTimings,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+from baton.v1 import node_pb2 as node
+
+_ROLES = {Role.PREFILL: node.ROLE_PREFILL, Role.DECODE: node.ROLE_DECODE}
+_ROLE_NAMES = {value: role for role, value in _ROLES.items()}
+_LEGS = {Leg.WHOLE: node.LEG_WHOLE, Leg.PREFILL: node.LEG_PREFILL, Leg.DECODE: node.LEG_DECODE}
+_LEG_NAMES = {value: leg for leg, value in _LEGS.items()}
+_OUTCOMES = {
+    None: node.OUTCOME_UNSPECIFIED,
+    Outcome.STOP: node.OUTCOME_STOP,
+    Outcome.LENGTH: node.OUTCOME_LENGTH,
+    Outcome.HANDED_OFF: node.OUTCOME_HANDED_OFF,
+    Outcome.ABORTED: node.OUTCOME_ABORTED,
+    Outcome.IGNORED: node.OUTCOME_IGNORED,
+    Outcome.ERROR: node.OUTCOME_ERROR,
+    Outcome.KV_LOST: node.OUTCOME_KV_LOST,
+    Outcome.REFUSED: node.OUTCOME_REFUSED,
+}
+_OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
+
+
+def attempt_to_pb(key: AttemptKey) -> node.Attempt:
+    return node.Attempt(request_id=key.request_id, attempt=key.attempt)
+
+
+def attempt_from_pb(pb: node.Attempt) -> AttemptKey:
+    return AttemptKey(pb.request_id, pb.attempt)
+
+
+def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
+    """Work for a node."""
+    if isinstance(message, Abort):
+        abort = node.Abort(attempt=attempt_to_pb(message.attempt), reason=message.reason)
+        return node.AttachRequest(abort=abort)
+    submit = node.Submit(
+        attempt=attempt_to_pb(message.attempt),
+        leg=_LEGS[message.leg],
+        prompt_token_ids=message.prompt_token_ids,
+        sampling_params=sampling_to_pb(message.sampling_params),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+    if message.kv_source is not None:
+        source = message.kv_source
+        submit.kv_source.CopyFrom(
+            node.Peer(node_id=source.node_id, incarnation=source.incarnation, address=source.address)
+        )
+    return node.AttachRequest(submit=submit)
+
+
+def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
+    """Work from a router; raises InvalidRequest for what can't be meant."""
+    kind = pb.WhichOneof("message")
+    if kind == "abort":
+        return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason)
+    if kind != "submit":
+        raise InvalidRequest("message", f"expected submit or abort, got {kind}")
+    submit = pb.submit
+    if submit.leg not in _LEG_NAMES:
+        raise InvalidRequest("submit.leg", "unknown leg")
+    source = None
+    if submit.HasField("kv_source"):
+        peer = submit.kv_source
+        source = KVSource(peer.node_id, peer.incarnation, peer.address)
+    return Submit(
+        attempt=attempt_from_pb(submit.attempt),
+        leg=_LEG_NAMES[submit.leg],
+        prompt_token_ids=list(submit.prompt_token_ids),
+        sampling_params=sampling_from_pb(submit.sampling_params),
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        kv_source=source,
+    )
+
+
+def description_to_pb(description: NodeDescription) -> node.NodeDescription:
+    return node.NodeDescription(
+        node_id=description.node_id,
+        incarnation=description.incarnation,
+        role=_ROLES[description.role],
+        address=description.address,
+        pid=description.pid,
+        version=description.version,
+        model=description.model,
+        model_fingerprint=description.model_fingerprint,
+        dtype=description.dtype,
+        numerics=description.numerics,
+        bit_exact=description.bit_exact,
+        vocab_size=description.vocab_size,
+        max_model_len=description.max_model_len,
+        block_size=description.block_size,
+        num_blocks=description.num_blocks,
+        eos_token_ids=sorted(description.eos_token_ids),
+    )
+
+
+def description_from_pb(pb: node.NodeDescription) -> NodeDescription:
+    """Raises InvalidRequest for a role that this version does not know."""
+    if pb.role not in _ROLE_NAMES:
+        raise InvalidRequest("role", f"node {pb.node_id} has a role this version does not know")
+    return NodeDescription(
+        node_id=pb.node_id,
+        incarnation=pb.incarnation,
+        role=_ROLE_NAMES[pb.role],
+        address=pb.address,
+        pid=pb.pid,
+        version=pb.version,
+        model=pb.model,
+        model_fingerprint=pb.model_fingerprint,
+        dtype=pb.dtype,
+        numerics=pb.numerics,
+        bit_exact=pb.bit_exact,
+        vocab_size=pb.vocab_size,
+        max_model_len=pb.max_model_len,
+        block_size=pb.block_size,
+        num_blocks=pb.num_blocks,
+        eos_token_ids=frozenset(pb.eos_token_ids),
+    )
+
+
+def load_to_pb(load: LoadReport) -> node.LoadReport:
+    return node.LoadReport(
+        running=load.running,
+        waiting=load.waiting,
+        waiting_for_remote_kvs=load.waiting_for_remote_kvs,
+        total_blocks=load.total_blocks,
+        free_blocks=load.free_blocks,
+        leased_blocks=load.leased_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        draining=load.draining,
+    )
+
+
+def load_from_pb(pb: node.LoadReport) -> LoadReport:
+    return LoadReport(
+        running=pb.running,
+        waiting=pb.waiting,
+        waiting_for_remote_kvs=pb.waiting_for_remote_kvs,
+        total_blocks=pb.total_blocks,
+        free_blocks=pb.free_blocks,
+        leased_blocks=pb.leased_blocks,
+        quarantined_blocks=pb.quarantined_blocks,
+        draining=pb.draining,
+    )
+
+
+def _timings_to_pb(timings: StageTimings | None) -> node.StageTimings | None:
+    if timings is None:
+        return None
+    return node.StageTimings(
+        queue_ms=timings.queue_ms,
+        prefill_ms=timings.prefill_ms,
+        transfer_ms=timings.transfer_ms,
+        cached_tokens=timings.cached_tokens,
+        external_tokens=timings.external_tokens,
+        kv_bytes=timings.kv_bytes,
+    )
+
+
+def _timings_from_pb(pb: node.StageTimings) -> StageTimings:
+    return StageTimings(pb.queue_ms, pb.prefill_ms, pb.transfer_ms, pb.cached_tokens, pb.external_tokens, pb.kv_bytes)
+
+
+def report_to_pb(report: StepReport) -> node.StepReport:
+    """One engine step's news."""
+    deltas = [
+        node.RequestDelta(
+            attempt=attempt_to_pb(delta.attempt),
+            first_index=delta.first_index,
+            token_ids=delta.token_ids,
+            logprobs=logprobs_to_pb(delta.logprobs),
+            outcome=_OUTCOMES[delta.outcome],
+            stop_token_id=delta.stop_token_id,
+            error=delta.error,
+            timings=_timings_to_pb(delta.timings),
+        )
+        for delta in report.deltas
+    ]
+    return node.StepReport(deltas=deltas, load=load_to_pb(report.load))
+
+
+def report_from_pb(pb: node.StepReport) -> StepReport:
+    """One engine step's news. An outcome of a newer version counts as an error, never as going on."""
+    deltas = [
+        RequestDelta(
+            attempt=attempt_from_pb(delta.attempt),
+            first_index=delta.first_index,
+            token_ids=list(delta.token_ids),
+            logprobs=logprobs_from_pb(delta.logprobs),
+            outcome=_OUTCOME_NAMES.get(delta.outcome, Outcome.ERROR),
+            stop_token_id=delta.stop_token_id if delta.HasField("stop_token_id") else None,
+            error=delta.error,
+            timings=_timings_from_pb(delta.timings) if delta.HasField("timings") else None,
+        )
+        for delta in pb.deltas
+    ]
+    return StepReport(deltas, load_from_pb(pb.load))
+
+
+def trace_to_pb(event: TraceEvent) -> node.TraceEvent:
+    return node.TraceEvent(
+        seq=event.seq,
+        monotonic_ns=event.monotonic_ns,
+        name=event.name,
+        attempt=attempt_to_pb(event.attempt),
+        value=event.value,
+        detail=event.detail,
+    )
+
+
+def trace_from_pb(pb: node.TraceEvent) -> TraceEvent:
+    return TraceEvent(pb.seq, pb.monotonic_ns, pb.name, attempt_from_pb(pb.attempt), pb.value, pb.detail)

@@ -1,0 +1,109 @@
+"""The public service: Protocol Buffers in and out, a handler behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+
+from baton.errors import BatonError, InvalidRequest
+from baton.rpc import status
+from baton.rpc.codec_generation import event_to_pb, path_to_metadata, request_from_pb
+from baton.rpc.messages import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.v1 import generation_pb2 as generation
+from baton.v1 import generation_pb2_grpc
+
+SERVICE_NAME = "baton.v1.Generation"
+MAX_REQUEST_BYTES = 1 << 20
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationHandler(Protocol):
+    """What the router's core does for clients. Errors are BatonErrors."""
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """End a live request; raises RequestNotFound."""
+        ...
+
+    def tokenize(self, model: str, text: str) -> Sequence[int]: ...
+
+    def detokenize(self, model: str, token_ids: Sequence[int]) -> str: ...
+
+    def list_models(self) -> Sequence[ModelCard]: ...
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Turns calls into the handler's and its errors into statuses."""
+
+    def __init__(self, handler: GenerationHandler) -> None:
+        self._handler = handler
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServicer_to_server(self, server)
+
+    async def Generate(
+        self, request: generation.GenerateRequest, context: _Context
+    ) -> AsyncIterator[generation.GenerateResponse]:
+        try:
+            _check_size(request.ByteSize())
+            events = self._handler.generate(request_from_pb(request), context.time_remaining())
+            request_id = request.request_id
+            # aclosing, since a handler that is cancelled while it writes may never be resumed: the request must end
+            # all the same.
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Accepted):
+                        request_id = event.request_id
+                    elif isinstance(event, Finished):
+                        context.set_trailing_metadata(path_to_metadata(event))
+                    yield event_to_pb(event, request_id)
+        except BatonError as error:
+            await status.abort(context, error)
+
+    async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
+        try:
+            await self._handler.cancel(request.request_id)
+        except BatonError as error:
+            await status.abort(context, error)
+        return generation.CancelResponse()
+
+    async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
+        try:
+            _check_size(request.ByteSize())
+            return generation.TokenizeResponse(token_ids=self._handler.tokenize(request.model, request.text))
+        except BatonError as error:
+            await status.abort(context, error)
+            raise
+
+    async def Detokenize(
+        self, request: generation.DetokenizeRequest, context: _Context
+    ) -> generation.DetokenizeResponse:
+        try:
+            _check_size(request.ByteSize())
+            text = self._handler.detokenize(request.model, list(request.token_ids))
+            return generation.DetokenizeResponse(text=text)
+        except BatonError as error:
+            await status.abort(context, error)
+            raise
+
+    async def ListModels(
+        self, request: generation.ListModelsRequest, context: _Context
+    ) -> generation.ListModelsResponse:
+        cards = self._handler.list_models()
+        models = [
+            generation.Model(name=card.name, max_model_len=card.max_model_len, vocab_size=card.vocab_size)
+            for card in cards
+        ]
+        return generation.ListModelsResponse(models=models)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_REQUEST_BYTES:
+        raise InvalidRequest("request", f"has {num_bytes} bytes; at most {MAX_REQUEST_BYTES} are taken")

@@ -1,0 +1,63 @@
+"""gRPC servers: one way to make, bind and stop them."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import ConfigError
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Above this gRPC itself refuses; the public service refuses far earlier, with the field's name."""
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Without this, a second server on a taken port gets half of its connections instead of an error.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class RpcServer:
+    """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        self.server = grpc.aio.server(options=_OPTIONS)
+        self._services = service_names
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Bind (port 0: pick one), serve, and return the port; raises ConfigError when the port can't be had."""
+        try:
+            bound = self.server.add_insecure_port(join_address(host, port))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"can't listen on {join_address(host, port)}: the port is taken or not ours; choose another one"
+            ) from error
+        await self.server.start()
+        await self._health.set("", _SERVING)
+        await self.set_ready(False)
+        return bound
+
+    async def set_ready(self, ready: bool) -> None:
+        """What the health service says of the named services; "" (the process) is serving all along."""
+        for name in self._services:
+            await self._health.set(name, _SERVING if ready else _NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones end within the grace, then cancel them."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,69 @@
+"""Errors to gRPC statuses and back: the one place where the two vocabularies meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from baton import errors
+from baton.errors import BatonError, InvalidRequest, NodeLost, Status, TransferFailed, Unreachable
+
+_DOMAIN = "baton"
+_CODES = {status: grpc.StatusCode[status.name] for status in Status}
+_BY_NAME: dict[str, type[BatonError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, BatonError) and kind is not TransferFailed
+}
+_BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unreachable,
+}
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
+    """End the call with the error's status and its details (field violation, error class, retryable). Always raises."""
+    detail = status_pb2.Status(code=_CODES[error.status].value[0], message=str(error))
+    info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
+    info.metadata["retryable"] = str(error.retryable).lower()
+    detail.details.add().Pack(info)
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
+        detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    status = rpc_status.to_status(detail)
+    await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+
+
+def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
+    """The error that the server meant; a broken connection becomes Unreachable naming the peer."""
+    if not isinstance(error, grpc.Call):
+        return Unreachable(f"{peer}: {error}")
+    message = error.details() or error.code().name
+    reason, field = "", ""
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:
+        status = None
+    for detail in status.details if status else ():
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        if detail.Unpack(info) and info.domain == _DOMAIN:
+            reason = info.reason
+        elif detail.Unpack(bad) and bad.field_violations:
+            field, message = bad.field_violations[0].field, bad.field_violations[0].description
+    kind = _BY_NAME.get(reason)
+    if kind is not None and issubclass(kind, InvalidRequest):
+        return kind(field, message)
+    if kind is not None:
+        return kind(message)
+    kind = _BY_CODE.get(error.code(), BatonError)
+    return kind(f"{peer} does not answer: {message}" if kind is Unreachable else message)
+
+
+def lost(error: grpc.RpcError, node_id: str) -> NodeLost:
+    """A node's stream ended; `node_id` names it for people."""
+    details = error.details() if isinstance(error, grpc.Call) else str(error)
+    return NodeLost(f"node {node_id} is gone: {details}")

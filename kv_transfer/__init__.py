@@ -1,0 +1,1 @@
+"""Moving KV from a prefill node to a decode node: offers, leases, transfers, and what carries the bytes."""

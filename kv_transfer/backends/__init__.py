@@ -1,0 +1,1 @@
+"""Ways to move bytes: NIXL, and an in-process fake beside it."""

@@ -1,0 +1,98 @@
+"""Text from a stream of tokens, piece by piece.
+
+The rule both kinds keep: a piece is given out only when no later token can change it, and all pieces together are
+exactly what decoding all tokens at once gives. A character that is spread over several tokens waits for its last one.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import Protocol
+
+
+class Vocabulary(Protocol):
+    """What a detokenizer asks of a tokenizer."""
+
+    def is_visible(self, token_id: int) -> bool: ...
+
+    def is_byte_fallback(self, token_id: int) -> bool: ...
+
+    def decode_visible(self, token_ids: list[int]) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Detokenizer(Protocol):
+    """One stream's text. Holds state: one per stream."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        ...
+
+    def finish(self) -> str:
+        """The rest, when no token follows. Idempotent."""
+        ...
+
+
+class ByteLevelDetokenizer:
+    """For byte-level vocabularies: every token is a string of bytes, and only an unfinished character waits."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        if not self._vocabulary.is_visible(token_id):
+            return ""
+        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+
+    def finish(self) -> str:
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+class WindowDetokenizer:
+    """For every other vocabulary: decodes a window of tokens and gives out what it has beyond its settled part.
+
+    The settled tokens at the window's start are context: decoders treat the first token differently (no leading
+    space), so a token is never decoded as the first unless it is. Raw-byte tokens wait for the end of their run,
+    because a run that is no valid UTF-8 turns into replacement characters as a whole.
+    """
+
+    CONTEXT_TOKENS = 4
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._settled: list[int] = []
+        self._settled_text = ""
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if not self._vocabulary.is_visible(token_id):
+            return ""
+        self._held.append(token_id)
+        if self._vocabulary.is_byte_fallback(token_id):
+            return ""
+        window = self._settled + self._held
+        text = self._vocabulary.decode_visible(window)
+        if text.endswith("\ufffd") or not text.startswith(self._settled_text):
+            return ""
+        piece = text[len(self._settled_text) :]
+        self._settle(window)
+        return piece
+
+    def finish(self) -> str:
+        window = self._settled + self._held
+        piece = self._vocabulary.decode_visible(window)[len(self._settled_text) :]
+        self._settle(window)
+        return piece
+
+    def _settle(self, window: list[int]) -> None:
+        context = window[-self.CONTEXT_TOKENS :]
+        # A byte run at the context's start would be cut in two: begin at a token that means the same everywhere.
+        while len(context) < len(window) and self._vocabulary.is_byte_fallback(context[0]):
+            context = window[-len(context) - 1 :]
+        self._settled = context
+        self._settled_text = self._vocabulary.decode_visible(context)
+        self._held = []

@@ -1,0 +1,60 @@
+"""What a model directory says about its model, as far as a process without torch needs to know."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Facts from config.json and generation_config.json."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+
+
+def read_model_files(model_dir: Path) -> ModelFiles:
+    """Read the two files; raises ConfigError when config.json is missing, is no JSON or lacks what is needed."""
+    config = _read_json(model_dir / "config.json", model_dir)
+    generation = model_dir / "generation_config.json"
+    eos = _read_json(generation, model_dir).get("eos_token_id") if generation.is_file() else None
+    text = config.get("text_config") or config
+    return ModelFiles(
+        vocab_size=_positive(text, ("vocab_size",), model_dir),
+        max_position_embeddings=_positive(text, ("max_position_embeddings", "n_positions", "n_ctx"), model_dir),
+        eos_token_ids=_ids(eos if eos is not None else config.get("eos_token_id")),
+    )
+
+
+def _read_json(path: Path, model_dir: Path) -> dict[str, Any]:
+    if not model_dir.is_dir():
+        raise ConfigError(f"model directory {model_dir} does not exist; name a directory with config.json")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror}); is {model_dir} a model directory?") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return value
+
+
+def _positive(config: dict[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError(f"{model_dir / 'config.json'} has no {names[0]}")
+
+
+def _ids(value: Any) -> frozenset[int]:
+    if isinstance(value, int):
+        return frozenset({value})
+    return frozenset(value or ())

@@ -1,0 +1,51 @@
+"""Ends a text before the first stop string, wherever the borders between its pieces lie.
+
+The stop string that is complete first wins; of several that are complete with the same character, the longest. So the
+result depends on the text alone, never on how it was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """One stream's search. Text that might be the beginning of a stop string is held back until it is not."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What may be given out now. After a stop string was found: nothing."""
+        if self.found is not None:
+            return ""
+        if not self._stops or not text:
+            return text
+        window = self._held + text
+        hit = self._first_hit(window)
+        if hit is not None:
+            self.found = hit
+            self._held = ""
+            return window[: window.index(hit)]
+        keep = self._unsure_length(window)
+        self._held = window[len(window) - keep :]
+        return window[: len(window) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when no text follows. Idempotent."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _first_hit(self, window: str) -> str | None:
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := window.find(stop)) >= 0]
+        return min(hits)[2] if hits else None
+
+    def _unsure_length(self, window: str) -> int:
+        longest = min(len(window), max(len(stop) for stop in self._stops) - 1)
+        for length in range(longest, 0, -1):
+            tail = window[len(window) - length :]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

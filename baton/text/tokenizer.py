@@ -1,0 +1,111 @@
+"""Text to token ids and back, from a model directory's tokenizer.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.errors import ConfigError
+from baton.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_BYTE_FALLBACK_TOKENS = frozenset(f"<0x{value:02X}>" for value in range(256))
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable once loaded, and safe to use from several threads.
+
+    `encode` adds the special tokens (BOS and the like) that the tokenizer's own post-processor asks for.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        spec = json.loads(backend.to_str())
+        self._added = {entry["id"]: entry for entry in spec.get("added_tokens", ())}
+        self._special = frozenset(token for token, entry in self._added.items() if entry["special"])
+        self._byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
+        self._byte_tokens: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, model_dir: Path) -> Tokenizer:
+        """The tokenizer of a model directory; raises ConfigError when its file is missing or unreadable."""
+        path = model_dir / TOKENIZER_FILE
+        if not model_dir.is_dir():
+            raise ConfigError(f"model directory {model_dir} does not exist; name a directory with config.json")
+        if not path.is_file():
+            raise ConfigError(f"{path} is missing; save the model's fast tokenizer beside its weights")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception for a file that it can't read
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens with a text, added tokens included; a model's output may be wider."""
+        return int(self._backend.get_vocab_size())
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that have no place in a text."""
+        return self._special
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer puts around a text."""
+        ids: list[int] = self._backend.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`; special tokens and ids without a token are skipped."""
+        return self.decode_visible([token for token in token_ids if self.is_visible(token)])
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental detokenizer for one stream of tokens."""
+        return ByteLevelDetokenizer(self) if self._byte_level else WindowDetokenizer(self)
+
+    def is_visible(self, token_id: int) -> bool:
+        """Whether the token has a place in a text: it exists and is not special."""
+        return token_id not in self._special and self._backend.id_to_token(token_id) is not None
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether the token stands for one raw byte, whose meaning depends on the bytes around it."""
+        return self._backend.id_to_token(token_id) in _BYTE_FALLBACK_TOKENS
+
+    def decode_visible(self, token_ids: Iterable[int]) -> str:
+        """Text of visible tokens."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one visible token of a byte-level vocabulary."""
+        known = self._byte_tokens.get(token_id)
+        if known is None:
+            known = _byte_level_bytes(self._backend.id_to_token(token_id))
+            self._byte_tokens[token_id] = known
+        return known
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(value): value for value in printable}
+    hidden = [value for value in range(256) if value not in set(printable)]
+    table.update({chr(256 + place): value for place, value in enumerate(hidden)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """What the library's ByteLevel decoder makes of one token: a token with a foreign character is plain text."""
+    try:
+        return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+    except KeyError:
+        return token.encode()

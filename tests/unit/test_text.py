@@ -1,0 +1,175 @@
+"""The text package against the real tokenizers library: pieces equal the whole, wherever the borders lie."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from baton.errors import ConfigError
+from baton.text.model_files import read_model_files
+from baton.text.stop_strings import StopStrings
+from baton.text.tokenizer import Tokenizer
+
+CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool 工>", normalized=False), AddedToken("plain", normalized=False)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return backend
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
+    words += ["▁", "▁the", "▁a", "the", "ab", "é", "▁▁", "x", "中"]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def wordpiece() -> tokenizers.Tokenizer:
+    words = ["[UNK]", "[CLS]", "the", "##re", "a", ".", "##s", "don", "'", "t", "!"]
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab={w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[CLS]"])
+    return backend
+
+
+MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "wordpiece": wordpiece}
+TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24))
+    detokenizer = tokenizer.detokenizer()
+    so_far = ""
+    for place, token in enumerate(ids):
+        so_far += detokenizer.push(token)
+        for follower in (ids[-1], tokenizer.vocab_size - 1):
+            assert tokenizer.decode([*ids[: place + 1], follower]).startswith(so_far)
+    assert so_far + detokenizer.finish() == tokenizer.decode(ids)
+    assert detokenizer.finish() == ""
+    assert tokenizer.decode(ids) == library_decode(kind, ids)
+
+
+_BACKENDS = {name: make() for name, make in MAKERS.items()}
+
+
+def library_decode(kind: str, ids: list[int]) -> str:
+    """What the library itself says."""
+    text: str = _BACKENDS[kind].decode(ids, skip_special_tokens=True)
+    return text
+
+
+def test_a_character_over_several_tokens_comes_with_its_last() -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    detokenizer = tokenizer.detokenizer()
+    ids = [3 + value for value in "😀".encode()]
+    assert [detokenizer.push(token) for token in ids] == ["", "", "", ""]
+    assert detokenizer.push(3 + 256 + 3) == "😀the"
+
+
+def test_text_flows_token_by_token() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    detokenizer = tokenizer.detokenizer()
+    ids = tokenizer.encode("def fibonacci")
+    pieces = [detokenizer.push(token) for token in ids]
+    assert "".join(pieces) == "def fibonacci"
+    assert all(pieces[1:])
+
+
+def test_encode_adds_what_the_post_processor_says() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    assert tokenizer.encode("a")[0] == 0
+    assert tokenizer.decode(tokenizer.encode("naïve 中文 😀")) == "naïve 中文 😀"
+
+
+def test_truncation_in_the_file_is_ignored() -> None:
+    backend = byte_level()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert len(Tokenizer(backend).encode("fibonacci fibonacci fibonacci")) not in (4, 64)
+
+
+def test_load_round_trip_and_typed_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        Tokenizer.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is missing"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode("def") == TOKENIZERS["byte_level"].encode("def")
+
+
+def test_model_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json can't be read"):
+        read_model_files(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 9, "n_positions": 64, "eos_token_id": 2}))
+    facts = read_model_files(tmp_path)
+    assert (facts.vocab_size, facts.max_position_embeddings, facts.eos_token_ids) == (9, 64, {2})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert read_model_files(tmp_path).eos_token_ids == {3, 4}
+    (tmp_path / "config.json").write_text(json.dumps({"n_positions": 64}))
+    with pytest.raises(ConfigError, match="has no vocab_size"):
+        read_model_files(tmp_path)
+
+
+def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The definition, character by character."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            longest = max(done, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=st.text("abc", max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 20), max_size=6),
+)
+def test_stop_strings_do_not_depend_on_the_pieces(text: str, stops: list[str], cuts: list[int]) -> None:
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    search = StopStrings(stops)
+    given_out = "".join(search.push(text[a:b]) for a, b in itertools.pairwise(borders))
+    given_out += search.finish()
+    assert (given_out, search.found) == reference_cut(text, stops)
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    search = StopStrings(["END"])
+    assert search.push("a E") == "a "
+    assert search.push("N") == ""
+    assert search.push("x") == "ENx"
+    assert search.push("yEND more") == "y"
+    assert (search.found, search.push("later"), search.finish()) == ("END", "", "")

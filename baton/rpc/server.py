@@ -34,18 +34,19 @@ class RpcServer:
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Bind (port 0: pick one), serve, and return the port; raises ConfigError when the port can't be had."""
+    def bind(self, host: str, port: int) -> int:
+        """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
+        address = join_address(host, port)
         try:
-            bound = self.server.add_insecure_port(join_address(host, port))
+            return self.server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(
-                f"can't listen on {join_address(host, port)}: the port is taken or not ours; choose another one"
-            ) from error
+            raise ConfigError(f"can't listen on {address}: the port is taken or not ours; choose another one") from error
+
+    async def start(self) -> None:
+        """Serve. The process counts as healthy from now on, the named services once `set_ready` says so."""
         await self.server.start()
         await self._health.set("", _SERVING)
         await self.set_ready(False)
-        return bound
 
     async def set_ready(self, ready: bool) -> None:
         """What the health service says of the named services; "" (the process) is serving all along."""

@@ -1,0 +1,147 @@
+"""Every message survives the wire unchanged."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.errors import BatonError, InvalidRequest
+from baton.ids import AttemptKey
+from baton.rpc import codec_generation, codec_node, codec_sampling
+from baton.rpc.messages import (
+    Abort,
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateRequest,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    Path,
+    RequestDelta,
+    Role,
+    StageTimings,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+from baton.v1 import generation_pb2, node_pb2
+
+KEY = AttemptKey("req-1", 2)
+PARAMS = SamplingParams(
+    temperature=0.5,
+    top_k=7,
+    top_p=0.75,
+    min_p=0.125,
+    seed=2**64 - 1,
+    presence_penalty=0.5,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.25,
+    logit_bias={3: -1.5},
+    logprobs=0,
+    max_tokens=9,
+    min_tokens=2,
+    stop_token_ids=frozenset({4, 5}),
+    ignore_eos=True,
+)
+LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
+
+
+def test_sampling_params_keep_every_field() -> None:
+    assert codec_sampling.sampling_from_pb(codec_sampling.sampling_to_pb(PARAMS)) == PARAMS
+
+
+def test_absent_logprobs_stay_absent() -> None:
+    params = SamplingParams(logprobs=None)
+    assert codec_sampling.sampling_from_pb(codec_sampling.sampling_to_pb(params)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Submit(KEY, Leg.WHOLE, [1, 2, 3], PARAMS),
+        Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", KVSource("p0", "p0.abc", "127.0.0.1:1")),
+        Abort(KEY, "client is gone"),
+    ],
+)
+def test_router_messages_keep_every_field(message: Submit | Abort) -> None:
+    assert codec_node.router_message_from_pb(codec_node.router_message_to_pb(message)) == message
+
+
+def test_an_unknown_router_message_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="message"):
+        codec_node.router_message_from_pb(node_pb2.AttachRequest())
+    with pytest.raises(InvalidRequest, match=r"submit\.leg"):
+        codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
+
+
+def test_reports_keep_every_field() -> None:
+    deltas = [
+        RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)),
+        RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
+        RequestDelta(KEY, 0, [0]),
+    ]
+    report = StepReport(deltas, LoadReport(1, 2, 3, 100, 50, 5, 6, True))
+    again = codec_node.report_from_pb(codec_node.report_to_pb(report))
+    assert again.load == report.load
+    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, None]
+    assert again.deltas[0] == RequestDelta(
+        KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)
+    )
+    assert again.deltas[2].stop_token_id is None
+
+
+def test_an_outcome_of_a_newer_version_is_an_error_not_progress() -> None:
+    pb = node_pb2.StepReport(deltas=[node_pb2.RequestDelta(outcome=99)])  # type: ignore[arg-type]
+    assert codec_node.report_from_pb(pb).deltas[0].outcome is Outcome.ERROR
+
+
+def test_descriptions_and_traces_keep_every_field() -> None:
+    description = NodeDescription(
+        "p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})
+    )
+    assert codec_node.description_from_pb(codec_node.description_to_pb(description)) == description
+    event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")
+    assert codec_node.trace_from_pb(codec_node.trace_to_pb(event)) == event
+
+
+def test_requests_keep_what_is_present_and_nothing_else() -> None:
+    bare = GenerateRequest(prompt="hello")
+    assert codec_generation.request_from_pb(codec_generation.request_to_pb(bare)) == bare
+    full = GenerateRequest(
+        prompt=[1, 2],
+        request_id="r",
+        model="m",
+        temperature=0.0,
+        top_k=-1,
+        seed=0,
+        logit_bias={1: 2.0},
+        max_tokens=1,
+        stop=("a",),
+        stop_token_ids=(3,),
+        ignore_eos=False,
+        logprobs=0,
+        priority=-1,
+        cache_salt="s",
+    )
+    assert codec_generation.request_from_pb(codec_generation.request_to_pb(full)) == full
+
+
+def test_an_empty_list_of_token_ids_is_not_an_absent_prompt() -> None:
+    assert codec_generation.request_from_pb(codec_generation.request_to_pb(GenerateRequest(prompt=[]))).prompt == []
+    assert codec_generation.request_from_pb(generation_pb2.GenerateRequest()).prompt is None
+
+
+@pytest.mark.parametrize("stop_reason", [None, 0, "END"])
+def test_the_terminal_event_keeps_every_field(stop_reason: int | str | None) -> None:
+    finished = Finished("stop", stop_reason, 1, 2, 3, 4, 5, 6, 7, 8, 9, Path("p0", "d0", 2, "least loaded"))
+    pb = codec_generation.event_to_pb(finished, "r")
+    assert codec_generation.finished_from_pb(pb.finished, codec_generation.path_to_metadata(finished)) == finished
+
+
+def test_events_keep_every_field() -> None:
+    for event in (Accepted("r", 5, 6), Chunk(3, [1, 2], "ab", [LOGPROBS])):
+        assert codec_generation.event_from_pb(codec_generation.event_to_pb(event, "r")) == event
+    with pytest.raises(BatonError, match="does not know"):
+        codec_generation.event_from_pb(generation_pb2.GenerateResponse())

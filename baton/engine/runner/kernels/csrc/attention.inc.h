@@ -1,0 +1,236 @@
+/* Paged attention; included once for each instruction set, after product.inc.h.
+ *
+ * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
+ * Gimelshein 2018). Tiles begin at absolute multiples of KEY_TILE, a key's lane is its position modulo 16, and a tile touches
+ * a row's state only through the keys that row sees. So the arithmetic of a row is a function of its query and its own keys: other
+ * rows, the chunk's bounds, block size and block placement decide only what is computed next to it, and stale memory
+ * beyond a request's keys never enters a sum.
+ */
+#include <math.h>
+
+#define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+
+/* e^x for x <= 88, zero below -87.3; Cephes' polynomial */
+INLINE v16 v_exp(v16 x) {
+    v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
+    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
+    v16 r = v_fma(n, v_set1(-0.693359375f), x);
+    r = v_fma(n, v_set1(2.12194440e-4f), r);
+    v16 p = v_set1(1.9875691500e-4f);
+    p = v_fma(p, r, v_set1(1.3981999507e-3f));
+    p = v_fma(p, r, v_set1(8.3334519073e-3f));
+    p = v_fma(p, r, v_set1(4.1665795894e-2f));
+    p = v_fma(p, r, v_set1(1.6666665459e-1f));
+    p = v_fma(p, r, v_set1(5.0000001201e-1f));
+    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
+    return v_where_less(x, v_set1(-87.3f), v_zero(), v_mul(p, v_power_of_two(shifted)));
+}
+
+/* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */
+INLINE v16 v_softcap(v16 x, float cap) {
+    v16 y = v_div(x, v_set1(cap));
+    y = v_max(v_min(y, v_set1(20.0f)), v_set1(-20.0f));
+    v16 e = v_exp(v_add(y, y));
+    v16 tanh = v_sub(v_set1(1.0f), v_div(v_set1(2.0f), v_add(e, v_set1(1.0f))));
+    return v_mul(tanh, v_set1(cap));
+}
+
+/* Where one task keeps its rows; all of it in the thread's scratch. */
+struct attention_state {
+    float *scores;  /* [rows][KEY_TILE]: products, then probabilities */
+    float *output;  /* [rows][out_stride], unnormalised */
+    float *sum;     /* [rows][LANES] */
+    float *largest; /* [rows] */
+    float *values;  /* [panel][KEY_TILE][LANES] */
+    void *keys;     /* [KEY_TILE / LANES] panels */
+    void *query;    /* [rows] prepared query rows */
+    size_t out_stride, value_panels;
+};
+
+/* The keys of a tile, relative to its start, that a query token sees. */
+struct key_range {
+    int64_t start, end;
+};
+
+INLINE struct key_range visible_keys(const struct attention_call *call, int64_t position, int64_t tile) {
+    int64_t start = call->window > 0 && position + 1 > call->window ? position + 1 - call->window : 0;
+    struct key_range range = {start > tile ? start - tile : 0, position + 1 < tile + KEY_TILE ? position + 1 - tile : KEY_TILE};
+    return range;
+}
+
+static const uint32_t absent_key[MAX_HEAD_DIM];
+
+/* Transposes the tile's keys into panels and copies its values into panels, as far as the task sees them. */
+INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                      struct attention_state *state, int64_t tile, struct key_range seen) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    const size_t dim = (size_t)call->head_dim, words = dim * size / 4;
+    const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_width;
+    const char *head = (const char *)call->cache + (size_t)(task->kv_head * call->head_stride) * size;
+    const uint32_t *keys[KEY_TILE];
+    int64_t block = (tile + seen.start) / call->block_size, offset = (tile + seen.start) % call->block_size;
+    for (int64_t j = 0; j < KEY_TILE; j++) {
+        if (j < seen.start || j >= seen.end) {
+            keys[j] = absent_key;
+            continue;
+        }
+        keys[j] = (const uint32_t *)(head + (size_t)(table[block] * call->block_stride + offset * call->head_dim) * size);
+        const char *value = (const char *)keys[j] + (size_t)call->value_offset * size;
+        for (size_t panel = 0; panel < state->value_panels; panel++) {
+            float *to = state->values + (panel * KEY_TILE + (size_t)j) * LANES;
+            size_t from = panel * LANES;
+            if (from + LANES <= dim) {
+                v_store(to, dtype == DTYPE_FLOAT32 ? v_load((const float *)value + from) : v_load_bf16((const uint16_t *)value + from));
+            } else if (from < dim) {
+                uint32_t half[LANES] = {0}; /* head_dim is a multiple of 8 */
+                memcpy(half, value + from * size, 8 * size);
+                v_store(to, dtype == DTYPE_FLOAT32 ? v_load((const float *)half) : v_load_bf16((const uint16_t *)half));
+            }
+        }
+        if (++offset == call->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+    for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
+        transpose_rows(keys + panel * LANES, words, (uint32_t *)state->keys + panel * words * LANES);
+}
+
+/* One row's softmax over one tile: scores become probabilities, the row's sum and output are brought to the new maximum. */
+INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, size_t row, struct key_range range) {
+    float *scores = state->scores + row * KEY_TILE, *output = state->output + row * state->out_stride;
+    v16 s[KEY_TILE / LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < KEY_TILE / LANES; i++) {
+        s[i] = v_mul(v_load(scores + i * LANES), v_set1(call->scale));
+        if (call->softcap != 0.0f) s[i] = v_softcap(s[i], call->softcap);
+    }
+    if (range.start > 0 || range.end < KEY_TILE) {
+#pragma GCC unroll 4
+        for (int i = 0; i < KEY_TILE / LANES; i++) v_store(scores + i * LANES, s[i]);
+        for (int64_t j = 0; j < range.start; j++) scores[j] = -INFINITY;
+        for (int64_t j = range.end; j < KEY_TILE; j++) scores[j] = -INFINITY;
+#pragma GCC unroll 4
+        for (int i = 0; i < KEY_TILE / LANES; i++) s[i] = v_load(scores + i * LANES);
+    }
+    float old = state->largest[row];
+    float largest = v_largest(v_max(v_max(s[0], s[1]), v_max(s[2], s[3])));
+    v16 sum = v_load(state->sum + row * LANES);
+    if (largest > old) {
+        float factors[LANES];
+        v_store(factors, v_exp(v_set1(old - largest)));
+        v16 factor = v_set1(factors[0]);
+        state->largest[row] = largest;
+        sum = v_mul(sum, factor);
+        for (size_t d = 0; d < state->out_stride; d += LANES) v_store(output + d, v_mul(v_load(output + d), factor));
+    } else {
+        largest = old;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < KEY_TILE / LANES; i++) {
+        v16 p = v_exp(v_sub(s[i], v_set1(largest)));
+        sum = v_add(sum, p);
+        v_store(scores + i * LANES, p);
+    }
+    v_store(state->sum + row * LANES, sum);
+}
+
+INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                        struct attention_state *state, int64_t first_position, int64_t tile) {
+    const size_t dim = (size_t)call->head_dim, heads = (size_t)task->head_count, rows = (size_t)task->token_count * heads;
+    struct key_range first = visible_keys(call, first_position, tile);
+    struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
+    struct key_range seen = {first.start, last.end};
+    load_tile(dtype, call, task, state, tile, seen);
+    if (dtype == DTYPE_FLOAT32)
+        product_float32(rows, KEY_TILE / LANES, state->query, dim, state->keys, dim * LANES, dim, state->scores, KEY_TILE, 0);
+    else
+        product_bfloat16(rows, KEY_TILE / LANES, state->query, dim / 2 * ROW_ITEMS_PER_PAIR, state->keys, dim * LANES, dim / 2,
+                         state->scores, KEY_TILE);
+    for (int64_t token = 0; token < task->token_count;) {
+        struct key_range range = visible_keys(call, first_position + token, tile);
+        int64_t next = token + 1; /* tokens that see the same keys of this tile share a product */
+        for (; next < task->token_count; next++) {
+            struct key_range other = visible_keys(call, first_position + next, tile);
+            if (other.start != range.start || other.end != range.end) break;
+        }
+        if (range.start < range.end) {
+            size_t row = (size_t)token * heads, end = (size_t)next * heads;
+            for (size_t r = row; r < end; r++) softmax_row(call, state, r, range);
+            product_float32(end - row, state->value_panels, state->scores + row * KEY_TILE + range.start, KEY_TILE,
+                            state->values + range.start * LANES, KEY_TILE * LANES, (size_t)(range.end - range.start),
+                            state->output + row * state->out_stride, state->out_stride, 1);
+        }
+        token = next;
+    }
+}
+
+INLINE void prepare_queries(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                            struct attention_state *state, int64_t first_row) {
+    const size_t dim = (size_t)call->head_dim;
+    size_t row = 0;
+    for (int64_t token = 0; token < task->token_count; token++)
+        for (int64_t head = 0; head < task->head_count; head++, row++) {
+            size_t from = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
+            if (dtype == DTYPE_FLOAT32)
+                memcpy((float *)state->query + row * dim, (const float *)call->query + from, dim * sizeof(float));
+            else
+                widen_row((bf16_row *)state->query + row * (dim / 2 * ROW_ITEMS_PER_PAIR), (const uint16_t *)call->query + from, dim, dim);
+        }
+    memset(state->output, 0, row * state->out_stride * sizeof(float));
+    memset(state->sum, 0, row * LANES * sizeof(float));
+    for (size_t r = 0; r < row; r++) state->largest[r] = -INFINITY;
+}
+
+INLINE void store_outputs(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                          struct attention_state *state, int64_t first_row) {
+    const size_t dim = (size_t)call->head_dim;
+    size_t row = 0;
+    for (int64_t token = 0; token < task->token_count; token++)
+        for (int64_t head = 0; head < task->head_count; head++, row++) {
+            float *lanes = state->sum + row * LANES, *output = state->output + row * state->out_stride;
+            for (int width = LANES / 2; width > 0; width /= 2)
+                for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
+            size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
+            for (size_t d = 0; d < dim; d += LANES) {
+                uint16_t rounded[LANES];
+                size_t count = dim - d < LANES ? dim - d : LANES;
+                v16 result = v_div(v_load(output + d), v_set1(lanes[0]));
+                v_store(output + d, result);
+                v_store_bf16(rounded, result);
+                if (dtype == DTYPE_FLOAT32)
+                    memcpy((float *)call->out + to + d, output + d, count * sizeof(float));
+                else
+                    memcpy((uint16_t *)call->out + to + d, rounded, count * sizeof(uint16_t));
+            }
+        }
+}
+
+INLINE void attend(const enum dtype dtype, const struct attention_job *job, size_t index, void *scratch) {
+    const struct attention_call *call = job->call;
+    const struct attention_task *task = &job->tasks[index];
+    struct attention_state state;
+    state.value_panels = ((size_t)call->head_dim + 2 * LANES - 1) / (2 * LANES) * 2;
+    state.out_stride = state.value_panels * LANES;
+    state.scores = scratch;
+    state.output = state.scores + ATTENTION_ROWS * KEY_TILE;
+    state.sum = state.output + ATTENTION_ROWS * state.out_stride;
+    state.largest = state.sum + ATTENTION_ROWS * LANES;
+    state.values = state.largest + ATTENTION_ROWS;
+    state.keys = state.values + state.value_panels * KEY_TILE * LANES;
+    state.query = (float *)state.keys + KEY_TILE * MAX_HEAD_DIM;
+    memset(state.values, 0, state.value_panels * KEY_TILE * LANES * sizeof(float)); /* the padding panel stays zero */
+
+    int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
+    int64_t first_row = query_start + task->token_start;
+    int64_t first_position = call->seq_lens[task->seq] - (query_end - query_start) + task->token_start;
+    int64_t last_position = first_position + task->token_count - 1;
+    int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
+    prepare_queries(dtype, call, task, &state, first_row);
+    for (tile = tile / KEY_TILE * KEY_TILE; tile <= last_position; tile += KEY_TILE)
+        attend_tile(dtype, call, task, &state, first_position, tile);
+    store_outputs(dtype, call, task, &state, first_row);
+}
+
+TARGET static void attention_float32(const void *job, size_t task, void *scratch) { attend(DTYPE_FLOAT32, job, task, scratch); }
+TARGET static void attention_bfloat16(const void *job, size_t task, void *scratch) { attend(DTYPE_BFLOAT16, job, task, scratch); }

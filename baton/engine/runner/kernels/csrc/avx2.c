@@ -1,0 +1,19 @@
+/* AVX2 with FMA: the same chains in halves of a vector. */
+#if defined(__x86_64__)
+#define TARGET __attribute__((target("avx2,fma")))
+#include "vector_avx2.h"
+
+#define WIDE_PANELS 4
+#define WIDE_ROWS 1
+#define WIDE_CASES(F) F(1)
+#define TALL_PANELS 1
+#define TALL_ROWS 6
+#define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#include "product.inc.h"
+#include "attention.inc.h"
+
+static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+const struct isa isa_avx2 = {
+    "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
+#endif

@@ -1,0 +1,20 @@
+/* AVX-512 with vdpbf16ps, which multiplies a pair: odd element first, both sums rounded, subnormals as zero. */
+#if defined(__x86_64__)
+#define TARGET __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define DPBF16
+#include "vector_avx512.h"
+
+#define WIDE_PANELS 4
+#define WIDE_ROWS 6
+#define WIDE_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#define TALL_PANELS 2
+#define TALL_ROWS 12
+#define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
+#include "product.inc.h"
+#include "attention.inc.h"
+
+static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16"); }
+
+const struct isa isa_avx512_bf16 = {
+    "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
+#endif

@@ -1,0 +1,17 @@
+/* Plain C for every other machine. */
+#define TARGET
+#include "vector_portable.h"
+
+#define WIDE_PANELS 4
+#define WIDE_ROWS 1
+#define WIDE_CASES(F) F(1)
+#define TALL_PANELS 1
+#define TALL_ROWS 4
+#define TALL_CASES(F) F(1) F(2) F(3) F(4)
+#include "product.inc.h"
+#include "attention.inc.h"
+
+static int supported(void) { return 1; }
+
+const struct isa isa_portable = {
+    "portable", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};

@@ -1,0 +1,82 @@
+/* Vectors of 16 floats on AVX2 with FMA: two registers each. The includer defines TARGET. */
+#include <immintrin.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline)) TARGET
+
+typedef struct {
+    __m256 a, b;
+} v16;
+
+#define EACH(x, y) ((v16){(x), (y)})
+INLINE v16 v_zero(void) { return EACH(_mm256_setzero_ps(), _mm256_setzero_ps()); }
+INLINE v16 v_set1(float f) { return EACH(_mm256_set1_ps(f), _mm256_set1_ps(f)); }
+INLINE v16 v_load(const float *p) { return EACH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+INLINE void v_store(float *p, v16 v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+}
+INLINE v16 v_fma(v16 x, v16 y, v16 z) { return EACH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+INLINE v16 v_add(v16 x, v16 y) { return EACH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+INLINE v16 v_sub(v16 x, v16 y) { return EACH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+INLINE v16 v_mul(v16 x, v16 y) { return EACH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+INLINE v16 v_div(v16 x, v16 y) { return EACH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+INLINE v16 v_max(v16 x, v16 y) { return EACH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+INLINE v16 v_min(v16 x, v16 y) { return EACH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)); }
+
+INLINE float v_largest(v16 x) {
+    __m256 m = _mm256_max_ps(x.a, x.b);
+    __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+    h = _mm_max_ss(h, _mm_movehdup_ps(h));
+    return _mm_cvtss_f32(h);
+}
+
+/* a where x < bound, else b; b where x is NaN */
+INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) {
+    return EACH(_mm256_blendv_ps(b.a, a.a, _mm256_cmp_ps(x.a, bound.a, _CMP_LT_OQ)),
+                _mm256_blendv_ps(b.b, a.b, _mm256_cmp_ps(x.b, bound.b, _CMP_LT_OQ)));
+}
+
+INLINE __m256 power_of_two_8(__m256 shifted) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127 - 0x4B400000)), 23));
+}
+
+/* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
+INLINE v16 v_power_of_two(v16 shifted) { return EACH(power_of_two_8(shifted.a), power_of_two_8(shifted.b)); }
+
+INLINE __m256 load_bf16_8(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+INLINE v16 v_load_bf16(const uint16_t *p) { return EACH(load_bf16_8(p), load_bf16_8(p + 8)); }
+
+INLINE __m256i round_bf16_8(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC00000), _mm256_castps_si256(nan));
+    return _mm256_srli_epi32(rounded, 16);
+}
+INLINE void v_store_bf16(uint16_t *p, v16 x) {
+    __m256i packed = _mm256_packus_epi32(round_bf16_8(x.a), round_bf16_8(x.b));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
+
+/* the odd and the even elements of 16 bfloat16 pairs */
+INLINE __m256i load_8(const uint16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE __m256 odd_8(__m256i x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xFFFF0000u))); }
+INLINE v16 v_load_odd(const uint16_t *p) { return EACH(odd_8(load_8(p)), odd_8(load_8(p + 16))); }
+INLINE v16 v_load_even(const uint16_t *p) {
+    return EACH(_mm256_castsi256_ps(_mm256_slli_epi32(load_8(p), 16)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(load_8(p + 16), 16)));
+}
+#undef EACH
+
+/* panel[word][16] from 16 rows of words 32-bit words */
+INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
+    for (size_t i = 0; i < 16; i++)
+        for (size_t w = 0; w < words; w++) panel[w * 16 + i] = rows[i][w];
+}

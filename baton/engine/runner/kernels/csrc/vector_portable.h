@@ -1,0 +1,72 @@
+/* Vectors of 16 floats in plain C. fmaf is one instruction on aarch64 and a library call on the oldest x86: slow there, equal in bits. */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+    float f[16];
+} v16;
+
+#define EACH(expression)                          \
+    v16 r;                                        \
+    for (int i = 0; i < 16; i++) r.f[i] = (expression); \
+    return r
+
+INLINE float from_bits(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+INLINE uint32_t to_bits(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+
+INLINE v16 v_zero(void) { EACH(0.0f); }
+INLINE v16 v_set1(float a) { EACH(a); }
+INLINE v16 v_load(const float *p) { EACH(p[i]); }
+INLINE void v_store(float *p, v16 a) { memcpy(p, a.f, sizeof a.f); }
+INLINE v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])); }
+INLINE v16 v_add(v16 a, v16 b) { EACH(a.f[i] + b.f[i]); }
+INLINE v16 v_sub(v16 a, v16 b) { EACH(a.f[i] - b.f[i]); }
+INLINE v16 v_mul(v16 a, v16 b) { EACH(a.f[i] * b.f[i]); }
+INLINE v16 v_div(v16 a, v16 b) { EACH(a.f[i] / b.f[i]); }
+INLINE v16 v_max(v16 a, v16 b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
+INLINE v16 v_min(v16 a, v16 b) { EACH(a.f[i] < b.f[i] ? a.f[i] : b.f[i]); }
+
+INLINE float v_largest(v16 a) {
+    float largest = a.f[0];
+    for (int i = 1; i < 16; i++) largest = largest > a.f[i] ? largest : a.f[i];
+    return largest;
+}
+
+/* a where x < bound, else b; b where x is NaN */
+INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) { EACH(x.f[i] < bound.f[i] ? a.f[i] : b.f[i]); }
+
+/* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
+INLINE v16 v_power_of_two(v16 shifted) { EACH(from_bits((to_bits(shifted.f[i]) + 127u - 0x4B400000u) << 23)); }
+
+INLINE v16 v_load_bf16(const uint16_t *p) { EACH(from_bits((uint32_t)p[i] << 16)); }
+
+INLINE void v_store_bf16(uint16_t *p, v16 a) {
+    for (int i = 0; i < 16; i++) {
+        uint32_t bits = to_bits(a.f[i]);
+        bits = a.f[i] != a.f[i] ? 0x7FC00000u : bits + 0x7FFFu + ((bits >> 16) & 1u);
+        p[i] = (uint16_t)(bits >> 16);
+    }
+}
+
+/* the odd and the even elements of 16 bfloat16 pairs */
+INLINE v16 v_load_odd(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i + 1] << 16)); }
+INLINE v16 v_load_even(const uint16_t *p) { EACH(from_bits((uint32_t)p[2 * i] << 16)); }
+#undef EACH
+
+/* panel[word][16] from 16 rows of words 32-bit words */
+INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
+    for (size_t i = 0; i < 16; i++)
+        for (size_t w = 0; w < words; w++) panel[w * 16 + i] = rows[i][w];
+}

@@ -1,0 +1,119 @@
+"""The compiled library: found beside this file, opened once, its instruction set chosen by what the processor has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from baton.engine.runner.kernels.errors import KernelArgumentError, KernelsUnavailable
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_STATUS = {
+    2: ("query_start", "must begin at 0, never decrease, and end at the number of query rows or before"),
+    3: ("seq_lens", "must be at least the request's query rows and at most what its block table holds"),
+    4: ("block_tables", "names a block outside the cache"),
+    5: ("slots", "names a slot outside the cache"),
+}
+
+
+@dataclass(slots=True)
+class Library:
+    """The opened library and the instruction set in use."""
+
+    functions: ctypes.CDLL
+    isas: tuple[str, ...]
+    """Those this processor supports, fastest first."""
+    isa: int
+    """Index of the one in use, as the library counts them."""
+    threads: bool
+    """Whether work is spread over torch's own threads."""
+
+
+def check_status(status: int) -> None:
+    """Raise what the library's status stands for."""
+    if status == 0:
+        return
+    if status in _STATUS:
+        raise KernelArgumentError(*_STATUS[status])
+    raise MemoryError("no memory for the kernels' scratch")
+
+
+@functools.cache
+def library() -> Library:
+    """Open the library. Raises KernelsUnavailable with the reason and the way out."""
+    functions = _open()
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    functions.baton_isa_name.restype = ctypes.c_char_p
+    functions.baton_set_parallel.argtypes = [pointer]
+    functions.baton_set_parallel.restype = None
+    functions.baton_packed_size.argtypes = [integer, size, size]
+    functions.baton_packed_size.restype = size
+    functions.baton_pack.argtypes = [integer, pointer, pointer, size, size]
+    functions.baton_pack.restype = None
+    functions.baton_linear.argtypes = [integer, integer, pointer, pointer, pointer, pointer, size, size, size, integer]
+    functions.baton_attention.argtypes = [integer, integer, pointer, integer]
+    functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 8
+    fork_join = _torch_fork_join()
+    if fork_join is not None:
+        functions.baton_set_parallel(fork_join)
+    supported = [i for i in range(functions.baton_num_isas()) if functions.baton_isa_supported(i)]
+    names = tuple(_isa_name(functions, i) for i in supported)
+    return Library(functions, names, isa=supported[0], threads=fork_join is not None)
+
+
+def isa_name() -> str:
+    """Name of the instruction set in use."""
+    lib = library()
+    return _isa_name(lib.functions, lib.isa)
+
+
+def use_isa(name: str | None) -> None:
+    """Compute with this instruction set from now on, or with the fastest (None).
+
+    Raises KernelsUnavailable for one that this processor or this build lacks.
+    """
+    lib = library()
+    wanted = lib.isas[0] if name is None else name
+    if wanted not in lib.isas:
+        raise KernelsUnavailable(f"no kernels for {wanted!r} on this processor: it has {', '.join(lib.isas)}")
+    lib.isa = next(i for i in range(lib.functions.baton_num_isas()) if _isa_name(lib.functions, i) == wanted)
+
+
+def _isa_name(functions: ctypes.CDLL, isa: int) -> str:
+    name: bytes = functions.baton_isa_name(isa)
+    return name.decode()
+
+
+def _open() -> ctypes.CDLL:
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_kernels{suffix}"
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                raise KernelsUnavailable(f"the kernel library can't be loaded: {error}") from error
+    raise KernelsUnavailable("the kernel library is not built: install a C compiler, then run `pip install -e .` again")
+
+
+def _torch_fork_join() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None when torch has another runtime.
+
+    A runtime of our own would keep a second set of worker threads, both spinning for work on the same cores.
+    """
+    folder = Path(torch.__file__).parent
+    bundled = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
+    for name in ["libgomp.so.1", *map(str, bundled)]:
+        try:
+            runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,100 @@
+"""Names of KV blocks: a chain of SHA-256 keys, so that equal keys mean equal KV.
+
+Every field is written as tag byte, length (4 bytes, little-endian), payload: no two different field lists can spell
+the same bytes. What is constant for a request goes into the chain's root; each full block's key covers its parent's
+key, the hashes of the multimodal items that touch it, and its token ids. A key therefore names the whole prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.request import Request
+from baton.engine.runner.base import KVLayout, ModelInfo
+
+FORMAT_VERSION = 1
+"""Raise it when the spelling of keys changes: keys of different versions never meet."""
+
+KEY_BYTES = 32
+
+_LENGTH = struct.Struct("<I")
+_TOKEN_BYTES = 4
+
+
+def _field(tag: bytes, payload: bytes) -> bytes:
+    return tag + _LENGTH.pack(len(payload)) + payload
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeyFields:
+    """What all keys of one engine share."""
+
+    model_fingerprint: str
+    dtype: str
+    layout: str
+    """Shape of a block and the kernels that fill it: KV of different layouts is never interchangeable."""
+
+    @classmethod
+    def of(cls, model: ModelInfo, layout: KVLayout) -> CacheKeyFields:
+        """The fields of a loaded model."""
+        shape = f"{layout.num_layers}x2x{layout.num_kv_heads}x{layout.block_size}x{layout.head_dim}"
+        return cls(model.fingerprint, layout.dtype, f"{shape}/{model.numerics}")
+
+
+class BlockHasher:
+    """Computes the keys of an engine's blocks. Token ids are unsigned 32-bit; others raise struct.error."""
+
+    def __init__(self, fields: CacheKeyFields, block_size: int) -> None:
+        self._fields = fields
+        self._block_size = block_size
+        self._parent_head = b"P" + _LENGTH.pack(KEY_BYTES)
+        self._tokens_head = b"T" + _LENGTH.pack(block_size * _TOKEN_BYTES)
+
+    def root(self, *, cache_salt: str = "", lora_id: str = "") -> bytes:
+        """The parent of a request's first block. `cache_salt` separates tenants: they never share a block."""
+        return hashlib.sha256(
+            b"".join(
+                (
+                    _field(b"V", _LENGTH.pack(FORMAT_VERSION)),
+                    _field(b"M", self._fields.model_fingerprint.encode()),
+                    _field(b"D", self._fields.dtype.encode()),
+                    _field(b"L", self._fields.layout.encode()),
+                    _field(b"B", _LENGTH.pack(self._block_size)),
+                    _field(b"A", lora_id.encode()),
+                    _field(b"S", cache_salt.encode()),
+                )
+            )
+        ).digest()
+
+    def block_key(self, parent: bytes, token_ids: Sequence[int], mm_hashes: Sequence[str] = ()) -> bytes:
+        """The key of one full block. `mm_hashes`: of the multimodal items that touch it, in order."""
+        if len(token_ids) != self._block_size:
+            raise ValueError(f"a key names a full block of {self._block_size} tokens, not {len(token_ids)}")
+        tokens = struct.pack(f"<{self._block_size}I", *token_ids)
+        items = b"".join(_field(b"I", item.encode()) for item in mm_hashes)
+        return hashlib.sha256(self._parent_head + parent + items + self._tokens_head + tokens).digest()
+
+    def extend(self, keys: list[bytes], parent: bytes, token_ids: Sequence[int]) -> None:
+        """Append the keys of the full blocks in `token_ids`, which continue a chain whose last key is `parent`.
+
+        The same keys as `block_key` for text, packed in one go: this is the cost of admitting a long prompt.
+        """
+        num_blocks = len(token_ids) // self._block_size
+        width = self._block_size * _TOKEN_BYTES
+        packed = struct.pack(f"<{num_blocks * self._block_size}I", *token_ids[: num_blocks * self._block_size])
+        sha256, head, middle = hashlib.sha256, self._parent_head, self._tokens_head
+        for start in range(0, num_blocks * width, width):
+            parent = sha256(head + parent + middle + packed[start : start + width]).digest()
+            keys.append(parent)
+
+    def extend_request(self, request: Request, num_tokens: int) -> None:
+        """Bring `request.block_hashes` up to all full blocks of its first `num_tokens` tokens (prompt and output)."""
+        keys = request.block_hashes
+        full, done = num_tokens // self._block_size, len(keys)
+        if full <= done:
+            return
+        parent = keys[-1] if keys else self.root(cache_salt=request.cache_salt)
+        self.extend(keys, parent, request.token_ids(done * self._block_size, full * self._block_size))

@@ -1,0 +1,333 @@
+"""All KV blocks of an engine and who holds each: reference counts, the free list, the prefix cache's index.
+
+Every block but the null block is in exactly one account:
+  free          nobody holds it and nothing in it is worth anything
+  cached-idle   nobody holds it, but its KV is in the index: found again until somebody needs the room
+  owned         a live request's table has it (others may lease it besides)
+  leased        only ended requests hold it, for a peer that may still read it
+  quarantined   an ended request's transfer may still write to it; it is in no table, no index, no list
+The first two lie on the free list, which is what an allocation can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+
+
+class BlockInvariantBroken(BatonError):
+    """The pool's books don't agree; the message lists every disagreement."""
+
+
+class Block:
+    """One block's state. Only the pool writes to it."""
+
+    __slots__ = ("block_hash", "block_id", "lease_cnt", "next_free", "owner_cnt", "prev_free", "quarantined")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.owner_cnt = 0
+        """Tables of live requests that have it."""
+        self.lease_cnt = 0
+        """Ended requests that hold it for a reader."""
+        self.quarantined = False
+        self.block_hash: bytes | None = None
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    @property
+    def ref_cnt(self) -> int:
+        return self.owner_cnt + self.lease_cnt + self.quarantined
+
+    @property
+    def is_on_free_list(self) -> bool:
+        return self.next_free is not None
+
+    def __repr__(self) -> str:
+        key = self.block_hash.hex()[:8] if self.block_hash else "-"
+        flags = " quarantined" if self.quarantined else ""
+        listed = " listed" if self.is_on_free_list else ""
+        return f"<Block {self.block_id} owners={self.owner_cnt} leases={self.lease_cnt} key={key}{flags}{listed}>"
+
+
+class FreeBlockQueue:
+    """Doubly linked list through the blocks themselves: O(1) at both ends and from the middle. Head goes first."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._head = Block(-1)
+        self._tail = Block(-2)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self._length = 0
+        for block in blocks:
+            self.append(block)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        """Head to tail. Stops at a broken link."""
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+    def append(self, block: Block) -> None:
+        """Put it where it is taken last."""
+        last = self._tail.prev_free
+        assert last is not None
+        self._link(last, block, self._tail)
+
+    def prepend(self, block: Block) -> None:
+        """Put it where it is taken next."""
+        first = self._head.next_free
+        assert first is not None
+        self._link(self._head, block, first)
+
+    def popleft(self) -> Block:
+        """Take the head; IndexError when empty."""
+        block = self._head.next_free
+        if block is None or block is self._tail:
+            raise IndexError("no free block")
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Take it out wherever it is; ValueError when it is not on the list."""
+        before, after = block.prev_free, block.next_free
+        if before is None or after is None:
+            raise ValueError(f"{block!r} is not on the free list")
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def _link(self, before: Block, block: Block, after: Block) -> None:
+        if block.next_free is not None:
+            raise ValueError(f"{block!r} is on the free list already")
+        before.next_free = after.prev_free = block
+        block.prev_free, block.next_free = before, after
+        self._length += 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAccounts:
+    """How many blocks are in each account. The null block is in none."""
+
+    total: int
+    free: int
+    cached_idle: int
+    owned: int
+    leased: int
+    quarantined: int
+
+
+class BlockPool:
+    """The blocks of one engine. `num_blocks` counts the null block 0, which is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError("a pool needs the null block and at least one more")
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.null_block = self.blocks[0]
+        self._free = FreeBlockQueue(self.blocks[1:])
+        self._index: dict[bytes, Block] = {}
+        self._num_cached_idle = 0
+        self._num_leased = 0
+        self._num_quarantined = 0
+
+    @property
+    def num_total_blocks(self) -> int:
+        """Blocks that can be handed out at all."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation could take now, idle cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_leased_blocks(self) -> int:
+        return self._num_leased
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        return self._num_quarantined
+
+    def accounts(self) -> BlockAccounts:
+        """The books, in O(1)."""
+        listed = len(self._free)
+        return BlockAccounts(
+            total=self.num_total_blocks,
+            free=listed - self._num_cached_idle,
+            cached_idle=self._num_cached_idle,
+            owned=self.num_total_blocks - listed - self._num_leased - self._num_quarantined,
+            leased=self._num_leased,
+            quarantined=self._num_quarantined,
+        )
+
+    def get_cached_block(self, key: bytes) -> Block | None:
+        """The block with this key, or None. It may be idle: touch it before anything is taken."""
+        return self._index.get(key)
+
+    def get_new_blocks(self, num_blocks: int, after: Block | None = None) -> list[Block]:
+        """Take blocks for one owner, losing what was cached in them. ValueError when there are not enough.
+
+        In neighbouring runs where that costs nothing: first the ones that follow `after` while they are worthless,
+        then the head of the list, which is then sorted (the set taken stays the least recently used one).
+        """
+        if num_blocks > len(self._free):
+            raise ValueError(f"{num_blocks} blocks wanted, {len(self._free)} free")
+        taken: list[Block] = []
+        neighbour = after.block_id + 1 if after is not None else len(self.blocks)
+        while len(taken) < num_blocks and neighbour < len(self.blocks):
+            block = self.blocks[neighbour]
+            if not block.is_on_free_list or block.block_hash is not None:
+                break
+            self._free.remove(block)
+            taken.append(block)
+            neighbour += 1
+        rest = [self._free.popleft() for _ in range(num_blocks - len(taken))]
+        rest.sort(key=_block_id)
+        taken += rest
+        for block in taken:
+            if block.block_hash is not None:
+                del self._index[block.block_hash]
+                block.block_hash = None
+                self._num_cached_idle -= 1
+            block.owner_cnt = 1
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Add an owner to blocks found in the index."""
+        for block in blocks:
+            if block.owner_cnt == 0:
+                if block.lease_cnt:
+                    self._num_leased -= 1
+                else:
+                    self._free.remove(block)
+                    self._num_cached_idle -= block.block_hash is not None
+            block.owner_cnt += 1
+
+    def free_blocks(self, blocks: Sequence[Block]) -> None:
+        """An owner lets go of its blocks, given in table order.
+
+        Freed from the end: of equally old blocks the one with the longer prefix is lost first.
+        """
+        for block in reversed(blocks):
+            block.owner_cnt -= 1
+            if block.owner_cnt == 0:
+                if block.lease_cnt:
+                    self._num_leased += 1
+                else:
+                    self._put_back(block)
+
+    def cache_block(self, block: Block, key: bytes) -> bool:
+        """Enter a full, computed block. False when another block already stands for this key."""
+        if block.block_hash is not None or key in self._index:
+            return False
+        block.block_hash = key
+        self._index[key] = block
+        return True
+
+    def lease(self, blocks: Sequence[Block]) -> None:
+        """Turn one owner's hold into a lease; the blocks stay in the index."""
+        for block in blocks:
+            block.owner_cnt -= 1
+            block.lease_cnt += 1
+            self._num_leased += block.owner_cnt == 0
+
+    def end_lease(self, blocks: Sequence[Block]) -> None:
+        """End one lease on each, given in table order."""
+        for block in reversed(blocks):
+            block.lease_cnt -= 1
+            if block.owner_cnt == 0 and block.lease_cnt == 0:
+                self._num_leased -= 1
+                self._put_back(block)
+
+    def quarantine(self, blocks: Sequence[Block]) -> None:
+        """Turn their only owner's hold into quarantine; ValueError when others hold one or it is in the index."""
+        for block in blocks:
+            if block.owner_cnt != 1 or block.lease_cnt or block.block_hash is not None:
+                raise ValueError(f"{block!r} can't be quarantined: somebody else relies on it")
+        for block in blocks:
+            block.owner_cnt = 0
+            block.quarantined = True
+        self._num_quarantined += len(blocks)
+
+    def end_quarantine(self, blocks: Sequence[Block]) -> None:
+        """Nothing can write to them any more."""
+        for block in reversed(blocks):
+            block.quarantined = False
+            self._put_back(block)
+        self._num_quarantined -= len(blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV. False, and nothing changes, while any block is held."""
+        if len(self._free) != self.num_total_blocks:
+            return False
+        for block in self._index.values():
+            block.block_hash = None
+        self._index.clear()
+        self._num_cached_idle = 0
+        return True
+
+    def check_invariant(self) -> None:
+        """Compare all books with a full scan; raises BlockInvariantBroken. O(blocks)."""
+        problems = [*self._list_problems(), *self._index_problems(), *self._account_problems()]
+        if problems:
+            raise BlockInvariantBroken(f"block pool: {'; '.join(problems)}; books say {self.accounts()}")
+
+    def _put_back(self, block: Block) -> None:
+        if block.block_hash is None:
+            self._free.prepend(block)
+        else:
+            self._free.append(block)
+            self._num_cached_idle += 1
+
+    def _list_problems(self) -> Iterator[str]:
+        listed: set[int] = set()
+        for block in self._free:
+            if block.block_id in listed:
+                yield f"{block!r} is twice on the free list"
+                return
+            listed.add(block.block_id)
+            if block.next_free is None or block.next_free.prev_free is not block:
+                yield f"the free list is torn after {block!r}"
+        if len(listed) != len(self._free):
+            yield f"the free list has {len(listed)} blocks, not {len(self._free)}"
+        for block in self.blocks[1:]:
+            if (block.ref_cnt == 0) != (block.block_id in listed):
+                yield f"{block!r} is {'held but free' if block.ref_cnt else 'lost'}"
+        if self.null_block.ref_cnt or 0 in listed or self.null_block.block_hash is not None:
+            yield f"the null block is in use: {self.null_block!r}"
+
+    def _index_problems(self) -> Iterator[str]:
+        for key, block in self._index.items():
+            if block.block_hash != key:
+                yield f"the index has {key.hex()[:8]} for {block!r}"
+        hashed = sum(block.block_hash is not None for block in self.blocks)
+        if hashed != len(self._index):
+            yield f"{hashed} blocks have a key, the index has {len(self._index)}"
+
+    def _account_problems(self) -> Iterator[str]:
+        for block in self.blocks:
+            if block.owner_cnt < 0 or block.lease_cnt < 0:
+                yield f"{block!r} was let go of too often"
+            if block.quarantined and (block.ref_cnt != 1 or block.block_hash is not None):
+                yield f"{block!r} is quarantined and in use"
+        scanned = BlockAccounts(
+            total=len(self.blocks) - 1,
+            free=sum(block.ref_cnt == 0 and block.block_hash is None for block in self.blocks[1:]),
+            cached_idle=sum(block.ref_cnt == 0 and block.block_hash is not None for block in self.blocks[1:]),
+            owned=sum(block.owner_cnt > 0 for block in self.blocks),
+            leased=sum(block.owner_cnt == 0 and block.lease_cnt > 0 for block in self.blocks),
+            quarantined=sum(block.quarantined for block in self.blocks),
+        )
+        if scanned != self.accounts():
+            yield f"a scan finds {scanned}"
+
+
+def _block_id(block: Block) -> int:
+    return block.block_id

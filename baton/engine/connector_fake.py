@@ -1,0 +1,80 @@
+"""A connector that a test plays by hand: it answers as told and remembers what it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
+from baton.engine.request import Leg, Request
+
+
+@dataclass(frozen=True, slots=True)
+class FakeLoad:
+    """Blocks that wait to be filled: those of `block_ids` from position `num_local_tokens` on."""
+
+    block_ids: Sequence[int]
+    num_local_tokens: int
+    num_external_tokens: int
+
+
+class FakeConnector:
+    """Answers for both sides of a hand-off; nothing moves.
+
+    Decode legs are promised their whole prompt, or "not known yet" while their id is in `unknown`, or nothing while it
+    is in `unavailable`. A request that ends while it loads is quarantined if `quarantine`, a prefill leg that ends with
+    computed blocks is leased if `lease`. `raise_in` names a method that raises once.
+    """
+
+    def __init__(self, *, lease: bool = True, quarantine: bool = True) -> None:
+        self.lease = lease
+        self.quarantine = quarantine
+        self.unknown: set[str] = set()
+        self.unavailable: set[str] = set()
+        self.raise_in: str | None = None
+        self.loads: dict[str, FakeLoad] = {}
+        """Loads that were asked for and whose request has not ended."""
+        self.offers: dict[str, tuple[Sequence[int], int]] = {}
+        """Per prefill leg: its blocks and how many tokens are computed in them."""
+        self.leased: dict[str, tuple[Sequence[int], int]] = {}
+        """Ended prefill legs: their blocks and computed tokens, until the test takes them out."""
+        self.quarantined: dict[str, FakeLoad] = {}
+        self.finished: list[str] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        self._maybe_raise("get_num_new_matched_tokens")
+        if request.request_id in self.unknown:
+            return ExternalTokens(None)
+        if request.leg is not Leg.DECODE or request.request_id in self.unavailable:
+            return NO_EXTERNAL_TOKENS
+        return ExternalTokens(request.num_prompt_tokens - num_computed_tokens, load_async=True)
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        self.loads[request.request_id] = FakeLoad(
+            tuple(block_ids), request.num_prompt_tokens - num_external_tokens, num_external_tokens
+        )
+        self._maybe_raise("update_state_after_alloc")
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        self._maybe_raise("blocks_computed")
+        self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        self.finished.append(request.request_id)
+        self._maybe_raise("request_finished")
+        load = self.loads.pop(request.request_id, None)
+        offer = self.offers.pop(request.request_id, None)
+        if transferring:
+            if not self.quarantine or load is None:
+                return BlockFate.FREE
+            self.quarantined[request.request_id] = load
+            return BlockFate.QUARANTINED
+        if request.leg is Leg.PREFILL and self.lease and offer is not None:
+            self.leased[request.request_id] = (tuple(block_ids), offer[1])
+            return BlockFate.LEASED
+        return BlockFate.FREE
+
+    def _maybe_raise(self, method: str) -> None:
+        if self.raise_in == method:
+            self.raise_in = None
+            raise RuntimeError(f"told to fail in {method}")

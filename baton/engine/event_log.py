@@ -1,0 +1,28 @@
+"""Moments in requests' lives, kept until somebody takes them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from baton.clock import Clock
+from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+
+
+class EventLog:
+    """A bounded list of events: when nobody takes them the oldest are lost and counted."""
+
+    def __init__(self, clock: Clock, capacity: int = 65536) -> None:
+        self._clock = clock
+        self._events: deque[EngineCoreEvent] = deque(maxlen=capacity)
+        self.num_lost = 0
+
+    def record(self, type: EngineCoreEventType, request_id: str, value: int = 0) -> None:
+        """Note one event at the clock's present time."""
+        self.num_lost += len(self._events) == self._events.maxlen
+        self._events.append(EngineCoreEvent(type, request_id, self._clock.monotonic(), value))
+
+    def take(self) -> list[EngineCoreEvent]:
+        """All events since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events

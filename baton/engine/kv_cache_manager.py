@@ -1,0 +1,218 @@
+"""Which blocks each request has, how it gets them, and what becomes of them when it ends.
+
+Two rules keep wrong KV out of reach:
+  - a block enters the prefix cache's index only after its KV was computed or has arrived (`cache_blocks` is called
+    at commit, never at allocation), so a failed step or transfer leaves nothing to be found;
+  - a failed call changes no count.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.block_hash import BlockHasher
+from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.request import Request
+
+
+class AllocationAnswer(enum.Enum):
+    """What an allocator can say."""
+
+    OK = "ok"
+    LATER = "later"
+    """Not now; it fits when others have let go of blocks."""
+    NEVER = "never"
+    """It does not fit into the empty pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """An answer and, when it is OK, the blocks taken from the pool (cache hits are not among them)."""
+
+    answer: AllocationAnswer
+    new_block_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """A prefix of a request that the cache has. Valid until the next call that takes blocks; not held yet."""
+
+    blocks: Sequence[Block]
+    num_tokens: int
+
+
+NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
+
+_NOTHING_NEEDED = Allocation(AllocationAnswer.OK)
+_LATER = Allocation(AllocationAnswer.LATER)
+_NEVER = Allocation(AllocationAnswer.NEVER)
+
+
+class _BlockTable:
+    """One live request's blocks in token order."""
+
+    __slots__ = ("blocks", "num_cached_blocks", "num_filling_blocks", "num_hit_blocks")
+
+    def __init__(self, num_hit_blocks: int, num_filling_blocks: int) -> None:
+        self.blocks: list[Block] = []
+        self.num_hit_blocks = num_hit_blocks
+        self.num_filling_blocks = num_filling_blocks
+        """Blocks right after the hits that a transfer writes to."""
+        self.num_cached_blocks = num_hit_blocks
+        """Leading blocks that have been offered to the index."""
+
+
+class KVCacheManager:
+    """Block tables over a pool. Ids are request ids."""
+
+    def __init__(self, pool: BlockPool, hasher: BlockHasher, block_size: int, *, enable_caching: bool) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._hasher = hasher
+        self._enable_caching = enable_caching
+        self._tables: dict[str, _BlockTable] = {}
+        self._leased: dict[str, list[Block]] = {}
+        self._quarantined: dict[str, list[Block]] = {}
+
+    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
+        """The longest cached chain of full blocks, at most num_tokens - 1 tokens: something is left to compute."""
+        if not self._enable_caching:
+            return NO_COMPUTED_BLOCKS
+        self._hasher.extend_request(request, request.num_tokens)
+        blocks: list[Block] = []
+        for key in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+            block = self.pool.get_cached_block(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return ComputedBlocks(blocks, len(blocks) * self.block_size)
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        *,
+        computed: ComputedBlocks = NO_COMPUTED_BLOCKS,
+        num_external_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        num_spared_blocks: int = 0,
+    ) -> Allocation:
+        """Room for the request's computed tokens plus all of these; all or nothing.
+
+        `computed`: cache hits of a request that has no blocks yet; held before anything is taken.
+        `num_external_tokens`: right after the hits; a transfer writes them.
+        `num_spared_blocks`: must still be free afterwards, else LATER.
+        """
+        table = self._tables.get(request.request_id)
+        num_tokens = request.num_computed_tokens + computed.num_tokens + num_external_tokens
+        num_tokens += num_new_tokens + num_lookahead_tokens
+        num_blocks = -(-num_tokens // self.block_size)
+        if table is not None:
+            missing = num_blocks - len(table.blocks)
+            if missing <= 0:
+                return _NOTHING_NEEDED
+        else:
+            missing = num_blocks - len(computed.blocks)
+        if num_blocks > self.pool.num_total_blocks:
+            return _NEVER
+        idle_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
+        if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
+            return _LATER
+        if table is None:
+            table = self._open_table(request.request_id, computed, num_external_tokens)
+        taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
+        table.blocks += taken
+        return Allocation(AllocationAnswer.OK, [block.block_id for block in taken])
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` tokens have KV: their full blocks may be found from now on."""
+        table = self._tables[request.request_id]
+        num_full = num_computed_tokens // self.block_size
+        if num_full <= table.num_cached_blocks or not self._enable_caching:
+            return
+        self._hasher.extend_request(request, num_computed_tokens)
+        for index in range(table.num_cached_blocks, num_full):
+            self.pool.cache_block(table.blocks[index], request.block_hashes[index])
+        table.num_cached_blocks = num_full
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """A live request's table; empty when it has none."""
+        table = self._tables.get(request_id)
+        return [block.block_id for block in table.blocks] if table is not None else []
+
+    def free(self, request_id: str) -> None:
+        """Let go of a live request's blocks; nothing when it has none."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self.pool.free_blocks(table.blocks)
+
+    def lease(self, request_id: str) -> None:
+        """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self.pool.lease(table.blocks)
+            self._leased[request_id] = table.blocks
+
+    def quarantine(self, request_id: str) -> None:
+        """The request ended, but a transfer may write to its blocks until `release`; nothing when it has none.
+
+        Cache hits in front of the written blocks and lookahead behind them are free at once.
+        """
+        table = self._tables.pop(request_id, None)
+        if table is None:
+            return
+        end = table.num_hit_blocks + table.num_filling_blocks
+        filling = table.blocks[table.num_hit_blocks : end]
+        self.pool.quarantine(filling)
+        self.pool.free_blocks(table.blocks[: table.num_hit_blocks] + table.blocks[end:])
+        self._quarantined[request_id] = filling
+
+    def release(self, request_id: str) -> bool:
+        """Nobody touches the leased or quarantined blocks of this ended request any more. False when it has none."""
+        leased = self._leased.pop(request_id, None)
+        if leased is not None:
+            self.pool.end_lease(leased)
+            return True
+        quarantined = self._quarantined.pop(request_id, None)
+        if quarantined is not None:
+            self.pool.end_quarantine(quarantined)
+            return True
+        return False
+
+    def holds(self, request_id: str) -> bool:
+        """Whether blocks of this ended request are leased or quarantined."""
+        return request_id in self._leased or request_id in self._quarantined
+
+    def check_invariant(self) -> None:
+        """The pool's own books, and its counts against all tables; raises BlockInvariantBroken. O(blocks)."""
+        self.pool.check_invariant()
+        owners = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
+        leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
+        held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)
+        problems = [
+            f"{block!r}: tables {owners[block.block_id]}, leases {leases[block.block_id]}, "
+            f"quarantines {held[block.block_id]}, of {self._holders(block)}"
+            for block in self.pool.blocks
+            if (owners[block.block_id], leases[block.block_id], held[block.block_id])
+            != (block.owner_cnt, block.lease_cnt, int(block.quarantined))
+        ]
+        if problems:
+            raise BlockInvariantBroken(f"block tables: {'; '.join(problems)}")
+
+    def _holders(self, block: Block) -> list[str]:
+        return [
+            *(request_id for request_id, table in self._tables.items() if block in table.blocks),
+            *(request_id for request_id, blocks in self._leased.items() if block in blocks),
+            *(request_id for request_id, blocks in self._quarantined.items() if block in blocks),
+        ]
+
+    def _open_table(self, request_id: str, computed: ComputedBlocks, num_external_tokens: int) -> _BlockTable:
+        num_filling = -(-num_external_tokens // self.block_size)
+        table = _BlockTable(len(computed.blocks), num_filling)
+        self.pool.touch(computed.blocks)
+        table.blocks += computed.blocks
+        self._tables[request_id] = table
+        return table

@@ -1,0 +1,177 @@
+"""A runner without a model whose tokens betray any wrong KV.
+
+Each slot of its cache holds 8 bytes: a digest of the slot before it (read through the block table, as attention would)
+and of the token there. The token drawn is a function of the last slot, so one lost, stale, overwritten or foreign block
+anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real memory, so KV can
+be moved between processes as with any runner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.request import SamplingParams
+from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+
+_MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
+
+
+def _mix(before: int, token_id: int) -> int:
+    value = (before ^ (token_id + 1) * 0xBF58476D1CE4E5B9) & _MASK
+    value = (value ^ value >> 31) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 29
+
+
+def _draw(slot: int, seed: int, vocab_size: int) -> int:
+    return _mix(slot, seed) % vocab_size
+
+
+def prompt_slots(token_ids: Sequence[int]) -> list[int]:
+    """What a correct cache holds after these tokens, one number a slot."""
+    slots, before = [], _START
+    for token_id in token_ids:
+        before = _mix(before, token_id)
+        slots.append(before)
+    return slots
+
+
+def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int) -> list[int]:
+    """The first `num_tokens` output tokens of a request, computed without any cache; stops don't apply."""
+    slot = prompt_slots(prompt_token_ids)[-1]
+    tokens: list[int] = []
+    for _ in range(num_tokens):
+        tokens.append(_draw(slot, seed, vocab_size))
+        slot = _mix(slot, tokens[-1])
+    return tokens
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the runner remembers of a request."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    num_computed_tokens: int
+
+
+class ScriptedRunner:
+    """Deterministic tokens on a cache of `num_blocks` blocks. Raises RuntimeError when it is told inconsistent things.
+
+    `failures`: request id -> reason, reported in `failed` at its next step. `raise_next`: raised by the next step that
+    computes anything.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        vocab_size: int = 1000,
+        max_model_len: int = 4096,
+        eos_token_ids: frozenset[int] = frozenset(),
+        name: str = "scripted",
+    ) -> None:
+        self._layout = KVLayout(block_size=block_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+        self._model = ModelInfo(
+            name=name,
+            fingerprint=f"scripted-{vocab_size}",
+            architecture="Scripted",
+            dtype="float32",
+            numerics="scripted",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            bit_exact=True,
+        )
+        self._slots = (ctypes.c_uint64 * (num_blocks * block_size))()
+        self._memory = KVMemory(
+            base_address=ctypes.addressof(self._slots),
+            num_blocks=num_blocks,
+            block_bytes=self._layout.block_bytes,
+            kind="DRAM",
+            device_id=0,
+            owner=self._slots,
+        )
+        self._known: dict[str, _Known] = {}
+        self.failures: dict[str, str] = {}
+        self.raise_next: Exception | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What the first `num_tokens` slots of these blocks hold."""
+        return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
+
+    def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0) -> None:
+        """Overwrite the slots from position `start` on, as a transfer would."""
+        for position, value in enumerate(slots, start):
+            self._slots[self._slot(block_ids, position)] = value
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step."""
+        self._take_in(scheduler_output)
+        if self.raise_next is not None and not scheduler_output.is_empty:
+            error, self.raise_next = self.raise_next, None
+            raise error
+        sampled: dict[str, list[int]] = {}
+        failed: dict[str, str] = {}
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            known = self._known[request_id]
+            last_slot = self._compute(request_id, known, num_tokens)
+            if request_id in self.failures:
+                failed[request_id] = self.failures.pop(request_id)
+            elif known.num_computed_tokens == len(known.token_ids):
+                token_id = _draw(last_slot, known.sampling_params.seed, self._model.vocab_size)
+                known.token_ids.append(token_id)
+                sampled[request_id] = [token_id]
+        return ModelRunnerOutput(sampled_token_ids=sampled, failed=failed)
+
+    def _take_in(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.finished_req_ids:
+            self._known.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._known[new.request_id] = _Known(
+                [*new.prompt_token_ids, *new.output_token_ids],
+                list(new.block_ids),
+                new.sampling_params,
+                new.num_computed_tokens,
+            )
+        for changed in scheduler_output.scheduled_cached_reqs:
+            known = self._known[changed.request_id]
+            if changed.resumed:
+                known.block_ids = list(changed.new_block_ids)
+                known.num_computed_tokens = changed.num_computed_tokens
+            else:
+                known.block_ids += changed.new_block_ids
+            if known.num_computed_tokens != changed.num_computed_tokens:
+                raise RuntimeError(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
+
+    def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
+        start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
+        if stop > len(known.token_ids) or stop > len(known.block_ids) * self._layout.block_size:
+            raise RuntimeError(f"{request_id}: no token or no slot at position {stop - 1}")
+        before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
+        for position in range(start, stop):
+            before = _mix(before, known.token_ids[position])
+            self._slots[self._slot(known.block_ids, position)] = before
+        known.num_computed_tokens = stop
+        return before
+
+    def _slot(self, block_ids: Sequence[int], position: int) -> int:
+        block, offset = divmod(position, self._layout.block_size)
+        return block_ids[block] * self._layout.block_size + offset

@@ -1,0 +1,59 @@
+"""The scheduler's limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine. Contradictions raise ConfigError."""
+
+    num_blocks: int
+    """Blocks in the cache, the null block 0 included."""
+    block_size: int = 16
+    max_num_batched_tokens: int = 2048
+    """Tokens computed in one step."""
+    max_num_seqs: int = 128
+    """Requests running at once; as many again may wait with their blocks for KV from elsewhere."""
+    max_model_len: int = 4096
+    """Prompt and output of one request together."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request in one step; 0: no such limit."""
+    watermark: float = 0.01
+    """Share of the blocks that a newcomer must leave free while others run."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    max_times_passed: int = 16
+    """How often smaller requests may be admitted past one that does not fit now."""
+    max_stuck_requests: int = 8
+    """How many that do not fit now are looked past in one step."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.num_blocks < 2 or self.max_num_seqs < 1 or self.max_model_len < 2:
+            raise ConfigError("block_size and max_num_seqs must be positive, num_blocks and max_model_len at least 2")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running request computes a token a step"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.effective_max_model_len:
+            raise ConfigError(
+                f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_model_len ({self.effective_max_model_len})"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark must be a share from 0 to below 1, not {self.watermark}")
+        if self.long_prefill_token_threshold < 0 or self.max_times_passed < 0 or self.max_stuck_requests < 0:
+            raise ConfigError("long_prefill_token_threshold, max_times_passed and max_stuck_requests can't be negative")
+
+    @property
+    def effective_max_model_len(self) -> int:
+        """max_model_len, or what the pool can hold: the KV of a request's last token is never computed."""
+        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+
+    @property
+    def watermark_blocks(self) -> int:
+        return int(self.watermark * (self.num_blocks - 1))

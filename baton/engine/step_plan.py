@@ -1,0 +1,68 @@
+"""One step's decision while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.request import Request
+
+
+class StepPlan:
+    """Collects what a step computes and how much of its token budget is left."""
+
+    def __init__(self, step: int, token_budget: int) -> None:
+        self.step = step
+        self.token_budget = token_budget
+        self.requests: list[Request] = []
+        """Scheduled requests, in the runner's order."""
+        self.preempted_req_ids: set[str] = set()
+        self._new: list[NewRequestData] = []
+        self._known: list[CachedRequestData] = []
+        self._num_tokens: dict[str, int] = {}
+        self._total = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.requests
+
+    def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """Compute `num_tokens` of a request that the runner has not seen."""
+        self._new.append(
+            NewRequestData(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=tuple(request.output_token_ids),
+                sampling_params=request.sampling_params,
+                block_ids=block_ids,
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        self._advance(request, num_tokens)
+
+    def add_known(
+        self, request: Request, num_tokens: int, new_block_ids: Sequence[int], *, resumed: bool = False
+    ) -> None:
+        """Compute `num_tokens` of a request that the runner knows. `new_block_ids`: all of them when resumed."""
+        self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens, resumed))
+        self._advance(request, num_tokens)
+
+    def build(self, finished_req_ids: frozenset[str]) -> SchedulerOutput:
+        """The decision as a value."""
+        return SchedulerOutput(
+            step=self.step,
+            scheduled_new_reqs=self._new,
+            scheduled_cached_reqs=self._known,
+            num_scheduled_tokens=self._num_tokens,
+            total_num_scheduled_tokens=self._total,
+            finished_req_ids=finished_req_ids,
+            preempted_req_ids=frozenset(self.preempted_req_ids),
+        )
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        # Counted as computed from now on, so that a next step could be decided before this one's tokens are back.
+        request.num_computed_tokens += num_tokens
+        self.requests.append(request)
+        self._num_tokens[request.request_id] = num_tokens
+        self._total += num_tokens
+        self.token_budget -= num_tokens

@@ -1,0 +1,34 @@
+"""When a request stops at a token. Stop strings are not the engine's business: they need text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How a request ended at its last token. `stop_reason`: the stop token id that did it, None for EOS and length."""
+
+    status: RequestStatus
+    stop_reason: int | None = None
+
+
+_AT_EOS = Stop(RequestStatus.STOPPED)
+_AT_LENGTH = Stop(RequestStatus.LENGTH_CAPPED)
+
+
+def check_stop(request: Request, max_model_len: int) -> Stop | None:
+    """Judge the last output token. Below min_tokens only length can end a request."""
+    params = request.sampling_params
+    num_output_tokens = len(request.output_token_ids)
+    if num_output_tokens >= params.min_tokens:
+        token_id = request.output_token_ids[-1]
+        if not params.ignore_eos and token_id in request.eos_token_ids:
+            return _AT_EOS
+        if token_id in params.stop_token_ids:
+            return Stop(RequestStatus.STOPPED, token_id)
+    if num_output_tokens >= params.max_tokens or request.num_tokens >= max_model_len:
+        return _AT_LENGTH
+    return None

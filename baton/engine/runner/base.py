@@ -24,6 +24,8 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: frozenset[int]
     bit_exact: bool
+    bit_exact_reason: str = ""
+    """Why not, when it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,137 @@
+"""A model directory on disk: what must be in it, and which model it is. No torch: reading a directory is cheap.
+
+Only safetensors are read: a pickle runs code when it is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from baton.errors import ConfigError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_HEADER_LIMIT = 100_000_000
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked model directory: every file named here exists and every safetensors header is sound."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    weight_files: tuple[Path, ...]
+    fingerprint: str
+    """SHA-256 over configuration, tokenizer and every weight byte: equal fingerprints mean equal models."""
+    eos_token_ids: frozenset[int]
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Check a model directory and name it; raises ConfigError that says what is wrong and how to fix it."""
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model directory {directory} does not exist; name a directory with config.json and *.safetensors"
+        )
+    config = _read_json(directory / "config.json")
+    if "auto_map" in config and "model_type" not in config:
+        raise ConfigError(f"{directory} needs code of its own to load; Baton runs no code from model directories")
+    weight_files = _weight_files(directory)
+    headers = [_safetensors_header(path) for path in weight_files]
+    return Checkpoint(
+        directory=directory,
+        config=config,
+        weight_files=weight_files,
+        fingerprint=_fingerprint(directory, config, weight_files, headers),
+        eos_token_ids=_eos_token_ids(directory, config),
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"{path.parent} has no {path.name}; is it a transformers model directory?")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} can't be read as JSON ({error}); copy it again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object; copy it again")
+    return value
+
+
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted({str(name) for name in _read_json(index).get("weight_map", {}).values()})
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing or not names:
+            lacking = ", ".join(missing) or "the files"
+            raise ConfigError(f"{directory} lacks {lacking} that {index.name} names; copy them there")
+        return tuple(directory / name for name in names)
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    pickled = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickled:
+        raise ConfigError(
+            f"{directory} has only pickled weights ({pickled[0]}), which could run code; "
+            "convert them with save_pretrained(safe_serialization=True)"
+        )
+    raise ConfigError(f"{directory} has no model.safetensors; copy the weights there")
+
+
+def _safetensors_header(path: Path) -> bytes:
+    """The header's bytes; its tensors must tile the rest of the file exactly."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        header = file.read(length) if 0 < length <= min(_HEADER_LIMIT, size - 8) else b""
+    try:
+        entries = json.loads(header)
+        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} is not a sound safetensors file (bad header); copy it again") from error
+    if 8 + length + end != size:
+        raise ConfigError(f"{path} is truncated: {size} bytes instead of {8 + length + end}; copy it again")
+    return header
+
+
+def _fingerprint(
+    directory: Path, config: Mapping[str, Any], weight_files: tuple[Path, ...], headers: list[bytes]
+) -> str:
+    digest = hashlib.sha256(b"baton model 1")
+    fields = [json.dumps(config, sort_keys=True).encode()]
+    tokenizer = directory / "tokenizer.json"
+    fields.append(tokenizer.read_bytes() if tokenizer.is_file() else b"")
+    for path, header in zip(weight_files, headers, strict=True):
+        fields += [path.name.encode(), header, str(path.stat().st_size).encode(), _content_hash(path)]
+    for field in fields:
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.hexdigest()
+
+
+def _content_hash(path: Path) -> bytes:
+    state = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_READ_BYTES):
+            state.update(piece)
+    return bytes(state.digest())
+
+
+def _eos_token_ids(directory: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    generation = directory / "generation_config.json"
+    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    return frozenset(int(token_id) for token_id in (value if isinstance(value, list) else [value]))

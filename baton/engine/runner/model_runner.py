@@ -1,0 +1,136 @@
+"""Executes steps on a transformers model: the torch implementation of `ModelRunner`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.runner import attention, layers
+from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.input_batch import RequestTable, flatten
+from baton.engine.runner.kernel_choice import choose_operations
+from baton.engine.runner.kernels import KernelArgumentError
+from baton.engine.runner.operations import Operations
+from baton.engine.runner.sampler import SamplingState, sample
+from baton.engine.runner.self_check import why_not_bit_exact
+from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
+from baton.engine.runner.weights import LoadedModel, load_model
+from baton.errors import ConfigError
+
+
+class TorchModelRunner:
+    """One model with its KV cache on this machine's CPU. Called from one thread."""
+
+    def __init__(self, model: ModelInfo, transformer: Transformer) -> None:
+        self._model = model
+        self._transformer = transformer
+        cache = transformer.kv_cache
+        self._memory = KVMemory(
+            base_address=cache.data_ptr(),
+            num_blocks=cache.shape[0],
+            block_bytes=transformer.layout.block_bytes,
+            kind="DRAM",
+            device_id=0,
+            owner=cache,
+        )
+        self._requests = RequestTable(
+            transformer.layout.block_size, cache.shape[0], model.vocab_size, model.max_model_len
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._transformer.layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._requests)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        scheduled, failed = self._requests.update(scheduler_output)
+        if scheduler_output.blocks_to_copy:
+            self._transformer.copy_blocks(
+                [copy.source for copy in scheduler_output.blocks_to_copy],
+                [copy.destination for copy in scheduler_output.blocks_to_copy],
+            )
+        if not scheduled:
+            return ModelRunnerOutput({}, failed=failed)
+        batch = flatten(scheduled, self.layout.block_size, self._transformer.row_quantum)
+        logits = self._transformer.compute(batch)
+        samplers = [share.state for share in scheduled if share.samples]
+        results = sample(
+            logits,
+            [
+                SamplingState(
+                    state.sampling_params, state.prompt_token_ids, state.output_token_ids, self._model.eos_token_ids
+                )
+                for state in samplers
+            ],
+        )
+        tokens: dict[str, int] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        for state, result in zip(samplers, results, strict=True):
+            if result.error is not None:
+                failed[state.request_id] = result.error
+                continue
+            tokens[state.request_id] = result.token_id
+            if result.logprobs is not None:
+                logprobs[state.request_id] = [result.logprobs]
+        self._requests.commit(scheduled, tokens)
+        return ModelRunnerOutput({name: [token] for name, token in tokens.items()}, logprobs, failed)
+
+
+def load_runner(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    cache_bytes: int | None = None,
+    num_threads: int = 1,
+    name: str = "",
+    operations: Operations | None = None,
+) -> TorchModelRunner:
+    """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
+
+    `num_threads` is set for the whole process. `operations` replaces the machine's kernels (tests). Raises ConfigError.
+    """
+    torch.set_num_threads(elementwise_threads(num_threads))
+    attention.register()
+    layers.register()
+    chosen = choose_operations(num_threads) if operations is None else operations
+    loaded = load_model(model_dir, dtype)
+    try:
+        transformer = Transformer(loaded, chosen, block_size, CacheSize(num_blocks, cache_bytes), num_threads)
+        info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
+    except KernelArgumentError as error:
+        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+    return TorchModelRunner(info, transformer)
+
+
+def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
+    config = loaded.config
+    reason = why_not_bit_exact(loaded, transformer)
+    return ModelInfo(
+        name=name,
+        fingerprint=loaded.checkpoint.fingerprint,
+        architecture=loaded.architecture,
+        dtype=loaded.dtype,
+        numerics=f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}",
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        bit_exact=reason is None,
+        bit_exact_reason=reason or "",
+    )

@@ -1,0 +1,191 @@
+"""From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
+
+The order is vLLM V1's: log-probabilities from the raw logits; then min_tokens, logit_bias, penalties; then greedy, or
+temperature, min_p, top_k, top_p and one draw by inverse transform. The draw for output position i uses one number that
+comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of
+threads can't change a sum either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.engine.runner.philox import uniform
+
+Row = npt.NDArray[np.float32]
+
+_FIRST_LOOK = 1024
+"""top_p is nearly always decided among this many best tokens; only otherwise the whole row is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """What one row's choice may depend on besides its logits."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One row's outcome; `error` set means that nothing could be drawn."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
+    """Draw one token per row. `logits` is float32 [rows, vocabulary], `states` one per row.
+
+    Rows with a value that is not finite come back with `error`; the others are untouched by it.
+    """
+    # One sum per row finds NaN and infinity in a single pass; a sum of finite logits doesn't overflow float64.
+    finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
+    best = logits.argmax(axis=1)
+    results = []
+    for row, state in enumerate(states):
+        if not finite[row]:
+            results.append(Sampled(-1, error="the model produced non-finite logits"))
+        elif is_plain_greedy(state):
+            results.append(Sampled(int(best[row])))
+        else:
+            results.append(sample_row(logits[row], state))
+    return results
+
+
+def is_plain_greedy(state: SamplingState) -> bool:
+    """Whether the row's token is simply its largest logit and nothing else is asked."""
+    params = state.params
+    return params.is_greedy and params.logprobs is None and not _is_processed(state)
+
+
+def sample_row(logits: Row, state: SamplingState) -> Sampled:
+    """Draw one token from finite float32 logits [vocabulary]."""
+    params = state.params
+    processed = process(logits, state) if _is_processed(state) else logits
+    if params.is_greedy:
+        token_id = int(processed.argmax())
+    else:
+        token_ids, probabilities = distribution(processed, params)
+        number = uniform(params.seed, len(state.output_token_ids))
+        token_id = _draw(token_ids, probabilities, number)
+    if params.logprobs is None:
+        return Sampled(token_id)
+    return Sampled(token_id, token_logprobs(logits, token_id, params.logprobs))
+
+
+def _is_processed(state: SamplingState) -> bool:
+    params = state.params
+    return bool(
+        params.logit_bias
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or len(state.output_token_ids) < params.min_tokens
+    )
+
+
+def process(logits: Row, state: SamplingState) -> Row:
+    """A new row with min_tokens, logit_bias and the penalties applied, in this order.
+
+    Penalties as vLLM defines them: repetition divides positive and multiplies negative logits of every token in prompt
+    or output; frequency subtracts per occurrence in the output, presence once if there is one.
+    """
+    params = state.params
+    row = logits.astype(np.float32, copy=True)
+    output = state.output_token_ids
+    if len(output) < params.min_tokens:
+        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
+        row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
+    for token_id, bias in params.logit_bias.items():
+        row[token_id] += np.float32(bias)
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(np.fromiter([*state.prompt_token_ids, *output], dtype=np.int64))
+        penalty = np.float32(params.repetition_penalty)
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    if output and (params.frequency_penalty or params.presence_penalty):
+        seen, counts = np.unique(np.fromiter(output, dtype=np.int64), return_counts=True)
+        row[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+        row[seen] -= np.float32(params.presence_penalty)
+    return row
+
+
+def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Tokens that may be drawn and their unnormalised probabilities, in the order in which a draw walks them.
+
+    Ties are ordered by token id, and top_k and top_p keep a prefix of the order, so each keeps a set that depends on
+    nothing but the row. At least one token is kept.
+    """
+    row = logits / np.float32(params.temperature)
+    peak = row.max()
+    if np.isinf(peak):  # a temperature so small that scaling overflows: the largest logit takes it all
+        return np.array([logits.argmax()], dtype=np.int64), np.ones(1)
+    weights = np.exp(row - peak, dtype=np.float32)
+    if params.min_p > 0.0:
+        # The best token weighs exactly 1, so a weight is the probability relative to it.
+        weights[weights < np.float32(params.min_p)] = 0.0
+    top_k = params.top_k if 0 < params.top_k < row.size else 0
+    if not top_k and params.top_p >= 1.0:
+        return np.arange(row.size, dtype=np.int64), weights.astype(np.float64)
+    if top_k:
+        token_ids = _best(weights, top_k)
+        kept = weights[token_ids].astype(np.float64)
+        return _nucleus(token_ids, kept, params.top_p * kept.sum())
+    total = weights.sum(dtype=np.float64)
+    token_ids = _best(weights, min(_FIRST_LOOK, row.size))
+    kept = weights[token_ids].astype(np.float64)
+    if kept.sum() < params.top_p * total:
+        token_ids = _best(weights, row.size)
+        kept = weights[token_ids].astype(np.float64)
+    return _nucleus(token_ids, kept, params.top_p * total)
+
+
+def _best(weights: Row, count: int) -> npt.NDArray[np.int64]:
+    """The `count` heaviest tokens, heaviest first, ties by id."""
+    if count < weights.size:
+        # partition's choice among ties at the edge is arbitrary: take all of them, and cut after the stable sort.
+        edge = np.partition(weights, weights.size - count)[weights.size - count]
+        candidates = np.flatnonzero(weights >= edge)
+    else:
+        candidates = np.arange(weights.size)
+    order = np.argsort(-weights[candidates], kind="stable")
+    return candidates[order[:count]].astype(np.int64)
+
+
+def _nucleus(
+    token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], mass: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The smallest prefix that reaches `mass` (Holtzman et al., "The Curious Case of Neural Text Degeneration")."""
+    keep = int(np.searchsorted(np.cumsum(weights), mass, side="left")) + 1
+    return token_ids[:keep], weights[:keep]
+
+
+def _draw(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], number: float) -> int:
+    """Inverse transform: the first token whose cumulated weight exceeds `number` of the total."""
+    cumulated = np.cumsum(weights)
+    index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
+    # Rounding can make `number * total` equal the total; the last token with any weight takes it.
+    return int(token_ids[min(index, int(np.flatnonzero(weights)[-1]))])
+
+
+def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
+    """Log-softmax of the raw logits at the drawn token and at the `top` best ones (best first, ties by id)."""
+    peak = logits.max()
+    norm = peak + np.log(np.exp(logits - peak).sum(dtype=np.float64))
+    rank = int((logits > logits[token_id]).sum()) + 1
+    best = _best(logits, min(top, logits.size)) if top else np.empty(0, dtype=np.int64)
+    return TokenLogprobs(
+        token_id,
+        float(logits[token_id] - norm),
+        rank,
+        tuple((int(other), float(logits[other] - norm)) for other in best),
+    )

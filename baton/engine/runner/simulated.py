@@ -1,0 +1,196 @@
+"""A runner without a model: its tokens and its KV bytes are hashes of everything before them.
+
+Each token's slot holds bytes that follow from its token id, its position and the slot before it *as it lies in the
+cache*; the next token follows from all KV bytes of the request's history. So a block with somebody else's KV, a block
+missed by a transfer or a stale table gives other tokens than `expected_tokens`, which needs no engine. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.input_batch import RequestState, RequestTable, Scheduled
+from baton.engine.runner.philox import uniform
+from baton.engine.runner.spec import SimulatedSpec
+
+Bytes = npt.NDArray[np.uint8]
+
+_ROOT = b"baton simulated root"
+
+
+def token_bytes(layout: KVLayout) -> int:
+    """KV bytes of one token over all layers."""
+    return layout.block_bytes // layout.block_size
+
+
+def expected_kv(token_ids: Sequence[int], layout: KVLayout) -> Bytes:
+    """KV of a whole sequence as uint8 [tokens, num_layers, 2, num_kv_heads, head bytes]."""
+    rows = _head_rows(layout)
+    out = np.empty((len(token_ids), *rows), dtype=np.uint8)
+    chain = _ROOT
+    for position, token_id in enumerate(token_ids):
+        out[position] = _slot(chain, token_id, position, rows)
+        chain = out[position].tobytes()
+    return out
+
+
+def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec) -> list[int]:
+    """What a request must generate: `max_tokens` tokens, or fewer when a stop id or the model's length ends it."""
+    layout = layout_of(spec)
+    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    tokens, rows = list(prompt), _head_rows(layout)
+    kv = expected_kv(tokens, layout)
+    output: list[int] = []
+    while len(output) < params.max_tokens and len(tokens) < spec.max_model_len:
+        token_id = _next_token(kv, params, len(output), spec)
+        output.append(token_id)
+        if token_id in stops and len(output) > params.min_tokens:
+            break
+        slot = _slot(kv[-1].tobytes(), token_id, len(tokens), rows)
+        kv = np.concatenate((kv, slot[np.newaxis]))
+        tokens.append(token_id)
+    return output
+
+
+def layout_of(spec: SimulatedSpec) -> KVLayout:
+    """The block layout that a specification gives."""
+    return KVLayout(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
+
+
+def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
+    per_head = token_bytes(layout) // (layout.num_layers * 2 * layout.num_kv_heads)
+    return layout.num_layers, 2, layout.num_kv_heads, per_head
+
+
+def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int]) -> Bytes:
+    """One token's KV: a 64-bit chain value, stretched to the token's bytes so that no two heads look alike."""
+    chain = xxhash.xxh3_64_intdigest(
+        before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+    )
+    size = int(np.prod(rows))
+    words = np.arange(1, -(-size // 8) + 1, dtype=np.uint64)
+    # Weyl sequence and multiply-xorshift (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators").
+    words = words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(chain)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    return words.view(np.uint8)[:size].reshape(rows)
+
+
+def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
+    """Output token `index` after the history kv [tokens, ...]; greedy ignores the seed, anything else follows it."""
+    digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(kv).data)
+    if not params.is_greedy:
+        digest ^= int(uniform(params.seed, index) * 2**53) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    token_id = digest % spec.vocab_size
+    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    while index < params.min_tokens and token_id in stops and len(stops) < spec.vocab_size:
+        token_id = (token_id + 1) % spec.vocab_size
+    return token_id
+
+
+class SimulatedRunner:
+    """A `ModelRunner` for tests and for clusters larger than the machine. Called from one thread."""
+
+    def __init__(self, spec: SimulatedSpec) -> None:
+        self._spec = spec
+        self._layout = layout_of(spec)
+        layers, two, heads, row = _head_rows(self._layout)
+        self._cache: Bytes = np.zeros((spec.num_blocks, layers, two, heads, spec.block_size, row), dtype=np.uint8)
+        self._memory = KVMemory(
+            base_address=self._cache.ctypes.data,
+            num_blocks=spec.num_blocks,
+            block_bytes=self._layout.block_bytes,
+            kind="DRAM",
+            device_id=0,
+            owner=self._cache,
+        )
+        fields = f"{spec.vocab_size}/{spec.max_model_len}/{sorted(spec.eos_token_ids)}/{spec.name}"
+        self._model = ModelInfo(
+            name=spec.name,
+            fingerprint=xxhash.xxh3_128_hexdigest(fields.encode()),
+            architecture="Simulated",
+            dtype=spec.dtype,
+            numerics="simulated-1",
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            bit_exact=True,
+        )
+        self._requests = RequestTable(spec.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._requests)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        scheduled, failed = self._requests.update(scheduler_output)
+        for copy in scheduler_output.blocks_to_copy:
+            self._cache[copy.destination] = self._cache[copy.source]
+        self._wait(scheduled)
+        tokens: dict[str, int] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        for share in scheduled:
+            self._store(share)
+            if not share.samples:
+                continue
+            state = share.state
+            token_id = _next_token(
+                self.read(state.block_table, share.stop),
+                state.sampling_params,
+                len(state.output_token_ids),
+                self._spec,
+            )
+            tokens[state.request_id] = token_id
+            if state.sampling_params.logprobs is not None:
+                logprobs[state.request_id] = [TokenLogprobs(token_id, 0.0, 1, ((token_id, 0.0),))]
+        self._requests.commit(scheduled, tokens)
+        return ModelRunnerOutput({name: [token] for name, token in tokens.items()}, logprobs, failed)
+
+    def read(self, block_ids: Sequence[int] | npt.NDArray[np.int32], num_tokens: int) -> Bytes:
+        """KV of the first `num_tokens` tokens in these blocks, shaped like `expected_kv`'s."""
+        blocks = self._cache[np.asarray(block_ids, dtype=np.int64)[: -(-num_tokens // self._spec.block_size)]]
+        by_token = blocks.transpose(0, 4, 1, 2, 3, 5)
+        return by_token.reshape(-1, *by_token.shape[2:])[:num_tokens]
+
+    def _store(self, share: Scheduled) -> None:
+        state, start = share.state, share.state.num_computed_tokens
+        rows = _head_rows(self._layout)
+        before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
+        for position in range(start, share.stop):
+            slot = _slot(before, state.token_ids[position], position, rows)
+            self._slot_at(state, position)[...] = slot
+            before = slot.tobytes()
+
+    def _slot_at(self, state: RequestState, position: int) -> Bytes:
+        block, offset = divmod(position, self._spec.block_size)
+        view: Bytes = self._cache[int(state.block_table[block]), :, :, :, offset]
+        return view
+
+    def _wait(self, scheduled: Sequence[Scheduled]) -> None:
+        if self._spec.sleep is None or not scheduled:
+            return
+        time = self._spec.step_time
+        decoding = sum(share.count == 1 and share.samples for share in scheduled)
+        prefilling = sum(share.count for share in scheduled) - decoding
+        self._spec.sleep(time.per_step + prefilling * time.per_prefill_token + decoding * time.per_decode_seq)

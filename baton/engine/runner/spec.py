@@ -1,0 +1,55 @@
+"""What to load, as small frozen values: the lazy half of the package imports nothing heavier than this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSpec:
+    """A transformers model directory on this machine."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    """auto, float32 or bfloat16; auto takes bfloat16 where the CPU computes it natively."""
+    block_size: int = 16
+    """Tokens a block."""
+    num_blocks: int | None = None
+    """Size of the cache; exactly one of this and `cache_bytes`."""
+    cache_bytes: int | None = None
+    num_threads: int = 1
+    name: str = ""
+    """The name clients use; the directory's name when empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long a simulated step takes, in seconds."""
+
+    per_step: float = 0.0
+    per_prefill_token: float = 0.0
+    per_decode_seq: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSpec:
+    """A model without weights: tokens and KV bytes are hashes of the history."""
+
+    name: str = "simulated"
+    block_size: int = 16
+    num_blocks: int = 1024
+    num_layers: int = 2
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    dtype: str = "float32"
+    vocab_size: int = 32000
+    max_model_len: int = 32768
+    eos_token_ids: frozenset[int] = frozenset()
+    step_time: StepTime = StepTime()
+    sleep: Callable[[float], None] | None = None
+    """Called with each step's seconds when given; nothing waits otherwise."""
+
+
+RunnerSpec = TorchSpec | SimulatedSpec

@@ -1,0 +1,109 @@
+"""Drives a runner without a scheduler: each request gets blocks once and is fed the chunks that a test asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.request import SamplingParams
+from baton.engine.runner.base import ModelRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True)
+class Driven:
+    """A request as the driver follows it."""
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    block_ids: Sequence[int]
+    num_computed: int = 0
+    output: list[int] = field(default_factory=list)
+    known: bool = False
+    failed: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+class RunnerDriver:
+    """Hands out blocks from 1 upwards and never takes one back."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.requests: dict[str, Driven] = {}
+        self.last = ModelRunnerOutput({})
+        self._next_block = 1
+        self._step = 0
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        *,
+        output: Sequence[int] = (),
+        num_computed: int = 0,
+        shared: Sequence[int] = (),
+    ) -> Driven:
+        """A request with blocks for prompt and `max_tokens`; `shared` are blocks that already hold its first tokens."""
+        total = -(-(len(prompt) + params.max_tokens) // self.runner.layout.block_size)
+        own = total - len(shared)
+        blocks = [*shared, *range(self._next_block, self._next_block + own)]
+        self._next_block += own
+        request = Driven(request_id, prompt, params, blocks, num_computed, list(output))
+        self.requests[request_id] = request
+        return request
+
+    def step(self, counts: Mapping[str, int], finished: Iterable[str] = ()) -> ModelRunnerOutput:
+        """One engine step with so many tokens per request."""
+        new, cached = [], []
+        for name in counts:
+            request = self.requests[name]
+            if request.known:
+                cached.append(CachedRequestData(name, (), request.num_computed))
+            else:
+                request.known = True
+                new.append(
+                    NewRequestData(
+                        name,
+                        request.prompt,
+                        tuple(request.output),
+                        request.params,
+                        request.block_ids,
+                        request.num_computed,
+                    )
+                )
+        self._step += 1
+        out = self.runner.execute_model(
+            SchedulerOutput(
+                self._step, new, cached, dict(counts), sum(counts.values()), finished_req_ids=frozenset(finished)
+            )
+        )
+        for name, count in counts.items():
+            request = self.requests[name]
+            if name in out.failed:
+                request.failed = out.failed[name]
+                continue
+            request.num_computed += count
+            request.output.extend(out.sampled_token_ids.get(name, ()))
+        self.last = out
+        return out
+
+    def finish(self, chunks: Mapping[str, Sequence[int]] | None = None, chunk: int = 1 << 30) -> None:
+        """Step all requests together to `max_tokens`, prompts in `chunks[name]` (then `chunk`) tokens a step."""
+        plan = {name: list(sizes) for name, sizes in (chunks or {}).items()}
+        while True:
+            counts = {}
+            for name, request in self.requests.items():
+                if request.failed or len(request.output) >= request.params.max_tokens:
+                    continue
+                size = plan[name].pop(0) if plan.get(name) else chunk
+                counts[name] = min(size, request.num_tokens - request.num_computed)
+            if not counts:
+                return
+            self.step(counts)

@@ -1,0 +1,71 @@
+"""Configurations of tiny models, one per architecture that Baton promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_BASE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    # Wide enough that the largest logits are far apart: a greedy choice must not hang on the last bit.
+    "initializer_range": 0.15,
+}
+
+TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_BASE, "model_type": "llama"},
+    "qwen2": {**_BASE, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**_BASE, "model_type": "qwen3", "head_dim": 16},
+    "mistral": {**_BASE, "model_type": "mistral", "sliding_window": 16},
+    "gemma2": {
+        **_BASE,
+        "model_type": "gemma2",
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        **_BASE,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 16,
+        "tie_word_embeddings": False,
+    },
+    "phi3": {**_BASE, "model_type": "phi3", "pad_token_id": 0},
+    "mixtral": {**_BASE, "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": {
+        **_BASE,
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+        "vocab_size": 256,
+        "initializer_range": 0.15,
+    },
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 64,
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "init_std": 0.15,
+    },
+}

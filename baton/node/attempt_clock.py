@@ -1,0 +1,45 @@
+"""When one attempt reached which stage on this node: turns the engine's events into a client's timings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.rpc.messages import StageTimings
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """What moved into this node for one attempt."""
+
+    kv_bytes: int
+    transfer_ms: float
+
+
+@dataclass(slots=True)
+class AttemptClock:
+    """Stages of one attempt, seconds on CLOCK_MONOTONIC; 0 while not reached."""
+
+    queued: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+
+    def note(self, event: EngineCoreEvent) -> None:
+        """Take an event of this attempt; only the first of its kind counts (preemption repeats some)."""
+        if event.type is EngineCoreEventType.QUEUED:
+            self.queued = self.queued or event.time
+        elif event.type in (EngineCoreEventType.SCHEDULED, EngineCoreEventType.REMOTE_KV_REQUESTED):
+            self.scheduled = self.scheduled or event.time
+        elif event.type is EngineCoreEventType.FIRST_TOKEN:
+            self.first_token = self.first_token or event.time
+
+    def timings(self, cached_tokens: int, external_tokens: int, moved: TransferFigures | None) -> StageTimings:
+        """What a router is told."""
+        return StageTimings(
+            queue_ms=max(0.0, self.scheduled - self.queued) * 1e3 if self.scheduled else 0.0,
+            prefill_ms=max(0.0, self.first_token - self.scheduled) * 1e3 if self.first_token else 0.0,
+            transfer_ms=moved.transfer_ms if moved else 0.0,
+            cached_tokens=cached_tokens,
+            external_tokens=external_tokens,
+            kv_bytes=moved.kv_bytes if moved else 0,
+        )

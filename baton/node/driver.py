@@ -1,0 +1,131 @@
+"""The engine's driver: one thread, the only writer of scheduler, pool and requests.
+
+Everybody else leaves commands in its inbox. It sleeps on the inbox while the engine has nothing to compute, and hands
+each step's news to `publish`, on this thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.engine.connector import KVTransferOutput
+from baton.engine.core import EngineCore
+from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.errors import BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """What a turn of the driver brought: outputs per client index, events, and the load after it."""
+
+    outputs: Mapping[int, EngineCoreOutputs]
+    events: Sequence[EngineCoreEvent]
+    stats: SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Command = _Add | _Abort | KVTransferOutput | _Stop
+
+
+class EngineDriver:
+    """Runs an engine in its own thread. All methods but `start` and `stop` return at once, from any thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        publish: Callable[[StepNews], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._core = core
+        self._publish = publish
+        self._on_crash = on_crash
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step; waits for the thread."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Add a request; a duplicate id comes back as an output that ends it with an error."""
+        self._inbox.put(_Add(request))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests from outside; unknown ids are ignored."""
+        self._inbox.put(_Abort(request_ids))
+
+    def tell_transfer(self, news: KVTransferOutput) -> None:
+        """Pass on what the transfer side has to say."""
+        self._inbox.put(news)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            self._on_crash(error)
+            raise
+
+    def _turn(self) -> bool:
+        """Take what is in the inbox (waiting for it when there is nothing to compute), then one step."""
+        outputs: list[dict[int, EngineCoreOutputs]] = []
+        try:
+            command = self._inbox.get(block=not self._core.has_work())
+            while True:
+                if isinstance(command, _Stop):
+                    return False
+                outputs.append(self._obey(command))
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        if self._core.has_work():
+            outputs.append(self._core.step())
+        self._publish(StepNews(_merge(outputs), self._core.take_events(), self._core.make_stats()))
+        return True
+
+    def _obey(self, command: _Add | _Abort | KVTransferOutput) -> dict[int, EngineCoreOutputs]:
+        if isinstance(command, _Add):
+            try:
+                return self._core.add_request(command.request) or {}
+            except BatonError as error:
+                return {command.request.client_index: EngineCoreOutputs([_refused(command.request, error)])}
+        if isinstance(command, _Abort):
+            return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED) or {}
+        return self._core.update_from_kv_transfer(command)
+
+
+def _refused(request: Request, error: BatonError) -> EngineCoreOutput:
+    return EngineCoreOutput(request.request_id, (), 0, finish_reason=FinishReason.ERROR, error=str(error))
+
+
+def _merge(parts: Sequence[Mapping[int, EngineCoreOutputs]]) -> Mapping[int, EngineCoreOutputs]:
+    """One mapping of several turns' outputs, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    merged: dict[int, list[EngineCoreOutput]] = {}
+    for part in parts:
+        for index, outputs in part.items():
+            merged.setdefault(index, []).extend(outputs.outputs)
+    return {index: EngineCoreOutputs(outputs) for index, outputs in merged.items()}

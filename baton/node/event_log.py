@@ -1,0 +1,41 @@
+"""The node's latest events, kept in memory for `Node.Trace`, tests and the benchmark."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from baton.ids import AttemptKey
+from baton.rpc.messages import TraceEvent
+
+
+class EventLog:
+    """A bounded ring of events, oldest dropped first. Any thread may record.
+
+    Events carry CLOCK_MONOTONIC, which all processes of a host share, so that logs of two nodes can be merged.
+    """
+
+    def __init__(self, capacity: int = 16_384) -> None:
+        self._events: deque[TraceEvent] = deque(maxlen=capacity)
+        self._seq = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def record(self, name: str, attempt: AttemptKey, value: int = 0, detail: str = "") -> None:
+        """Note that something happened now."""
+        with self._lock:
+            self._events.append(
+                TraceEvent(next(self._seq), time.monotonic_ns(), name, attempt, value, detail)
+            )
+
+    def record_at(self, monotonic_s: float, name: str, attempt: AttemptKey, value: int = 0) -> None:
+        """Note that something happened at a known moment (seconds, CLOCK_MONOTONIC)."""
+        with self._lock:
+            self._events.append(TraceEvent(next(self._seq), int(monotonic_s * 1e9), name, attempt, value))
+
+    def after(self, seq: int) -> Sequence[TraceEvent]:
+        """Kept events with a sequence number above `seq`, oldest first."""
+        with self._lock:
+            return [event for event in self._events if event.seq > seq]

@@ -1,0 +1,64 @@
+"""One router's end of a node: what it asked for, and the reports on their way to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import AttemptClock
+from baton.rpc.messages import RouterMessage, StepReport
+
+MAX_QUEUED_REPORTS = 10_000
+"""A router that is this far behind is taken for dead: its work would only pile up here."""
+
+
+class Port:
+    """Owned by the loop. `live` holds the attempts that have not ended on this node."""
+
+    def __init__(
+        self,
+        client_index: int,
+        router_id: str,
+        receive: Callable[[Port, RouterMessage], None],
+        on_close: Callable[[Port], None],
+    ) -> None:
+        self.client_index = client_index
+        self.router_id = router_id
+        self.live: dict[AttemptKey, AttemptClock] = {}
+        self.silent = False
+        """No report since the last heartbeat."""
+        self._receive = receive
+        self._on_close = on_close
+        self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._closed = False
+
+    def receive(self, message: RouterMessage) -> None:
+        """Take work; ignored once closed."""
+        if not self._closed:
+            self._receive(self, message)
+
+    def push(self, report: StepReport) -> None:
+        """Queue a report for the router."""
+        if self._closed:
+            return
+        if self._queue.qsize() >= MAX_QUEUED_REPORTS:
+            self.close()
+            return
+        self.silent = False
+        self._queue.put_nowait(report)
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        """What was pushed, until closed."""
+        while (report := await self._queue.get()) is not None:
+            yield report
+
+    def close(self) -> None:
+        """End the stream and give up everything the router asked for. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put_nowait(None)
+            self._on_close(self)
+
+    def __repr__(self) -> str:
+        return f"<Port {self.router_id} live={len(self.live)} queued={self._queue.qsize()}>"

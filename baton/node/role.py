@@ -1,0 +1,62 @@
+"""What a role adds to a node, and what the node gives it to work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.clock import Clock
+from baton.config import NodeConfig
+from baton.engine.connector import KVConnector, KVTransferOutput
+from baton.engine.runner.base import ModelRunner
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+
+
+@dataclass(frozen=True, slots=True)
+class RoleContext:
+    """What a node gives its role. `tell_engine` may be called from any thread; the rest belongs to the loop."""
+
+    config: NodeConfig
+    incarnation: str
+    runner: ModelRunner
+    clock: Clock
+    loop: asyncio.AbstractEventLoop
+    tell_engine: Callable[[KVTransferOutput], None]
+    record: Callable[[str, AttemptKey, int, str], None]
+
+
+class Servicer(Protocol):
+    """Something that a gRPC server can carry."""
+
+    def add_to_server(self, server: Any) -> None: ...
+
+
+class NodeRole(Protocol):
+    """What makes a node a prefill node or a decode node. Lives on the loop, except for its connector."""
+
+    @property
+    def connector(self) -> KVConnector:
+        """Called from the engine's thread."""
+        ...
+
+    @property
+    def servicers(self) -> Sequence[Servicer]: ...
+
+    async def start(self) -> None:
+        """Bring up what moves the KV; raises ConfigError."""
+        ...
+
+    async def stop(self) -> None:
+        """Let go of everything. Called after the engine stopped."""
+        ...
+
+    def attempt_aborted(self, attempt: AttemptKey) -> None:
+        """The router gave the attempt up, finished here or not. Idempotent."""
+        ...
+
+    def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
+        """What moved into this node for the attempt, if anything did."""
+        ...

@@ -1,0 +1,228 @@
+"""The node between its routers and its engine: submits, aborts, and each step's news back to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, SchedulerStats
+from baton.engine.request import FinishReason, Leg, Request
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import AttemptClock
+from baton.node.driver import EngineDriver, StepNews
+from baton.node.event_log import EventLog
+from baton.node.port import Port
+from baton.node.role import NodeRole
+from baton.rpc.messages import (
+    HEARTBEAT_S,
+    Abort,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    RouterMessage,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.STOP,
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
+    FinishReason.ABORT: Outcome.ABORTED,
+    FinishReason.IGNORED: Outcome.IGNORED,
+    FinishReason.ERROR: Outcome.ERROR,
+}
+
+
+class NodeService:
+    """Lives on the loop; `on_step` alone is called from the engine's thread."""
+
+    def __init__(
+        self,
+        description: NodeDescription,
+        role: NodeRole,
+        driver: EngineDriver,
+        log: EventLog,
+        on_drain: Callable[[], None],
+    ) -> None:
+        self._description = description
+        self._role = role
+        self._driver = driver
+        self._log = log
+        self._on_drain = on_drain
+        self._ports: dict[int, Port] = {}
+        self._indices = itertools.count(1)
+        self._load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # What the wire asks of a node (NodeHandler).
+
+    def describe(self) -> NodeDescription:
+        return self._description
+
+    def load(self) -> LoadReport:
+        return self._load
+
+    def open_port(self, router_id: str) -> Port:
+        """A router attached."""
+        port = Port(next(self._indices), router_id, self._receive, self._close_port)
+        self._ports[port.client_index] = port
+        port.push(StepReport((), self._load))
+        return port
+
+    def drain(self) -> None:
+        """Refuse new work and ask the process to end when the running work is done."""
+        self._on_drain()
+
+    def trace(self, after: int) -> Sequence[TraceEvent]:
+        return self._log.after(after)
+
+    # What the process asks of it.
+
+    def refuse_new_work(self) -> None:
+        """From now on every submit is answered REFUSED."""
+        self._draining = True
+        self._set_load(self._load)
+        self._send({})
+
+    async def wait_idle(self) -> None:
+        """Return when no request runs or waits, and no block is leased or quarantined."""
+        await self._idle.wait()
+
+    async def heartbeat(self) -> None:
+        """Tell every router that the node lives, also when it has nothing to say. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for port in list(self._ports.values()):
+                if port.silent:
+                    port.push(StepReport((), self._load))
+                port.silent = True
+
+    def on_step(self, news: StepNews) -> None:
+        """Take a step's news, on the loop."""
+        for event in news.events:
+            self._note(event)
+        self._set_load(_load_report(news.stats, self._draining))
+        self._send({index: outputs.outputs for index, outputs in news.outputs.items()})
+
+    def close(self) -> None:
+        """End every router's stream."""
+        for port in list(self._ports.values()):
+            port.close()
+
+    # Inside.
+
+    def _receive(self, port: Port, message: RouterMessage) -> None:
+        if isinstance(message, Abort):
+            self._log.record("abort", message.attempt, 0, message.reason)
+            port.live.pop(message.attempt, None)
+            self._driver.abort([str(message.attempt)])
+            self._role.attempt_aborted(message.attempt)
+            return
+        refusal = self._refusal(message)
+        if refusal is not None:
+            port.push(StepReport((refusal,), self._load))
+            return
+        port.live[message.attempt] = AttemptClock()
+        self._idle.clear()
+        self._driver.submit(self._request(port, message))
+
+    def _refusal(self, submit: Submit) -> RequestDelta | None:
+        """Why the node won't even try, if so. Routers validate; this guards the engine against one that didn't."""
+        if self._draining:
+            return RequestDelta(submit.attempt, outcome=Outcome.REFUSED, error="the node is draining")
+        ids, vocab = submit.prompt_token_ids, self._description.vocab_size
+        if not ids:
+            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error="prompt: empty")
+        if min(ids) < 0 or max(ids) >= vocab:
+            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error=f"prompt: token id outside [0, {vocab})")
+        if (submit.leg is Leg.DECODE) != (submit.kv_source is not None):
+            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error="kv_source: goes with the decode leg alone")
+        return None
+
+    def _request(self, port: Port, submit: Submit) -> Request:
+        return Request(
+            str(submit.attempt),
+            submit.prompt_token_ids,
+            submit.sampling_params,
+            eos_token_ids=self._description.eos_token_ids,
+            client_index=port.client_index,
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+            leg=submit.leg,
+            kv_source=submit.kv_source,
+        )
+
+    def _close_port(self, port: Port) -> None:
+        self._ports.pop(port.client_index, None)
+        self._driver.abort([str(attempt) for attempt in port.live])
+        for attempt in port.live:
+            self._role.attempt_aborted(attempt)
+        port.live.clear()
+
+    def _note(self, event: EngineCoreEvent) -> None:
+        attempt = AttemptKey.parse(event.request_id)
+        self._log.record_at(event.time, event.type.value, attempt, event.value)
+        if event.type is EngineCoreEventType.CHUNK_COMPUTED:
+            return
+        for port in self._ports.values():
+            clock = port.live.get(attempt)
+            if clock is not None:
+                clock.note(event)
+
+    def _set_load(self, load: LoadReport) -> None:
+        self._load = load
+        busy = load.running or load.waiting or load.waiting_for_remote_kvs
+        busy = busy or load.leased_blocks or load.quarantined_blocks or any(port.live for port in self._ports.values())
+        if busy:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _send(self, outputs: Mapping[int, Sequence[EngineCoreOutput]]) -> None:
+        for index, port in list(self._ports.items()):
+            deltas = [self._delta(port, output) for output in outputs.get(index, ())]
+            port.push(StepReport(deltas, self._load))
+        if outputs:
+            self._set_load(self._load)
+
+    def _delta(self, port: Port, output: EngineCoreOutput) -> RequestDelta:
+        attempt = AttemptKey.parse(output.request_id)
+        clock = port.live.get(attempt)
+        outcome = _OUTCOMES[output.finish_reason] if output.finish_reason else None
+        if outcome is Outcome.ERROR and output.kv_lost:
+            outcome = Outcome.KV_LOST
+        timings = None
+        if clock is not None and (outcome is not None or output.first_index <= 1):
+            moved = self._role.transfer_figures(attempt)
+            timings = clock.timings(output.num_cached_tokens, output.num_external_tokens, moved)
+        if outcome is not None:
+            port.live.pop(attempt, None)
+        return RequestDelta(
+            attempt,
+            output.first_index,
+            output.new_token_ids,
+            output.new_logprobs,
+            outcome,
+            output.stop_reason,
+            output.error or "",
+            timings,
+        )
+
+
+def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:
+    return LoadReport(
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        waiting_for_remote_kvs=stats.num_waiting_for_remote_kvs,
+        total_blocks=stats.total_blocks,
+        free_blocks=stats.free_blocks,
+        leased_blocks=stats.leased_blocks,
+        quarantined_blocks=stats.quarantined_blocks,
+        draining=draining,
+    )

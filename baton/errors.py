@@ -121,6 +121,19 @@ class AttemptsExhausted(BatonError):
     retryable = True
 
 
+class StreamDiverged(BatonError):
+    """A later attempt gave other tokens than those already sent: the stream ends rather than contradict itself."""
+
+    status = Status.ABORTED
+    retryable = True
+
+
+class SlowReader(BatonError):
+    """The client did not take its tokens in time."""
+
+    status = Status.RESOURCE_EXHAUSTED
+
+
 class EngineFault(BatonError):
     """A request failed inside the engine (non-finite logits, a runner error); other requests are untouched."""
 

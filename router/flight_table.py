@@ -1,0 +1,181 @@
+"""A flight's states and the table of its transitions; what comes in and what goes out, as values.
+
+A flight is one client request from admission to its single terminal state:
+
+    PLACING     waits for its first pair of nodes
+    PREFILLING  its legs are sent; no token of this attempt has come
+    STREAMING   tokens of this attempt come
+    RETRYING    an attempt failed; waits for another pair
+    FINISHED, FAILED, CANCELLED: final, and nothing that arrives later changes anything
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from baton.engine.outputs import TokenLogprobs
+from baton.errors import BatonError
+from baton.ids import AttemptKey
+from baton.rpc.messages import Abort, Path, RequestDelta, StageTimings, Submit
+from router.placement import Placement
+
+
+class FlightState(enum.Enum):
+    """Where a flight is."""
+
+    PLACING = "placing"
+    PREFILLING = "prefilling"
+    STREAMING = "streaming"
+    RETRYING = "retrying"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class FlightStep(enum.Enum):
+    """What moves a flight on; the events below come down to these."""
+
+    PLACED = enum.auto()
+    TOKENS = enum.auto()
+    LEG_LOST = enum.auto()
+    REFUSED = enum.auto()
+    ENDED = enum.auto()
+    STOP_STRING = enum.auto()
+    GAVE_UP = enum.auto()
+    CANCEL = enum.auto()
+
+
+_S, _E = FlightState, FlightStep
+LIVE: Final = (_S.PLACING, _S.PREFILLING, _S.STREAMING, _S.RETRYING)
+TERMINAL: Final = (_S.FINISHED, _S.FAILED, _S.CANCELLED)
+
+FLIGHT_TABLE: Final[dict[tuple[FlightState, FlightStep], FlightState]] = {
+    (_S.PLACING, _E.PLACED): _S.PREFILLING,
+    (_S.RETRYING, _E.PLACED): _S.PREFILLING,
+    (_S.PREFILLING, _E.TOKENS): _S.STREAMING,
+    (_S.STREAMING, _E.TOKENS): _S.STREAMING,
+    (_S.PREFILLING, _E.LEG_LOST): _S.RETRYING,
+    (_S.STREAMING, _E.LEG_LOST): _S.RETRYING,
+    (_S.PREFILLING, _E.REFUSED): _S.RETRYING,
+    (_S.STREAMING, _E.REFUSED): _S.RETRYING,
+    (_S.PREFILLING, _E.ENDED): _S.FINISHED,
+    (_S.STREAMING, _E.ENDED): _S.FINISHED,
+    (_S.STREAMING, _E.STOP_STRING): _S.FINISHED,
+    # The message that brought the text can also have ended the attempt.
+    (_S.RETRYING, _E.STOP_STRING): _S.FINISHED,
+    **{(state, _E.GAVE_UP): _S.FAILED for state in LIVE},
+    **{(state, _E.CANCEL): _S.CANCELLED for state in LIVE},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Nodes were chosen: the answer to `Place`."""
+
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A node's message about one attempt."""
+
+    incarnation: str
+    delta: RequestDelta
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """An incarnation died or fell silent."""
+
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopStringFound:
+    """The text of the tokens given out so far contains a stop string."""
+
+    stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client went away or asked to stop."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The router ends the flight: deadline, nobody to serve it, a reader that does not read, shutdown."""
+
+    error: BatonError
+
+
+FlightEvent: TypeAlias = Placed | Delta | NodeGone | StopStringFound | Cancel | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Choose nodes for this attempt, none of `exclude`."""
+
+    attempt: int
+    exclude: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitLeg:
+    """Send a leg to a node."""
+
+    incarnation: str
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLeg:
+    """Tell a node that the attempt is over."""
+
+    incarnation: str
+    abort: Abort
+
+
+@dataclass(frozen=True, slots=True)
+class LegEnded:
+    """The node no longer has this leg: it counts no more towards the node's load."""
+
+    incarnation: str
+    attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """Give these tokens to the client."""
+
+    first_index: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    ends_with_stop_token: bool
+    """The last one is the token that ended the text; it is no part of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The flight ended well."""
+
+    finish_reason: str
+    stop_reason: int | str | None
+    timings: StageTimings
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The flight ended with this error."""
+
+    error: BatonError
+
+
+FlightEffect: TypeAlias = Place | SubmitLeg | AbortLeg | LegEnded | EmitTokens | Finish | Fail

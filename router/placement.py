@@ -1,0 +1,106 @@
+"""Which nodes serve a request: a pure choice, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from baton.errors import NoCapacity
+from baton.rpc.messages import NodeDescription, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node that could be given work, as the view sees it now."""
+
+    node: NodeDescription
+    load: float
+    """Requests on it, those that it has not reported yet included."""
+    last_chosen: int
+    """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What of a request decides where it fits."""
+
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The nodes of one attempt. Without a prefill node, `decode` runs the whole request."""
+
+    prefill: NodeDescription | None
+    decode: NodeDescription
+    reason: str
+    candidates: Sequence[Candidate]
+
+
+def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
+    """The least loaded pair that fits; raises NoCapacity with the reason when there is none.
+
+    `candidates` are the nodes that take work; `exclude` names incarnations that already failed this request. A pair
+    must agree on everything that KV depends on. One node alone runs the request only when the other kind is missing.
+    """
+    fitting = [c for c in candidates if c.node.incarnation not in exclude and _fits(c.node, demand)]
+    prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
+    decodes = sorted((c for c in fitting if c.node.role is Role.DECODE), key=_order)
+    best_prefill = _best_by_kv(prefills)
+    best_decode = _best_by_kv(decodes)
+    pairs = [(best_prefill[words], decode) for words, decode in best_decode.items() if words in best_prefill]
+    if pairs:
+        prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
+        return Placement(prefill.node, decode.node, "least loaded pair", candidates)
+    alone = decodes or prefills
+    if alone:
+        return Placement(None, alone[0].node, _why_alone(candidates, prefills, decodes, exclude), candidates)
+    raise NoCapacity(_why_nobody(candidates, demand, exclude))
+
+
+def _fits(node: NodeDescription, demand: Demand) -> bool:
+    tokens = demand.num_prompt_tokens + demand.max_tokens
+    # The last token is never fed back, so its KV is never stored.
+    blocks = -(-(tokens - 1) // node.block_size)
+    return node.model == demand.model and tokens <= node.max_model_len and blocks <= node.num_blocks
+
+
+def _best_by_kv(best_first: Sequence[Candidate]) -> dict[tuple[str, str, str, int], Candidate]:
+    """Of the nodes that can exchange KV with each other, the best one."""
+    best: dict[tuple[str, str, str, int], Candidate] = {}
+    for candidate in best_first:
+        best.setdefault(_kv_words(candidate.node), candidate)
+    return best
+
+
+def _kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
+    return (node.model_fingerprint, node.numerics, node.dtype, node.block_size)
+
+
+def _order(candidate: Candidate) -> tuple[float, int, str]:
+    return (candidate.load, candidate.last_chosen, candidate.node.incarnation)
+
+
+def _why_alone(
+    candidates: Sequence[Candidate],
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    exclude: Set[str],
+) -> str:
+    if prefills and decodes:
+        return f"no pair agrees on its KV: {_kv_words(prefills[0].node)} and {_kv_words(decodes[0].node)}"
+    missing = Role.PREFILL if decodes else Role.DECODE
+    failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
+    note = f" ({failed} failed this request)" if failed else ""
+    return f"no {missing.value} node is left{note}"
+
+
+def _why_nobody(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> str:
+    if not candidates:
+        return f"no node that serves {demand.model or 'the model'} is up"
+    if all(c.node.incarnation in exclude for c in candidates):
+        return f"every node that is up ({len(candidates)}) failed this request"
+    tokens = demand.num_prompt_tokens + demand.max_tokens
+    return f"none of the {len(candidates)} nodes that are up can hold {tokens} tokens of {demand.model}"

@@ -1,0 +1,21 @@
+"""A request that passed every check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.engine.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """What the router serves. Its output is a function of this value alone."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams
+    stop: Sequence[str] = ()
+    priority: int = 0
+    cache_salt: str = ""

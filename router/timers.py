@@ -1,0 +1,96 @@
+"""Time for the router: one reading of now and callbacks at a time, real or moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+
+class TimerHandle(Protocol):
+    """A callback that has not run yet."""
+
+    def cancel(self) -> None:
+        """Don't run it. Idempotent; without effect once it ran."""
+        ...
+
+
+class Timers(Protocol):
+    """Where the router's time comes from. Seconds, monotonic; belongs to one event loop."""
+
+    def monotonic(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Run the callback once at or after `when`."""
+        ...
+
+
+class LoopTimers:
+    """The running event loop's clock."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        return self._loop.call_at(when, callback)
+
+
+async def sleep_until(timers: Timers, when: float) -> None:
+    """Return at or after `when`."""
+    woken = asyncio.get_running_loop().create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    handle = timers.call_at(when, wake)
+    try:
+        await woken
+    finally:
+        handle.cancel()
+
+
+class _ManualHandle:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class ManualTimers:
+    """Time that a test moves by hand; the fake beside `LoopTimers`."""
+
+    def __init__(self, start: float = 100.0) -> None:
+        self._now = start
+        self._order = itertools.count()
+        self._due: list[tuple[float, int, _ManualHandle]] = []
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        handle = _ManualHandle(callback)
+        heapq.heappush(self._due, (when, next(self._order), handle))
+        return handle
+
+    @property
+    def num_pending(self) -> int:
+        """Callbacks that are neither run nor cancelled."""
+        return sum(1 for _, _, handle in self._due if handle.callback is not None)
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward and run what became due, in order."""
+        target = self._now + seconds
+        while self._due and self._due[0][0] <= target:
+            when, _, handle = heapq.heappop(self._due)
+            self._now = max(self._now, when)
+            callback, handle.callback = handle.callback, None
+            if callback is not None:
+                callback()
+        self._now = target

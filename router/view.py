@@ -1,0 +1,186 @@
+"""What this router knows of the cluster: who is registered, who is attached, how busy each one is. No I/O, no clock."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.ids import AttemptKey
+from baton.registry import NodeRecord
+from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
+from router.placement import Candidate
+
+LOST_SHOWN_S = 60.0
+"""How long a lost node is still shown to operators."""
+
+
+class NodeState(enum.Enum):
+    """An operator's word for how a node is."""
+
+    STARTING = "Starting"
+    READY = "Ready"
+    DRAINING = "Draining"
+    SUSPECT = "Suspect"
+    LOST = "Lost"
+
+
+@dataclass(slots=True)
+class _Node:
+    """One incarnation."""
+
+    record: NodeRecord
+    registered: bool = True
+    description: NodeDescription | None = None
+    attached: bool = False
+    load: LoadReport = field(default_factory=LoadReport)
+    reported_in_flight: int = 0
+    """How many of our legs were in flight when the load was reported."""
+    in_flight: set[AttemptKey] = field(default_factory=set)
+    last_chosen: int = 0
+    last_message: float = 0.0
+    lost_at: float | None = None
+    detail: str = ""
+
+
+class ClusterView:
+    """Every known node incarnation. One writer: the router's event loop."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._chosen = 0
+
+    def registered(self, records: Iterable[NodeRecord]) -> None:
+        """These are the records in the registry now. Who is attached stays, whatever the registry says."""
+        current = {record.incarnation: record for record in records}
+        for incarnation, record in current.items():
+            node = self._nodes.get(incarnation)
+            if node is None:
+                self._nodes[incarnation] = _Node(record)
+            else:
+                node.record = record
+                node.registered = True
+        for incarnation, node in self._nodes.items():
+            node.registered = incarnation in current
+        names = {record.name for record in current.values()}
+        for incarnation, node in list(self._nodes.items()):
+            if not node.registered and not node.attached and node.record.name in names:
+                del self._nodes[incarnation]
+
+    def attached(self, description: NodeDescription, now: float) -> None:
+        """The stream to this incarnation is open."""
+        node = self._nodes.get(description.incarnation)
+        if node is None:
+            return
+        node.description = description
+        node.attached = True
+        node.last_message = now
+        node.lost_at = None
+        node.detail = ""
+        node.in_flight.clear()
+        node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
+        node.reported_in_flight = 0
+
+    def reported(self, incarnation: str, load: LoadReport, now: float) -> None:
+        """The node said how busy it is."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return
+        node.load = load
+        node.reported_in_flight = len(node.in_flight)
+        node.last_message = now
+
+    def detached(self, incarnation: str, reason: str, now: float) -> None:
+        """The stream is gone or the node fell silent."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return
+        node.attached = False
+        node.in_flight.clear()
+        node.detail = reason
+        if node.lost_at is None:
+            node.lost_at = now
+
+    def dispatched(self, incarnation: str, attempt: AttemptKey) -> None:
+        """A leg was sent there."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            return
+        self._chosen += 1
+        node.in_flight.add(attempt)
+        node.last_chosen = self._chosen
+
+    def released(self, incarnation: str, attempt: AttemptKey) -> None:
+        """The leg is over. Idempotent."""
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            node.in_flight.discard(attempt)
+
+    def forget_lost(self, now: float) -> None:
+        """Drop nodes that are neither registered nor attached and have been shown long enough."""
+        for incarnation, node in list(self._nodes.items()):
+            if node.registered or node.attached:
+                continue
+            if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
+                del self._nodes[incarnation]
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Nodes that take work now, in a stable order."""
+        return tuple(
+            Candidate(node.description, self._load_of(node), node.last_chosen)
+            for _, node in sorted(self._nodes.items())
+            if node.description is not None and self._state(node) is NodeState.READY
+        )
+
+    def descriptions(self) -> tuple[NodeDescription, ...]:
+        """Every attached node."""
+        return tuple(n.description for n in self._nodes.values() if n.attached and n.description is not None)
+
+    def state(self, incarnation: str) -> NodeState | None:
+        """The word for one incarnation; None for a stranger."""
+        node = self._nodes.get(incarnation)
+        return None if node is None else self._state(node)
+
+    def statuses(self, now: float, wall: float) -> tuple[NodeStatus, ...]:
+        """Every node as an operator sees it, by name."""
+        self.forget_lost(now)
+        nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
+        return tuple(self._status(node, wall) for node in nodes)
+
+    @staticmethod
+    def _load_of(node: _Node) -> float:
+        load = node.load
+        reported = load.running + load.waiting + load.waiting_for_remote_kvs
+        # The report is a moment old: what was sent or ended since then is known here.
+        return float(max(0, reported + len(node.in_flight) - node.reported_in_flight))
+
+    @staticmethod
+    def _state(node: _Node) -> NodeState:
+        if node.attached:
+            return NodeState.DRAINING if node.load.draining or node.record.state == "draining" else NodeState.READY
+        if node.lost_at is None:
+            return NodeState.STARTING
+        return NodeState.SUSPECT if node.registered else NodeState.LOST
+
+    def _status(self, node: _Node, wall: float) -> NodeStatus:
+        record, load = node.record, node.load
+        return NodeStatus(
+            name=record.name,
+            role=record.role,
+            status=self._state(node).value,
+            incarnation=record.incarnation,
+            address=record.address,
+            pid=record.pid,
+            model=record.model,
+            running=load.running if node.attached else 0,
+            waiting=load.waiting + load.waiting_for_remote_kvs if node.attached else 0,
+            kv_usage=load.kv_usage if node.attached else 0.0,
+            version=record.version,
+            age_s=max(0.0, wall - record.started_at),
+            total_blocks=load.total_blocks,
+            free_blocks=load.free_blocks,
+            leased_blocks=load.leased_blocks,
+            quarantined_blocks=load.quarantined_blocks,
+            detail=node.detail,
+            bit_exact=record.bit_exact,
+        )

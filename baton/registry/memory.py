@@ -1,0 +1,219 @@
+"""An in-process registry with the contract of the one in Redis, for tests and simulations.
+
+One `MemoryStore` is the server; any number of `MemoryRegistry` are its clients. The store can be taken away, brought
+back with or without its memory, and given a stranger's records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from baton.clock import Clock, SystemClock
+from baton.errors import Unreachable
+from baton.registry.feed import SnapshotFeed
+from baton.registry.outage import OutageGrace
+from baton.registry.records import NodeRecord, Snapshot, read_records
+
+
+@dataclass(slots=True)
+class _Entry:
+    data: bytes
+    expiry: asyncio.TimerHandle | None = None
+
+
+class MemoryStore:
+    """The server that every MemoryRegistry of a test shares. Expiry runs on the event loop's clock."""
+
+    def __init__(self) -> None:
+        self.up = True
+        self._epochs = 0
+        self._entries: dict[tuple[str, str], _Entry] = {}
+        self._clients: set[MemoryRegistry] = set()
+
+    @property
+    def epoch(self) -> str:
+        """Changes when the store loses its memory."""
+        return f"epoch-{self._epochs}"
+
+    def stop(self) -> None:
+        """Stop answering, as a killed server does."""
+        self.up = False
+        self._tell()
+
+    def restart(self, *, empty: bool) -> None:
+        """Answer again."""
+        if empty:
+            for entry in self._entries.values():
+                if entry.expiry is not None:
+                    entry.expiry.cancel()
+            self._entries.clear()
+            self._epochs += 1
+        self.up = True
+        self._tell()
+
+    def put(self, cluster: str, incarnation: str, data: bytes, lifetime_s: float | None = None) -> None:
+        """Store raw bytes as a record."""
+        self.remove(cluster, incarnation)
+        entry = _Entry(data)
+        if lifetime_s is not None:
+            loop = asyncio.get_running_loop()
+            entry.expiry = loop.call_later(lifetime_s, self.remove, cluster, incarnation)
+        self._entries[cluster, incarnation] = entry
+        self._tell()
+
+    def remove(self, cluster: str, incarnation: str) -> None:
+        """Forget a record, if it is there."""
+        entry = self._entries.pop((cluster, incarnation), None)
+        if entry is not None:
+            if entry.expiry is not None:
+                entry.expiry.cancel()
+            self._tell()
+
+    def stored(self, cluster: str) -> list[tuple[str, bytes]]:
+        """Every record of a cluster with its incarnation."""
+        return [(incarnation, entry.data) for (owner, incarnation), entry in self._entries.items() if owner == cluster]
+
+    def attach(self, client: MemoryRegistry) -> None:
+        """Tell this client of every change."""
+        self._clients.add(client)
+
+    def detach(self, client: MemoryRegistry) -> None:
+        """Tell it no more."""
+        self._clients.discard(client)
+
+    def _tell(self) -> None:
+        for client in list(self._clients):
+            client.notice()
+
+
+class MemoryRegistry:
+    """One process's view of a MemoryStore; see `baton.registry.base.Membership`."""
+
+    def __init__(self, store: MemoryStore, cluster: str, *, clock: Clock | None = None) -> None:
+        self._store = store
+        self._cluster = cluster
+        self._clock = clock or SystemClock()
+        self._feed = SnapshotFeed()
+        self._grace = OutageGrace()
+        self._bad_records = 0
+        self._watched = False
+        self._healthy = False
+        self._leases: dict[str, MemoryLease] = {}
+        self._regrant: asyncio.Handle | None = None
+        store.attach(self)
+
+    @property
+    def cluster(self) -> str:
+        return self._cluster
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @property
+    def bad_records(self) -> int:
+        return self._bad_records
+
+    async def ping(self) -> None:
+        """Raises Unreachable while the store is stopped."""
+        self._healthy = self._store.up
+        if not self._store.up:
+            raise Unreachable("registry memory:// does not answer: stopped")
+
+    async def read(self) -> Snapshot:
+        """One full read, now; raises Unreachable."""
+        await self.ping()
+        return read_records(self._store.stored(self._cluster)).snapshot
+
+    async def lease(self, record: NodeRecord) -> MemoryLease:
+        """Publish the record and keep it; see `Membership.lease`."""
+        lease = MemoryLease(self, record)
+        self._leases[record.incarnation] = lease
+        self.publish(record)
+        return lease
+
+    async def watch(self) -> AsyncIterator[Snapshot]:
+        """Every snapshot from now on; see `Membership.watch`."""
+        self._watched = True
+        self.notice()
+        async for snapshot in self._feed.watch():
+            yield snapshot
+
+    async def close(self) -> None:
+        """Close every lease and watch. Idempotent."""
+        self._feed.close()
+        for lease in list(self._leases.values()):
+            await lease.close()
+        if self._regrant is not None:
+            self._regrant.cancel()
+        self._store.detach(self)
+
+    def publish(self, record: NodeRecord) -> None:
+        """Write one record without an end, if the store answers. For leases."""
+        self._healthy = self._store.up
+        if self._store.up:
+            self._store.put(self._cluster, record.incarnation, record.to_json())
+
+    def release(self, record: NodeRecord, lifetime_s: float) -> None:
+        """Let the record go after its last lifetime. For leases."""
+        self._leases.pop(record.incarnation, None)
+        if not self._store.up:
+            return
+        if lifetime_s:
+            self._store.put(self._cluster, record.incarnation, record.to_json(), lifetime_s)
+        else:
+            self._store.remove(self._cluster, record.incarnation)
+
+    def notice(self) -> None:
+        """The store changed: read everything, and publish again what it lost."""
+        self._healthy = self._store.up
+        if not self._store.up:
+            return
+        if self._watched:
+            reading = read_records(self._store.stored(self._cluster))
+            self._bad_records = len(reading.bad)
+            self._feed.publish(self._grace.merge(self._store.epoch, reading.snapshot, self._clock.monotonic()))
+        if self._regrant is None and self._lost():
+            self._regrant = asyncio.get_running_loop().call_soon(self._publish_lost)
+
+    def _lost(self) -> list[MemoryLease]:
+        stored = {incarnation for incarnation, _ in self._store.stored(self._cluster)}
+        return [lease for incarnation, lease in self._leases.items() if incarnation not in stored]
+
+    def _publish_lost(self) -> None:
+        self._regrant = None
+        for lease in self._lost():
+            self.publish(lease.record)
+
+
+class MemoryLease:
+    """A record in a MemoryStore; see `baton.registry.base.Lease`."""
+
+    def __init__(self, registry: MemoryRegistry, record: NodeRecord) -> None:
+        self._registry = registry
+        self._record = record
+        self._closed = False
+
+    @property
+    def record(self) -> NodeRecord:
+        return self._record
+
+    async def update(self, record: NodeRecord) -> None:
+        """Publish another record of the same incarnation; see `Lease.update`."""
+        if (record.name, record.incarnation) != (self._record.name, self._record.incarnation):
+            raise ValueError(f"this lease is {self._record.incarnation}'s, not {record.incarnation}'s")
+        self._record = record
+        self._registry.publish(record)
+
+    async def close(self) -> None:
+        """Take the record back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._registry.release(self._record, 0.0)
+
+    async def abandon(self) -> None:
+        """Stop renewing but leave the record, as a killed process does."""
+        self._closed = True
+        self._registry.release(self._record, self._record.lease_s)

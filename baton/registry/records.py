@@ -1,0 +1,164 @@
+"""What a process publishes about itself, and how a stranger's record is read without trusting it.
+
+A record is one JSON object. Keys that this version does not know are ignored, so that old and new processes share a
+registry; everything else about a record that is not as it should be raises `BadRecord`, and the reader skips it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, get_args
+
+from baton.errors import BatonError, Status
+
+NodeRole: TypeAlias = Literal["prefill", "decode", "router"]
+NodeState: TypeAlias = Literal["starting", "ready", "draining"]
+
+MAX_RECORD_BYTES = 16 * 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})\Z")
+
+
+class BadRecord(BatonError):
+    """A record in the registry that can't be used; the message says why."""
+
+    status = Status.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """One incarnation of one process of the cluster. The fields from `model` on are empty for routers."""
+
+    name: str
+    role: NodeRole
+    incarnation: str
+    address: str
+    """HOST:PORT of gRPC: Node and KvLink for nodes, Generation for routers."""
+    pid: int
+    version: str
+    started_at: float
+    """Seconds since the epoch. Among records of one name the latest stands."""
+    lease_s: float
+    """How long the record outlives its process, seconds."""
+    state: NodeState = "ready"
+    operator_address: str = ""
+    """HOST:PORT of the Operator service, for routers."""
+    model: str = ""
+    model_fingerprint: str = ""
+    dtype: str = ""
+    numerics: str = ""
+    bit_exact: bool = False
+    vocab_size: int = 0
+    max_model_len: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises BadRecord when a value has the wrong type or is out of range."""
+        _check(self)
+
+    def to_json(self) -> bytes:
+        """What the registry stores; `from_json` reads it back."""
+        return json.dumps(asdict(self) | {"eos_token_ids": sorted(self.eos_token_ids)}, allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> NodeRecord:
+        """Read a stored record; raises BadRecord for whatever is wrong with it and nothing else."""
+        if len(data) > MAX_RECORD_BYTES:
+            raise BadRecord(f"{len(data)} bytes are more than {MAX_RECORD_BYTES}")
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise BadRecord("not a JSON object")
+        known = {key: found[key] for key in _TYPES if key in found}
+        missing = [key for key in _REQUIRED if key not in known]
+        if missing:
+            raise BadRecord(f"no {', '.join(missing)}")
+        eos = known.get("eos_token_ids", [])
+        if not isinstance(eos, list) or not all(type(token) is int for token in eos):
+            raise BadRecord("eos_token_ids: not a list of integers")
+        return cls(**(known | {"eos_token_ids": frozenset(eos)}))
+
+
+Snapshot: TypeAlias = Mapping[str, NodeRecord]
+"""The records of a cluster by name, one per name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a set of stored records came to."""
+
+    snapshot: Snapshot
+    bad: Mapping[str, str]
+    """Keys of the records that were skipped, and why."""
+
+
+def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
+    """Turn (key, value) pairs into a snapshot: bad records are skipped, of each name the latest incarnation stands."""
+    by_name: dict[str, NodeRecord] = {}
+    bad: dict[str, str] = {}
+    for key, value in stored:
+        try:
+            record = NodeRecord.from_json(value)
+        except BadRecord as error:
+            bad[key] = str(error)
+            continue
+        if record.incarnation != key:
+            bad[key] = f"stored under {key!r} but names incarnation {record.incarnation!r}"
+            continue
+        standing = by_name.get(record.name)
+        if standing is None or _order(standing) < _order(record):
+            by_name[record.name] = record
+    return Reading(MappingProxyType(dict(sorted(by_name.items()))), MappingProxyType(bad))
+
+
+def _order(record: NodeRecord) -> tuple[float, str]:
+    return record.started_at, record.incarnation
+
+
+_TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
+_REQUIRED = ("name", "role", "incarnation", "address", "pid", "version", "started_at", "lease_s")
+
+
+def _check(record: NodeRecord) -> None:
+    for key in ("name", "incarnation"):
+        value = getattr(record, key)
+        if not isinstance(value, str) or not _NAME.match(value):
+            raise BadRecord(f"{key}: {value!r:.80} is not a name")
+    for key in ("version", "model", "model_fingerprint", "dtype", "numerics"):
+        if not isinstance(getattr(record, key), str):
+            raise BadRecord(f"{key}: not a string")
+    if record.role not in get_args(NodeRole):
+        raise BadRecord(f"role: {record.role!r:.80} is none of {', '.join(get_args(NodeRole))}")
+    if record.state not in get_args(NodeState):
+        raise BadRecord(f"state: {record.state!r:.80} is none of {', '.join(get_args(NodeState))}")
+    _check_address("address", record.address)
+    if record.operator_address != "":
+        _check_address("operator_address", record.operator_address)
+    if type(record.bit_exact) is not bool:
+        raise BadRecord("bit_exact: neither true nor false")
+    for key in ("started_at", "lease_s"):
+        value = getattr(record, key)
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            raise BadRecord(f"{key}: {value!r:.80} is not a number of seconds")
+    least = 0 if record.role == "router" else 1
+    for key in ("pid", "vocab_size", "max_model_len", "block_size", "num_blocks"):
+        value = getattr(record, key)
+        if type(value) is not int or not (0 if key == "pid" else least) <= value < 2**53:
+            raise BadRecord(f"{key}: {value!r:.80} is not a number from {least} on")
+    if not all(type(token) is int and token >= 0 for token in record.eos_token_ids):
+        raise BadRecord("eos_token_ids: not token ids")
+
+
+def _check_address(key: str, value: object) -> None:
+    match = _ADDRESS.match(value) if isinstance(value, str) else None
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise BadRecord(f"{key}: {value!r:.80} is not HOST:PORT")

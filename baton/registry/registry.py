@@ -1,0 +1,303 @@
+"""Membership in Redis (6.2 or later). No Lua, and no key outside `baton:CLUSTER:`.
+
+    baton:CLUSTER:node:INCARNATION   one record as JSON, expires unless its process renews it
+    baton:CLUSTER:nodes              set of the incarnations that ever published; readers prune it
+    baton:CLUSTER:epoch              a random word; another word means that the store lost its memory
+    baton:CLUSTER:changes            pub/sub: somebody came, changed or left
+
+Records are stored per incarnation, so no two processes ever write the same key and nothing needs a compare-and-set.
+Notices only make a watcher look sooner: every watcher reads everything once in `READ_EVERY_S` anyway.
+
+No operation on a connection that others share is ever cancelled in mid-reply, because the next user of the connection
+would read the reply: callers wait behind a shield, and a cancelled caller's operation runs to its end (or its timeout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from random import Random
+from typing import Any, TypeVar
+
+from redis import asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from baton.clock import Clock, SystemClock
+from baton.errors import ConfigError, Unreachable
+from baton.ids import random_token
+from baton.registry.feed import SnapshotFeed
+from baton.registry.outage import OutageGrace
+from baton.registry.records import NodeRecord, Reading, Snapshot, read_records
+
+T = TypeVar("T")
+
+READ_EVERY_S = 2.0
+OPERATION_TIMEOUT_S = 3.0
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+_SCHEMES = ("redis://", "rediss://", "unix://")
+_FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
+
+
+class Registry:
+    """One process's view of one cluster's registry; see `baton.registry.base.Membership`."""
+
+    def __init__(self, client: redis.Redis, url: str, cluster: str, *, clock: Clock, rng: Random) -> None:
+        self._client = client
+        self._where = _without_password(url)
+        self._cluster = cluster
+        self._clock = clock
+        self._rng = rng
+        self._feed = SnapshotFeed()
+        self._grace = OutageGrace()
+        self._bad_records = 0
+        self._healthy = False
+        self._closed = False
+        self._leases: set[RedisLease] = set()
+        self._follower: asyncio.Task[None] | None = None
+        self._operations: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    def connect(cls, url: str, cluster: str, *, clock: Clock | None = None, rng: Random | None = None) -> Registry:
+        """A registry at redis://, rediss:// or unix://; connects with the first operation.
+
+        Raises ConfigError for a URL that can't be meant.
+        """
+        check_registry_url(url)
+        try:
+            client: redis.Redis = redis.Redis.from_url(
+                url,
+                socket_timeout=OPERATION_TIMEOUT_S,
+                socket_connect_timeout=OPERATION_TIMEOUT_S,
+                retry=Retry(NoBackoff(), 0),
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"registry {_without_password(url)!r}: {error}") from None
+        return cls(client, url, cluster, clock=clock or SystemClock(), rng=rng or Random())
+
+    @property
+    def cluster(self) -> str:
+        return self._cluster
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @property
+    def bad_records(self) -> int:
+        return self._bad_records
+
+    async def ping(self) -> None:
+        """One round trip; raises Unreachable with the address and the reason."""
+        await self._checked(self._ping())
+
+    async def _ping(self) -> None:
+        await self._client.ping()
+
+    async def read(self) -> Snapshot:
+        """One full read, now; raises Unreachable."""
+        return (await self._checked(self._read()))[1].snapshot
+
+    async def lease(self, record: NodeRecord) -> RedisLease:
+        """Publish the record and keep it; see `Membership.lease`."""
+        lease = RedisLease(self, record)
+        self._leases.add(lease)
+        await lease.start()
+        return lease
+
+    async def watch(self) -> AsyncIterator[Snapshot]:
+        """Every snapshot from now on; see `Membership.watch`."""
+        if self._follower is None and not self._closed:
+            self._follower = asyncio.create_task(self._follow(), name="registry-follower")
+        async for snapshot in self._feed.watch():
+            yield snapshot
+
+    async def close(self) -> None:
+        """Close every lease and watch, then the connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._feed.close()
+        for lease in list(self._leases):
+            await lease.close()
+        if self._follower is not None:
+            # Its connection is its own and is closed with it, so nobody can read what it leaves unread.
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+        await asyncio.gather(*self._operations, return_exceptions=True)
+        with contextlib.suppress(*_FOREIGN):
+            await self._client.aclose()
+
+    async def _follow(self) -> None:
+        failures = 0
+        while True:
+            pubsub = self._client.pubsub()
+            try:
+                await pubsub.subscribe(self._key("changes"))
+                while True:
+                    epoch, reading = await self._operate(self._read())
+                    failures = 0
+                    self._healthy = True
+                    self._bad_records = len(reading.bad)
+                    self._feed.publish(self._grace.merge(epoch, reading.snapshot, self._clock.monotonic()))
+                    await pubsub.get_message(ignore_subscribe_messages=True, timeout=READ_EVERY_S)
+            except _FOREIGN:
+                self._healthy = False
+            finally:
+                with contextlib.suppress(*_FOREIGN):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]
+            await asyncio.sleep(retry_delay(failures, LAST_RETRY_S))
+            failures += 1
+
+    async def _read(self) -> tuple[str | None, Reading]:
+        names = sorted(_text(name) for name in await self._client.smembers(self._key("nodes")))
+        values = await self._client.mget([self._key("epoch"), *(self._key("node", name) for name in names)])
+        epoch, found = values[0], dict(zip(names, values[1:], strict=True))
+        gone = [name for name, value in found.items() if value is None]
+        if gone:
+            await self._client.srem(self._key("nodes"), *gone)
+        stored = [(name, _bytes(value)) for name, value in found.items() if value is not None]
+        return (None if epoch is None else _text(epoch)), read_records(stored)
+
+    async def publish(self, record: NodeRecord) -> None:
+        """Write or renew one record; tells the watchers when that changed something. For leases; raises Unreachable."""
+        await self._checked(self._publish(record))
+
+    async def _publish(self, record: NodeRecord) -> None:
+        data = record.to_json()
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
+            pipe.sadd(self._key("nodes"), record.incarnation)
+            pipe.set(self._key("node", record.incarnation), data, px=max(1, int(record.lease_s * 1000)), get=True)
+            *_, before = await pipe.execute()
+        if before != data:
+            await self._client.publish(self._key("changes"), record.incarnation)
+
+    async def retract(self, record: NodeRecord) -> None:
+        """Take one record back. For leases; raises Unreachable."""
+        await self._checked(self._retract(record))
+
+    async def _retract(self, record: NodeRecord) -> None:
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.delete(self._key("node", record.incarnation))
+            pipe.srem(self._key("nodes"), record.incarnation)
+            pipe.publish(self._key("changes"), record.incarnation)
+            await pipe.execute()
+
+    def forget(self, lease: RedisLease) -> None:
+        """The lease is closed."""
+        self._leases.discard(lease)
+
+    async def _checked(self, operation: Coroutine[Any, Any, T]) -> T:
+        try:
+            result = await self._operate(operation)
+        except _FOREIGN as error:
+            self._healthy = False
+            reason = str(error) or type(error).__name__
+            raise Unreachable(f"registry {self._where} does not answer: {reason}") from None
+        self._healthy = True
+        return result
+
+    async def _operate(self, operation: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(operation)
+        self._operations.add(task)
+        task.add_done_callback(self._settle)
+        return await asyncio.shield(task)
+
+    def _settle(self, task: asyncio.Task[Any]) -> None:
+        self._operations.discard(task)
+        if not task.cancelled():
+            # Whoever waited has the error too; one whose caller was cancelled must not be reported as lost.
+            task.exception()
+
+    def _key(self, *parts: str) -> str:
+        return ":".join(("baton", self._cluster, *parts))
+
+
+class RedisLease:
+    """A record that is renewed three times in each of its lifetimes; see `baton.registry.base.Lease`."""
+
+    def __init__(self, registry: Registry, record: NodeRecord) -> None:
+        self._registry = registry
+        self._record = record
+        self._renewer: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def record(self) -> NodeRecord:
+        return self._record
+
+    async def start(self) -> None:
+        """Publish once, then go on in the background."""
+        failed = not await self._try_publish()
+        if not self._closed:
+            self._renewer = asyncio.create_task(self._renew(failed), name=f"registry-lease-{self._record.name}")
+
+    async def update(self, record: NodeRecord) -> None:
+        """Publish another record of the same incarnation; see `Lease.update`."""
+        if (record.name, record.incarnation) != (self._record.name, self._record.incarnation):
+            raise ValueError(f"this lease is {self._record.incarnation}'s, not {record.incarnation}'s")
+        self._record = record
+        await self._try_publish()
+
+    async def close(self) -> None:
+        """Stop renewing and take the record back; see `Lease.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._renewer is not None:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+        with contextlib.suppress(Unreachable):
+            await self._registry.retract(self._record)
+        self._registry.forget(self)
+
+    async def abandon(self) -> None:
+        """Stop renewing but leave the record, as a killed process does."""
+        self._closed = True
+        if self._renewer is not None:
+            self._renewer.cancel()
+            await asyncio.gather(self._renewer, return_exceptions=True)
+        self._registry.forget(self)
+
+    async def _renew(self, failed: bool) -> None:
+        failures = int(failed)
+        while True:
+            every = self._record.lease_s / 3
+            await asyncio.sleep(retry_delay(failures - 1, min(LAST_RETRY_S, every)) if failures else every)
+            failures = 0 if await self._try_publish() else failures + 1
+
+    async def _try_publish(self) -> bool:
+        try:
+            await self._registry.publish(self._record)
+        except Unreachable:
+            return False
+        return True
+
+
+def retry_delay(failures: int, longest: float) -> float:
+    """Seconds to wait after this many failures in a row before the next try."""
+    return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
+
+
+def check_registry_url(url: str) -> None:
+    """Raises ConfigError for a URL that can't be a registry's."""
+    if not url.startswith(_SCHEMES):
+        raise ConfigError(f"registry {_without_password(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
+
+
+def _without_password(url: str) -> str:
+    scheme, mark, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}{mark}{'***@' if at and credentials else ''}{host}"
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value

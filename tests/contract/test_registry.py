@@ -1,0 +1,367 @@
+"""One contract for the registry in Redis and for its in-process fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from redis import asyncio as redis_client
+
+from baton.errors import ConfigError, Unreachable
+from baton.registry.embedded import READY_WORDS, embedded_redis
+from baton.registry.memory import MemoryLease, MemoryRegistry, MemoryStore
+from baton.registry.records import NodeRecord, Snapshot
+from baton.registry.registry import RedisLease, Registry
+
+AnyRegistry = Registry | MemoryRegistry
+AnyLease = RedisLease | MemoryLease
+BOUND_S = 30.0
+
+
+class Server(Protocol):
+    """The store behind the registries of one test."""
+
+    def connect(self, cluster: str = "c") -> AnyRegistry: ...
+
+    async def stop(self) -> None: ...
+
+    async def start_empty(self) -> None: ...
+
+    async def flush(self) -> None: ...
+
+    async def put(self, incarnation: str, data: bytes) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class MemoryServer:
+    def __init__(self) -> None:
+        self._store = MemoryStore()
+        self._made: list[AnyRegistry] = []
+
+    def connect(self, cluster: str = "c") -> AnyRegistry:
+        self._made.append(MemoryRegistry(self._store, cluster))
+        return self._made[-1]
+
+    async def stop(self) -> None:
+        self._store.stop()
+
+    async def start_empty(self) -> None:
+        self._store.restart(empty=True)
+
+    async def flush(self) -> None:
+        self._store.restart(empty=True)
+
+    async def put(self, incarnation: str, data: bytes) -> None:
+        self._store.put("c", incarnation, data)
+
+    async def close(self) -> None:
+        for registry in self._made:
+            await registry.close()
+
+
+class RedisServer:
+    def __init__(self, run_dir: Path) -> None:
+        self._redis = embedded_redis(run_dir)
+        self._process: asyncio.subprocess.Process | None = None
+        self._made: list[AnyRegistry] = []
+
+    @property
+    def url(self) -> str:
+        return self._redis.url
+
+    def socket_mode(self) -> int:
+        return self._redis.socket.stat().st_mode & 0o777
+
+    def connect(self, cluster: str = "c") -> AnyRegistry:
+        self._made.append(Registry.connect(self._redis.url, cluster))
+        return self._made[-1]
+
+    async def start_empty(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._redis.command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        assert self._process.stdout is not None
+        said = b""
+        async for line in self._process.stdout:
+            said += line
+            if READY_WORDS in line.lower():
+                return
+        raise AssertionError(said.decode())
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+            await self._process.communicate()
+
+    async def flush(self) -> None:
+        async with redis_client.Redis.from_url(self._redis.url) as client:
+            await client.flushall()
+
+    async def put(self, incarnation: str, data: bytes) -> None:
+        async with redis_client.Redis.from_url(self._redis.url) as client:
+            await client.set(f"baton:c:node:{incarnation}", data)
+            await client.sadd("baton:c:nodes", incarnation)
+            await client.publish("baton:c:changes", incarnation)
+
+    async def close(self) -> None:
+        for registry in self._made:
+            await registry.close()
+        await self.stop()
+
+
+@pytest.fixture(params=["redis", "memory"])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
+        made: Server = MemoryServer() if request.param == "memory" else RedisServer(Path(run_dir))
+        await made.start_empty()
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+def node(name: str = "prefill-0", run: str = "a", *, started_at: float = 1.0, lease_s: float = 30.0) -> NodeRecord:
+    return NodeRecord(
+        name=name,
+        role="prefill",
+        incarnation=f"{name}.{run}",
+        address="127.0.0.1:4000",
+        pid=7,
+        version="0.1.0",
+        started_at=started_at,
+        lease_s=lease_s,
+        model="tiny",
+        vocab_size=10,
+        max_model_len=64,
+        block_size=16,
+        num_blocks=8,
+        eos_token_ids=frozenset({2, 1}),
+    )
+
+
+async def until(watch: AsyncIterator[Snapshot], wanted: Callable[[Snapshot], bool]) -> Snapshot:
+    """The first snapshot that is as wanted."""
+    async with asyncio.timeout(BOUND_S):
+        async for snapshot in watch:
+            if wanted(snapshot):
+                return snapshot
+    raise AssertionError("the watch ended")
+
+
+async def test_a_leased_record_is_seen_whole_and_a_closed_one_is_gone_at_once(server: Server) -> None:
+    watch = server.connect().watch()
+    assert dict(await anext(watch)) == {}
+    owner = server.connect()
+    lease = await owner.lease(node())
+    assert await until(watch, bool) == {"prefill-0": node()}
+    await lease.close()
+    await lease.close()
+    assert dict(await until(watch, lambda s: not s)) == {}
+    assert dict(await owner.read()) == {}
+
+
+async def test_an_update_is_noticed(server: Server) -> None:
+    watch = server.connect().watch()
+    lease = await server.connect().lease(node())
+    await until(watch, bool)
+    await lease.update(replace(node(), state="draining"))
+    assert (await until(watch, lambda s: s["prefill-0"].state != "ready"))["prefill-0"].state == "draining"
+    with pytest.raises(ValueError, match=r"prefill-0\.a"):
+        await lease.update(node(run="b"))
+
+
+async def test_a_record_outlives_a_killed_process_by_its_lease_only(server: Server) -> None:
+    watch = server.connect().watch()
+    kept = await server.connect().lease(node("kept", lease_s=0.3))
+    dying: AnyLease = await server.connect().lease(node("dying", lease_s=0.3))
+    await until(watch, lambda s: len(s) == 2)
+    await dying.abandon()
+    assert list(await until(watch, lambda s: "dying" not in s)) == ["kept"]
+    await kept.close()
+
+
+async def test_of_one_name_the_latest_incarnation_stands(server: Server) -> None:
+    registry = server.connect()
+    new = await registry.lease(node(run="new", started_at=2.0))
+    old = await server.connect().lease(node(run="old", started_at=1.0))
+    assert (await registry.read())["prefill-0"].incarnation == "prefill-0.new"
+    await old.close()
+    assert (await registry.read())["prefill-0"].incarnation == "prefill-0.new"
+    await new.close()
+    assert dict(await registry.read()) == {}
+
+
+async def test_clusters_do_not_see_each_other(server: Server) -> None:
+    await server.connect("one").lease(node("a"))
+    await server.connect("two").lease(node("b"))
+    assert list(await server.connect("one").read()) == ["a"]
+    assert list(await server.connect("two").read()) == ["b"]
+
+
+async def test_a_strangers_bad_record_is_skipped_and_counted(server: Server) -> None:
+    registry = server.connect()
+    watch = registry.watch()
+    await anext(watch)
+    good = json.loads(node("liar").to_json())
+    await server.put("no-json", b"\xff{")
+    await server.put("deep", b"[" * 15_000)
+    await server.put("big", b" " * 20_000)
+    await server.put("bad-type", json.dumps(good | {"pid": "7", "incarnation": "bad-type"}).encode())
+    await server.put("another", json.dumps(good).encode())
+    await server.connect().lease(node())
+    assert list(await until(watch, bool)) == ["prefill-0"]
+    assert registry.bad_records == 5
+    assert registry.healthy
+
+
+async def test_the_last_view_stands_while_the_registry_is_away_and_nodes_come_back_to_an_empty_one(
+    server: Server,
+) -> None:
+    reader, owner = server.connect(), server.connect()
+    watch = reader.watch()
+    await owner.lease(node("a", lease_s=3.0))
+    await owner.lease(node("b", lease_s=3.0))
+    assert list(await until(watch, lambda s: len(s) == 2)) == ["a", "b"]
+    assert reader.healthy
+
+    await server.stop()
+    with pytest.raises(Unreachable, match=r"registry .*does not answer"):
+        await reader.ping()
+    assert not reader.healthy
+    with pytest.raises(Unreachable):
+        await reader.read()
+    late = await owner.lease(node("late"))
+
+    await server.start_empty()
+    # The empty registry must never be believed: no snapshot on the way misses a node that was there.
+    async with asyncio.timeout(BOUND_S):
+        async for snapshot in watch:
+            assert {"a", "b"} <= set(snapshot)
+            if "late" in snapshot:
+                break
+    fresh = server.connect()
+    seen = await until(fresh.watch(), lambda s: len(s) == 3)
+    assert seen == {"a": node("a", lease_s=3.0), "b": node("b", lease_s=3.0), "late": node("late")}
+    assert late.record == node("late")
+    await reader.ping()
+    assert reader.healthy
+
+
+async def test_a_flushed_registry_loses_no_node(server: Server) -> None:
+    reader, owner = server.connect(), server.connect()
+    watch = reader.watch()
+    await owner.lease(node("a", lease_s=1.0))
+    await until(watch, bool)
+    await server.flush()
+    await owner.lease(node("b", lease_s=1.0))
+    async with asyncio.timeout(BOUND_S):
+        async for snapshot in watch:
+            assert "a" in snapshot
+            if "b" in snapshot:
+                break
+    await until(server.connect().watch(), lambda s: set(s) == {"a", "b"})
+
+
+async def test_two_watches_of_one_registry_and_the_end_of_both(server: Server) -> None:
+    registry = server.connect()
+    first, second = registry.watch(), registry.watch()
+    await anext(first)
+    await anext(second)
+    await server.connect().lease(node())
+    assert await until(first, bool) == await until(second, bool)
+    await registry.close()
+    await registry.close()
+    assert [s async for s in first] == []
+    assert [s async for s in second] == []
+
+
+async def test_a_cancelled_caller_leaves_no_reply_for_the_next(server: Server) -> None:
+    registry = server.connect()
+    await registry.lease(node())
+    for _ in range(50):
+        callers = [asyncio.create_task(registry.read()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        assert list(await registry.read()) == ["prefill-0"]
+        await registry.ping()
+
+
+@pytest.fixture
+async def redis_server() -> AsyncIterator[RedisServer]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
+        server = RedisServer(Path(run_dir))
+        await server.start_empty()
+        try:
+            yield server
+        finally:
+            await server.close()
+
+
+async def test_a_cancelled_callers_operation_runs_to_its_end_on_its_connection(redis_server: RedisServer) -> None:
+    registry = redis_server.connect()
+    await registry.ping()
+    async with redis_client.Redis.from_url(redis_server.url) as client:
+        before = (await client.info("stats"))["total_connections_received"]
+        for _ in range(20):
+            caller = asyncio.create_task(registry.read())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+            await registry.ping()
+        after = (await client.info("stats"))["total_connections_received"]
+    # Two connections serve a cancelled operation and the one behind it; a broken one would have to be made anew.
+    assert after - before <= 1
+
+
+async def test_changes_are_told_and_renewals_are_not(redis_server: RedisServer) -> None:
+    async with redis_client.Redis.from_url(redis_server.url) as client, client.pubsub() as told:
+        await told.subscribe("baton:c:changes")
+        registry = Registry.connect(redis_server.url, "c")
+        lease = await registry.lease(node())
+        await registry.publish(node())
+        await lease.update(replace(node(), state="draining"))
+        await registry.close()
+        await client.publish("baton:c:changes", "end")
+        heard = []
+        async with asyncio.timeout(BOUND_S):
+            async for message in told.listen():
+                if message["type"] == "message":
+                    heard.append(message["data"])
+                    if message["data"] == b"end":
+                        break
+    assert heard == [b"prefill-0.a", b"prefill-0.a", b"prefill-0.a", b"end"]
+
+
+async def test_the_embedded_server_is_private(redis_server: RedisServer, tmp_path: Path) -> None:
+    assert redis_server.socket_mode() == 0o700
+    async with redis_client.Redis.from_url(redis_server.url) as client:
+        config = await client.config_get("*")
+    assert config["port"] == "0"
+    assert config["save"] == ""
+    assert config["appendonly"] == "no"
+    assert int(config["maxmemory"]) > 0
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    assert len(str(embedded_redis(deep).socket)) <= 107
+
+
+async def test_urls_that_name_no_redis() -> None:
+    with pytest.raises(ConfigError, match="redis://"):
+        Registry.connect("localhost:6379", "c")
+    unreachable = Registry.connect("redis://user:secret@127.0.0.1:1/0", "c")
+    with pytest.raises(Unreachable) as caught:
+        await unreachable.ping()
+    assert "secret" not in str(caught.value)
+    assert "127.0.0.1:1" in str(caught.value)
+    await unreachable.close()

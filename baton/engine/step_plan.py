@@ -11,9 +11,10 @@ from baton.engine.request import Request
 class StepPlan:
     """Collects what a step computes and how much of its token budget is left."""
 
-    def __init__(self, step: int, token_budget: int) -> None:
+    def __init__(self, step: int, token_budget: int, chunk_limit: int = 0) -> None:
         self.step = step
         self.token_budget = token_budget
+        self._chunk_limit = chunk_limit
         self.requests: list[Request] = []
         """Scheduled requests, in the runner's order."""
         self.preempted_req_ids: set[str] = set()
@@ -25,6 +26,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not self.requests
+
+    def cut(self, num_tokens: int, budget: int) -> int:
+        """How many of a request's tokens to compute now; `budget`: what it may take of the step's."""
+        limit = self._chunk_limit
+        return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
 
     def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen."""

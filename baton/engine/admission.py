@@ -1,0 +1,270 @@
+"""Requests that wait, in which order they get in, and what each needs for it.
+
+Admission takes the blocks of everything a request has so far, all or nothing, though they are computed in chunks: two
+half-admitted requests can't wait for each other, and a prompt tends to lie in one run of neighbours. A load from
+elsewhere also reserves the slot of its first generated token, so that an arrival never waits for a block.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Collection
+
+from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
+from baton.engine.kv_cache_manager import AllocationAnswer, ComputedBlocks
+from baton.engine.ledger import Ledger, OutputsByClient
+from baton.engine.outputs import EngineCoreEventType
+from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request_queue import FCFSRequestQueue, RequestQueue
+from baton.engine.step_plan import StepPlan
+from baton.engine.stopping import check_stop
+
+
+class _Tried(enum.Enum):
+    """What became of a waiting request that was tried."""
+
+    ADMITTED = enum.auto()
+    """It runs, or waits with its blocks for remote KV."""
+    ENDED = enum.auto()
+    NO_BLOCKS = enum.auto()
+    """Not enough free blocks now; a smaller one may fit."""
+    STEP_FULL = enum.auto()
+    """No seat or budget left: nobody behind it fits either."""
+    ASK_AGAIN = enum.auto()
+    """Its connector does not know yet."""
+
+
+class Admission:
+    """The way from `waiting` (no blocks), `remote` (blocks reserved, KV under way) and `arrived` to running."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._config = ledger.config
+        self._manager = ledger.kv_cache_manager
+        self._waiting: RequestQueue = FCFSRequestQueue()
+        self._remote: dict[str, Request] = {}
+        self._arrived: deque[Request] = deque()
+        self._times_passed: dict[str, int] = {}
+        self._prompt_wants_whole_step = False
+        self.num_queried_tokens = 0
+        """Tokens of admitted requests that were looked up in the prefix cache, and how many were found."""
+        self.num_hit_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_remote(self) -> int:
+        return len(self._remote)
+
+    @property
+    def num_arrived(self) -> int:
+        return len(self._arrived)
+
+    def add(self, request: Request) -> None:
+        """A newcomer."""
+        self._waiting.add(request)
+
+    def put_back(self, request: Request) -> None:
+        """A preempted request: next in turn."""
+        self._waiting.prepend(request)
+
+    def take_out(self, requests: Collection[Request]) -> None:
+        """Forget requests that are about to end, wherever they wait."""
+        queued = set()
+        for request in requests:
+            self._times_passed.pop(request.request_id, None)
+            self._remote.pop(request.request_id, None)
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                queued.add(request.request_id)
+        if queued:
+            self._waiting.remove_many(queued)
+            self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
+
+    def take_remote(self, request_id: str) -> Request | None:
+        """Take out a request that waits for remote KV; None when this one does not."""
+        return self._remote.pop(request_id, None)
+
+    def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
+        """A request's KV is here: its blocks may be found from now on, and it joins the next step unless it ends."""
+        ledger = self._ledger
+        request.status = RequestStatus.WAITING
+        request.num_external_tokens = request.num_prompt_tokens - request.num_computed_tokens
+        request.num_computed_tokens = request.num_prompt_tokens
+        ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
+        self._manager.cache_blocks(request, request.num_prompt_tokens)
+        for token_id in arrived.first_token_ids:
+            request.output_token_ids.append(token_id)
+            stop = check_stop(request, ledger.max_model_len)
+            if stop is not None:
+                ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)
+                return
+        if not request.output_token_ids:
+            ledger.end(request, RequestStatus.ERROR, outputs, error="the KV arrived without a first token")
+            return
+        self._arrived.append(request)
+
+    def take_whole_step_wish(self) -> bool:
+        """Whether a prompt that may not be cut waits for a step of its own; asking grants it."""
+        wish, self._prompt_wants_whole_step = self._prompt_wants_whole_step, False
+        return wish
+
+    def admit_arrived(self, plan: StepPlan) -> None:
+        """Run those whose KV arrived, in order of arrival: they hold blocks."""
+        while self._arrived and self._has_seat(plan):
+            request = self._arrived[0]
+            num_tokens = plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget)
+            if self._manager.allocate_slots(request, num_tokens).answer is not AllocationAnswer.OK:
+                return
+            self._arrived.popleft()
+            self._run(request, num_tokens, plan)
+
+    def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
+        """Try the others in order. What can't run now keeps its place; what never can ends."""
+        stay: list[Request] = []
+        stuck: list[Request] = []
+        while len(self._waiting):
+            request = self._waiting.pop()
+            tried = self._try(request, plan, outputs)
+            if tried is _Tried.ADMITTED:
+                for passed in stuck:
+                    self._times_passed[passed.request_id] = self._times_passed.get(passed.request_id, 0) + 1
+            elif tried is not _Tried.ENDED:
+                stay.append(request)
+            if tried is _Tried.NO_BLOCKS:
+                stuck.append(request)
+            if tried is _Tried.STEP_FULL or not self._may_be_passed(stuck):
+                break
+        self._waiting.prepend_many(stay)
+
+    def _may_be_passed(self, stuck: list[Request]) -> bool:
+        # A preempted one has a stream waiting: newcomers in its room would have it preempted for ever.
+        return len(stuck) <= self._config.max_stuck_requests and all(
+            request.status is not RequestStatus.PREEMPTED
+            and self._times_passed.get(request.request_id, 0) < self._config.max_times_passed
+            for request in stuck
+        )
+
+    def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
+        if request.num_tokens + 1 > self._ledger.max_model_len:
+            return self._refuse(request, outputs)
+        may_load = request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
+        if may_load:
+            if len(self._remote) + len(self._arrived) >= self._config.max_num_seqs:
+                return _Tried.STEP_FULL
+        elif not self._has_seat(plan):
+            return _Tried.STEP_FULL
+        computed = self._manager.get_computed_blocks(request)
+        if may_load:
+            try:
+                external = self._external_tokens(request, computed)
+            except Exception as exc:
+                return self._fail(request, exc, outputs)
+            if external.num_tokens is None:
+                return _Tried.ASK_AGAIN
+            if external.num_tokens:
+                return self._load(request, computed, external.num_tokens, outputs)
+            if not self._has_seat(plan):
+                return _Tried.STEP_FULL
+        return self._admit(request, computed, plan, outputs)
+
+    def _has_seat(self, plan: StepPlan) -> bool:
+        return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
+
+    def _external_tokens(self, request: Request, computed: ComputedBlocks) -> ExternalTokens:
+        external = self._ledger.connector.get_num_new_matched_tokens(request, computed.num_tokens)
+        if external.num_tokens is None:
+            return external
+        if external.num_tokens == 0:
+            return NO_EXTERNAL_TOKENS
+        if not external.load_async or computed.num_tokens + external.num_tokens != request.num_prompt_tokens:
+            raise ValueError(f"{external} does not complete a prompt with {computed.num_tokens} tokens here")
+        return external
+
+    def _admit(self, request: Request, computed: ComputedBlocks, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
+        missing = request.num_tokens - computed.num_tokens
+        if self._config.enable_chunked_prefill:
+            num_tokens = plan.cut(missing, plan.token_budget)
+        elif missing <= plan.token_budget:
+            num_tokens = missing
+        else:
+            self._prompt_wants_whole_step = True
+            return _Tried.STEP_FULL
+        allocation = self._manager.allocate_slots(
+            request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
+        )
+        if allocation.answer is AllocationAnswer.LATER:
+            return _Tried.NO_BLOCKS
+        if allocation.answer is AllocationAnswer.NEVER:
+            return self._refuse(request, outputs)
+        self._note_hits(request, computed)
+        self._run(request, num_tokens, plan)
+        return _Tried.ADMITTED
+
+    def _load(
+        self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
+    ) -> _Tried:
+        """Reserve the whole prompt and the slot after it; the connector fills what is not cached here."""
+        allocation = self._manager.allocate_slots(
+            request,
+            0,
+            computed=computed,
+            num_external_tokens=num_external_tokens,
+            num_lookahead_tokens=1 if request.num_prompt_tokens + 1 < self._ledger.max_model_len else 0,
+            num_spared_blocks=self._spared_blocks(),
+        )
+        if allocation.answer is AllocationAnswer.LATER:
+            return _Tried.NO_BLOCKS
+        if allocation.answer is AllocationAnswer.NEVER:
+            return self._refuse(request, outputs)
+        self._note_hits(request, computed)
+        self._times_passed.pop(request.request_id, None)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
+        try:
+            self._ledger.connector.update_state_after_alloc(
+                request, self._ledger.prompt_block_ids(request), num_external_tokens
+            )
+        except Exception as exc:
+            return self._fail(request, exc, outputs)
+        self._remote[request.request_id] = request
+        return _Tried.ADMITTED
+
+    def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        block_ids = self._manager.block_ids(request.request_id)
+        self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
+        if request.status is RequestStatus.PREEMPTED:
+            plan.add_known(request, num_tokens, block_ids, resumed=True)
+        else:
+            plan.add_new(request, num_tokens, block_ids)
+        request.status = RequestStatus.RUNNING
+        self._ledger.running.append(request)
+        self._times_passed.pop(request.request_id, None)
+
+    def _spared_blocks(self) -> int:
+        return self._config.watermark_blocks if self._ledger.running else 0
+
+    def _note_hits(self, request: Request, computed: ComputedBlocks) -> None:
+        request.num_computed_tokens = computed.num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = computed.num_tokens
+        self.num_queried_tokens += request.num_tokens
+        self.num_hit_tokens += computed.num_tokens
+
+    def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
+        error = (
+            f"a prompt of {request.num_prompt_tokens} tokens leaves no room to generate: this engine holds at most "
+            f"{self._ledger.max_model_len} tokens of a request (max_model_len {self._config.max_model_len}, "
+            f"KV cache {self._manager.pool.num_total_blocks * self._config.block_size})"
+        )
+        self._times_passed.pop(request.request_id, None)
+        self._ledger.end(request, RequestStatus.IGNORED, outputs, error=error)
+        return _Tried.ENDED
+
+    def _fail(self, request: Request, exc: Exception, outputs: OutputsByClient) -> _Tried:
+        self._times_passed.pop(request.request_id, None)
+        self._ledger.end_by_connector(request, exc, outputs)
+        return _Tried.ENDED

@@ -1,0 +1,143 @@
+"""Every live request of an engine, who runs, and the one way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.clock import Clock
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.block_pool import BlockPool
+from baton.engine.connector import BlockFate, KVConnector
+from baton.engine.event_log import EventLog
+from baton.engine.kv_cache_manager import KVCacheManager
+from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
+from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.scheduler_config import SchedulerConfig
+
+
+class OutputsByClient:
+    """Outputs of one call, while they are collected."""
+
+    def __init__(self) -> None:
+        self._by_client: dict[int, list[EngineCoreOutput]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_client)
+
+    def add(self, client_index: int, output: EngineCoreOutput) -> None:
+        """Append one for this client."""
+        outputs = self._by_client.get(client_index)
+        if outputs is None:
+            self._by_client[client_index] = [output]
+        else:
+            outputs.append(output)
+
+    def seal(self) -> dict[int, EngineCoreOutputs]:
+        """All of them, keyed by client index."""
+        return {client_index: EngineCoreOutputs(outputs) for client_index, outputs in self._by_client.items()}
+
+
+class Ledger:
+    """What deciding, admitting and committing share. Only they write to it, from one thread."""
+
+    def __init__(
+        self, config: SchedulerConfig, key_fields: CacheKeyFields, clock: Clock, connector: KVConnector
+    ) -> None:
+        self.config = config
+        self.max_model_len = config.effective_max_model_len
+        self.requests: dict[str, Request] = {}
+        """Every request that has not ended."""
+        self.running: list[Request] = []
+        """In order of admission."""
+        self.kv_cache_manager = KVCacheManager(
+            BlockPool(config.num_blocks),
+            BlockHasher(key_fields, config.block_size),
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
+        )
+        self.connector = connector
+        self.events = EventLog(clock)
+        self.num_connector_errors = 0
+        self._finished_req_ids: set[str] = set()
+        self._some_ended = False
+
+    def end(
+        self,
+        request: Request,
+        status: RequestStatus,
+        outputs: OutputsByClient,
+        *,
+        stop_reason: int | None = None,
+        error: str | None = None,
+        first_index: int | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        """Settle the request's blocks and write its last output. The caller takes it out of its queue.
+
+        `first_index`: of the tokens that this output brings; None when it brings none.
+        """
+        transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.status = status
+        request.stop_reason = stop_reason
+        request.error = error
+        self._settle_blocks(request, transferring)
+        del self.requests[request.request_id]
+        self._finished_req_ids.add(request.request_id)
+        self._some_ended = True
+        self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
+        self.emit(request, request.num_output_tokens if first_index is None else first_index, logprobs, outputs)
+
+    def end_by_connector(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
+        """Its connector raised: the request fails, the engine does not."""
+        self.num_connector_errors += 1
+        self.end(request, RequestStatus.ERROR, outputs, error=f"the KV connector failed: {exc!r}")
+
+    def emit(
+        self, request: Request, first_index: int, logprobs: Sequence[TokenLogprobs], outputs: OutputsByClient
+    ) -> None:
+        """Write an output with the request's tokens from `first_index` on and, when it has ended, why."""
+        new_token_ids = request.output_token_ids[first_index:]
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=new_token_ids,
+            first_index=first_index,
+            new_logprobs=logprobs[: len(new_token_ids)],
+            finish_reason=request.status.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            num_cached_tokens=request.num_cached_tokens,
+            num_external_tokens=request.num_external_tokens,
+        )
+        outputs.add(request.client_index, output)
+
+    def drop_ended(self) -> None:
+        """Take what has ended since the last call out of `running`."""
+        if self._some_ended:
+            self._some_ended = False
+            self.running = [request for request in self.running if not request.is_finished]
+
+    def take_finished_req_ids(self) -> frozenset[str]:
+        """Requests that ended since the last call."""
+        finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
+        return finished
+
+    def prompt_block_ids(self, request: Request) -> list[int]:
+        """The blocks of its prompt, without what is reserved behind them."""
+        num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
+        return self.kv_cache_manager.block_ids(request.request_id)[:num_blocks]
+
+    def _settle_blocks(self, request: Request, transferring: bool) -> None:
+        manager, request_id = self.kv_cache_manager, request.request_id
+        block_ids = self.prompt_block_ids(request) if transferring else manager.block_ids(request_id)
+        try:
+            fate = self.connector.request_finished(request, block_ids, transferring)
+        except Exception:
+            self.num_connector_errors += 1
+            # Nobody knows who still touches them, and a lost block is better than wrong KV.
+            fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
+        if fate is BlockFate.FREE:
+            manager.free(request_id)
+        elif transferring:
+            manager.quarantine(request_id)
+        else:
+            manager.lease(request_id)

@@ -13,6 +13,7 @@ The rules, which one contract suite checks over all backends:
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -156,7 +157,7 @@ def check_ranges(ranges: Sequence[ReadRange], num_local_blocks: int, num_remote_
         if not 0 <= r.remote_block <= num_remote_blocks - r.count:
             raise BadRange(f"remote blocks {r.remote_block}+{r.count} outside of 0..{num_remote_blocks - 1}")
     ordered = sorted(ranges, key=lambda r: r.local_block)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.local_block + before.count > after.local_block:
             raise BadRange(f"local block {after.local_block} is written twice")
 

@@ -1,0 +1,251 @@
+"""One-sided reads by NIXL over UCX: shared memory, TCP or RDMA, whatever UCX finds (`UCX_TLS` chooses).
+
+NIXL's own progress thread stays off: it burns a core, idle or not. So nothing moves unless both sides call in: `poll`
+and `pump` on the receiver, `pump` on the sender. NIXL's listener stays off (it binds every interface without
+authentication), and so do its serialised descriptor lists (they are pickles): addresses are made here, from integers
+that were checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.runner.base import KVMemory
+from baton.errors import ConfigError, TransferCause, TransferFailed
+from kv_transfer.backends.base import (
+    MEMORY_KINDS,
+    BadRange,
+    PeerGone,
+    PeerMemory,
+    ReadHandle,
+    ReadRange,
+    ReadsInFlight,
+    ReadState,
+    ReadStuck,
+    check_ranges,
+)
+
+_UCX = "UCX"
+
+
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    open_reads: int = 0
+    gone: bool = False
+
+
+@dataclass(slots=True)
+class _Read:
+    request: Any
+    peer: _Peer
+    state: ReadState = ReadState.IN_PROGRESS
+    failure: PeerGone | ReadStuck | None = None
+
+    @property
+    def may_write(self) -> bool:
+        return self.state is not ReadState.DONE and not isinstance(self.failure, PeerGone)
+
+
+class NixlBackend:
+    """A NIXL agent named after this node's incarnation, with the whole KV memory registered once.
+
+    Raises ConfigError when NIXL is not installed, has no UCX, or can't register the memory.
+    """
+
+    name = "nixl"
+
+    def __init__(self, incarnation: str, memory: KVMemory) -> None:
+        if memory.kind not in MEMORY_KINDS:
+            raise ConfigError(f"NIXL moves {' and '.join(sorted(MEMORY_KINDS))}, not {memory.kind!r}")
+        self._incarnation = incarnation
+        self._memory = memory
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[ReadHandle, _Read] = {}
+        self._last_handle = 0
+        api, self._errors = _load_nixl()
+        config = api.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=[_UCX])
+        try:
+            self._agent = api.nixl_agent(incarnation, config)
+            if _UCX not in self._agent.backends:
+                raise ConfigError("NIXL has no UCX plugin; reinstall the nixl wheel")
+            region = (memory.base_address, memory.num_bytes, memory.device_id, "")
+            self._registered = self._agent.register_memory([region], mem_type=memory.kind)
+            self._metadata = bytes(self._agent.get_agent_metadata())
+        except self._errors.any as error:
+            raise ConfigError(
+                f"NIXL can't serve {memory.num_bytes} bytes of {memory.kind}: {_say(error)}"
+            ) from error
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    def agent_metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, peer: PeerMemory) -> None:
+        peer.check(self._memory.block_bytes)
+        if peer.incarnation in self._peers or peer.incarnation == self._incarnation:
+            raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} is connected already")
+        try:
+            loaded = self._agent.add_remote_agent(peer.agent_metadata)
+        except self._errors.any as error:
+            raise self._connect_failure(peer, error) from error
+        name = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
+        try:
+            if name != peer.incarnation:
+                raise TransferFailed(
+                    TransferCause.REFUSED, f"{peer.incarnation} sent the agent metadata of {name!r}"
+                )
+            self._check_registered(peer)
+        except TransferFailed:
+            if name not in self._peers:
+                self._forget_agent(name)
+            raise
+        self._peers[peer.incarnation] = _Peer(peer)
+
+    def _check_registered(self, peer: PeerMemory) -> None:
+        whole = [(peer.base_address, peer.num_blocks * peer.block_bytes, peer.device_id)]
+        try:
+            self._agent.prep_xfer_dlist(peer.incarnation, whole, mem_type=peer.kind).release()
+        except self._errors.any as error:
+            raise self._connect_failure(peer, error) from error
+
+    def _connect_failure(self, peer: PeerMemory, error: Exception) -> TransferFailed:
+        if isinstance(error, self._errors.disconnected):
+            return PeerGone(f"{peer.incarnation}: {_say(error)}")
+        return TransferFailed(TransferCause.REFUSED, f"NIXL refuses {peer.incarnation}: {_say(error)}")
+
+    def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.gone:
+            raise PeerGone(f"{incarnation} is not connected")
+        check_ranges(ranges, self._memory.num_blocks, peer.memory.num_blocks)
+        try:
+            request = self._agent.initialize_xfer(
+                "READ",
+                self._descriptors(self._memory, [(r.local_block, r.count) for r in ranges]),
+                self._descriptors(peer.memory, [(r.remote_block, r.count) for r in ranges]),
+                incarnation,
+            )
+        except (self._errors.disconnected, self._errors.not_found) as error:
+            peer.gone = True
+            raise PeerGone(f"{incarnation}: {_say(error)}") from error
+        except self._errors.any as error:
+            raise BadRange(f"NIXL refuses to read from {incarnation}: {_say(error)}") from error
+        read = _Read(request, peer)
+        self._last_handle += 1
+        handle = ReadHandle(self._last_handle)
+        self._reads[handle] = read
+        peer.open_reads += 1
+        self._advance(read, self._agent.transfer)
+        return handle
+
+    def _descriptors(self, memory: KVMemory | PeerMemory, runs: Sequence[tuple[int, int]]) -> Any:
+        size = memory.block_bytes
+        rows = [
+            (memory.base_address + first * size, count * size, memory.device_id) for first, count in runs
+        ]
+        return self._agent.get_xfer_descs(rows, mem_type=memory.kind)
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        read = self._reads[handle]
+        if read.state is ReadState.IN_PROGRESS and read.failure is None:
+            self._advance(read, self._agent.check_xfer_state)
+        if read.failure is not None:
+            raise read.failure
+        return read.state
+
+    def _advance(self, read: _Read, step: Any) -> None:
+        name = read.peer.memory.incarnation
+        try:
+            answer = step(read.request)
+        except self._errors.disconnected as error:
+            read.peer.gone = True
+            read.failure = PeerGone(f"{name}: {_say(error)}")
+        except self._errors.any as error:
+            read.failure = ReadStuck(f"{name}: {_say(error)}")
+        else:
+            if answer == "DONE":
+                read.state = ReadState.DONE
+            elif answer != "PROC":
+                read.failure = ReadStuck(f"{name}: NIXL says {answer!r}")
+
+    def release(self, handle: ReadHandle) -> None:
+        read = self._reads[handle]
+        if read.may_write:
+            raise ReadsInFlight(f"read {handle} of {read.peer.memory.incarnation} may still write")
+        del self._reads[handle]
+        read.peer.open_reads -= 1
+        try:
+            self._agent.release_xfer_handle(read.request)
+        except self._errors.any:
+            if read.failure is None:
+                raise
+
+    def pump(self) -> None:
+        self._agent.get_new_notifs()
+
+    def disconnect(self, incarnation: str) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            return
+        if peer.open_reads:
+            raise ReadsInFlight(f"{peer.open_reads} reads of {incarnation} are not released")
+        del self._peers[incarnation]
+        self._forget_agent(incarnation)
+
+    def _forget_agent(self, name: str) -> None:
+        try:
+            self._agent.remove_remote_agent(name)
+        except self._errors.any:
+            # NIXL forgets a peer by itself when it sees it disconnected.
+            return
+
+    def close(self) -> None:
+        if self._reads:
+            raise ReadsInFlight(f"{len(self._reads)} reads are not released")
+        for incarnation in list(self._peers):
+            self.disconnect(incarnation)
+        self._agent.deregister_memory(self._registered)
+        del self._agent
+
+
+@dataclass(frozen=True, slots=True)
+class _NixlErrors:
+    any: tuple[type[Exception], ...]
+    disconnected: type[Exception]
+    not_found: type[Exception]
+
+
+def _load_nixl() -> tuple[Any, _NixlErrors]:
+    """NIXL's API and its exceptions. Loading is late, because UCX reads its environment then."""
+    for variable in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
+        os.environ.setdefault(variable, "FATAL")
+    raise_exceptions = logging.raiseExceptions
+    try:
+        from nixl import _api, _bindings
+    except ImportError as error:
+        raise ConfigError(f"NIXL is not installed or can't be loaded ({error}); pip install nixl") from error
+    # NIXL's Python side sets up logging on import: INFO lines to stdout, and errors inside handlers silenced.
+    logging.raiseExceptions = raise_exceptions
+    log = logging.getLogger("nixl")
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+    log.propagate = True
+    log.setLevel(logging.WARNING)
+    errors = [getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error")]
+    return _api, _NixlErrors(
+        any=(*errors, RuntimeError),
+        disconnected=_bindings.nixlRemoteDisconnectError,
+        not_found=_bindings.nixlNotFoundError,
+    )
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".strip()

@@ -42,7 +42,9 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 64), (3, 1, 1), (13, 70, 33), (29, 130, 96), (2, 17, 501), (70, 40, 129)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 64, 64), (3, 1, 1), (13, 70, 33), (29, 130, 96), (2, 17, 501), (70, 40, 129)]
+)
 def test_linear_is_the_product(isa: str, dtype: torch.dtype, m: int, n: int, k: int) -> None:
     kernels.use_isa(isa)
     x, weight, bias = _randn(m, k, dtype=dtype), _randn(n, k, seed=1, dtype=dtype), _randn(n, seed=2, dtype=dtype)
@@ -110,6 +112,15 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
         assert torch.equal(attention, attentions[-1]), isa
 
 
+def test_the_fingerprint_tells_orders_of_summation_apart() -> None:
+    numerics = {}
+    for isa in ISAS:
+        kernels.use_isa(isa)
+        numerics[isa] = kernels.available().numerics
+    assert len({numerics[isa] for isa in SAME_BITS}) == 1
+    assert len(set(numerics.values())) == (2 if "amx_bf16" in ISAS else 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(0, 5, 7), (3, 0, 7), (3, 5, 0), (0, 0, 0)])
 def test_empty_products(dtype: torch.dtype, m: int, n: int, k: int) -> None:
@@ -172,7 +183,9 @@ class Paged:
             position = torch.arange(length)
             slots = tables[i, position // block_size].long() * block_size + position % block_size
             kernels.store_kv(key, value, cache, cls.layer, slots)
-            queries.append(_randn(length, heads, head_dim, seed=10 * (seed + i) + 2, dtype=dtype)[length - query_lens[i] :])
+            queries.append(
+                _randn(length, heads, head_dim, seed=10 * (seed + i) + 2, dtype=dtype)[length - query_lens[i] :]
+            )
             keys.append(key)
             values.append(value)
         starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -204,7 +217,9 @@ class Paged:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (20, None), (64, 5.0), (1000, 30.0)])
-def test_attention_is_softmax_attention(isa: str, dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
+def test_attention_is_softmax_attention(
+    isa: str, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
     kernels.use_isa(isa)
     paged = Paged.make(dtype, lengths=[1, 64, 90, 200], query_lens=[1, 64, 1, 77], head_dim=40)
     assert _relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
@@ -250,7 +265,9 @@ def test_a_row_of_attention_does_not_depend_on_chunks_mates_or_blocks(
         if chunk == 0:
             break
         done += chunk
-        part = Paged.make(dtype, lengths=[length, 50], query_lens=[length, 3], block_size=block_size, placement=placement, **heads)
+        part = Paged.make(
+            dtype, lengths=[length, 50], query_lens=[length, 3], block_size=block_size, placement=placement, **heads
+        )
         part.seq_lens[0] = done
         part.query = torch.cat([part.query[done - chunk : done], part.query[length:]])
         part.query_start = torch.tensor([0, chunk, chunk + 3], dtype=torch.int32)

@@ -97,16 +97,16 @@ def paged_attention(
     return out
 
 
-def store_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, layer: int, slots: torch.Tensor
-) -> None:
+def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
     """Write key and value [rows, kv_heads, head_dim] into a layer of the cache.
 
     Row t goes to slot slots[t] (int64 [rows]) = block * block_size + offset; a negative slot is padding and is skipped.
     Raises KernelArgumentError for what doesn't fit; then nothing has been written.
     """
     if key.ndim != 3 or key.shape != value.shape:
-        raise KernelArgumentError("key", f"is {tuple(key.shape)}, value {tuple(value.shape)}; both must be one 3-d shape")
+        raise KernelArgumentError(
+            "key", f"is {tuple(key.shape)}, value {tuple(value.shape)}; both must be one 3-d shape"
+        )
     rows, heads, head_dim = key.shape
     kv_heads, block_size = _require_cache(kv_cache, layer, head_dim)
     if heads != kv_heads:

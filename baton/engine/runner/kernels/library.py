@@ -29,7 +29,7 @@ class Library:
 
     functions: ctypes.CDLL
     isas: tuple[str, ...]
-    """Those this processor supports, fastest first."""
+    """Those this processor supports."""
     isa: int
     """Index of the one in use, as the library counts them."""
     threads: bool
@@ -55,6 +55,8 @@ def library() -> Library:
     functions.baton_set_parallel.restype = None
     functions.baton_packed_size.argtypes = [integer, size, size]
     functions.baton_packed_size.restype = size
+    functions.baton_padded_k.argtypes = [integer, size]
+    functions.baton_padded_k.restype = size
     functions.baton_pack.argtypes = [integer, pointer, pointer, size, size]
     functions.baton_pack.restype = None
     functions.baton_linear.argtypes = [integer, integer, pointer, pointer, pointer, pointer, size, size, size, integer]
@@ -65,7 +67,7 @@ def library() -> Library:
         functions.baton_set_parallel(fork_join)
     supported = [i for i in range(functions.baton_num_isas()) if functions.baton_isa_supported(i)]
     names = tuple(_isa_name(functions, i) for i in supported)
-    return Library(functions, names, isa=supported[0], threads=fork_join is not None)
+    return Library(functions, names, isa=functions.baton_default_isa(), threads=fork_join is not None)
 
 
 def isa_name() -> str:
@@ -80,10 +82,12 @@ def use_isa(name: str | None) -> None:
     Raises KernelsUnavailable for one that this processor or this build lacks.
     """
     lib = library()
-    wanted = lib.isas[0] if name is None else name
-    if wanted not in lib.isas:
-        raise KernelsUnavailable(f"no kernels for {wanted!r} on this processor: it has {', '.join(lib.isas)}")
-    lib.isa = next(i for i in range(lib.functions.baton_num_isas()) if _isa_name(lib.functions, i) == wanted)
+    if name is None:
+        lib.isa = lib.functions.baton_default_isa()
+    elif name in lib.isas:
+        lib.isa = next(i for i in range(lib.functions.baton_num_isas()) if _isa_name(lib.functions, i) == name)
+    else:
+        raise KernelsUnavailable(f"no kernels for {name!r} on this processor: it has {', '.join(lib.isas)}")
 
 
 def _isa_name(functions: ctypes.CDLL, isa: int) -> str:

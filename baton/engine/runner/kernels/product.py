@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from baton.engine.runner.kernels.errors import KernelArgumentError
 from baton.engine.runner.kernels.library import DTYPES, check_status, library
@@ -16,6 +17,8 @@ class PackedWeight:
 
     n: int
     k: int
+    padded_k: int
+    """Columns of x that a product reads; those past k are zero."""
     dtype: torch.dtype
     storage: torch.Tensor
     """[elements], padded with zeros."""
@@ -33,7 +36,7 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     weight = weight.detach().contiguous()
     storage = torch.empty(lib.functions.baton_packed_size(dtype, n, k), dtype=weight.dtype)
     lib.functions.baton_pack(dtype, weight.data_ptr(), storage.data_ptr(), n, k)
-    return PackedWeight(n, k, weight.dtype, storage)
+    return PackedWeight(n, k, lib.functions.baton_padded_k(dtype, k), weight.dtype, storage)
 
 
 def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,6 +57,8 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -
         raise KernelArgumentError("bias", f"must be [{w.n}] {x.dtype}, contiguous, on the CPU")
     lib = library()
     out = torch.empty((m, w.n), dtype=x.dtype)
+    if w.padded_k != k:
+        x = functional.pad(x, (0, w.padded_k - k))
     check_status(
         lib.functions.baton_linear(
             lib.isa,
@@ -64,7 +69,7 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -
             out.data_ptr(),
             m,
             w.n,
-            k,
+            w.padded_k,
             torch.get_num_threads(),
         )
     )

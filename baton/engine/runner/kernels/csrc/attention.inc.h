@@ -175,7 +175,8 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
             if (dtype == DTYPE_FLOAT32)
                 memcpy((float *)state->query + row * dim, (const float *)call->query + from, dim * sizeof(float));
             else
-                widen_row((bf16_row *)state->query + row * (dim / 2 * ROW_ITEMS_PER_PAIR), (const uint16_t *)call->query + from, dim, dim);
+                widen_row((bf16_row *)state->query + row * (dim / 2 * ROW_ITEMS_PER_PAIR), (const uint16_t *)call->query + from,
+                          dim);
         }
     memset(state->output, 0, row * state->out_stride * sizeof(float));
     memset(state->sum, 0, row * LANES * sizeof(float));

@@ -12,11 +12,15 @@
 #include "product.inc.h"
 #include "attention.inc.h"
 
+TARGET void avx512_linear_float32(const void *job, size_t task, void *scratch) { linear_float32(job, task, scratch); }
+TARGET void avx512_attention_float32(const void *job, size_t task, void *scratch) { attention_float32(job, task, scratch); }
+TARGET void avx512_attention_bfloat16(const void *job, size_t task, void *scratch) { attention_bfloat16(job, task, scratch); }
+
 static int supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
 
 const struct isa isa_avx512 = {
-    "avx512", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
+    "avx512", supported, {avx512_linear_float32, linear_bfloat16}, {avx512_attention_float32, avx512_attention_bfloat16}, TALL_ROWS};
 #endif

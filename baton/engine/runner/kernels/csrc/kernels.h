@@ -31,9 +31,20 @@ enum status {
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
-    size_t m, n, k;
+    size_t m, n, k; /* k as padded */
     size_t rows_per_task;
 };
+
+/* One unit of a product's work: some rows, one group of columns. */
+struct linear_task {
+    size_t column, row, end;
+};
+
+static inline struct linear_task linear_task(const struct linear_call *call, size_t task) {
+    size_t groups = (call->n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, row = task / groups * call->rows_per_task;
+    size_t end = row + call->rows_per_task < call->m ? row + call->rows_per_task : call->m;
+    return (struct linear_task){task % groups * GROUP_COLUMNS, row, end};
+}
 
 /* attention.py has the same structure for ctypes */
 struct attention_call {
@@ -70,7 +81,10 @@ struct isa {
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;
 
-size_t padded_k(enum dtype dtype, size_t k);
+/* AMX has tiles for bfloat16 products only; the rest of its kernels are these. */
+void avx512_linear_float32(const void *job, size_t task, void *scratch);
+void avx512_attention_float32(const void *job, size_t task, void *scratch);
+void avx512_attention_bfloat16(const void *job, size_t task, void *scratch);
 
 /* Upper bound of rows (query tokens x query heads) in one attention task. */
 enum { ATTENTION_ROWS = 64 };

@@ -1,7 +1,8 @@
 /* The product of a few rows with panels of 16 columns, and linear layers made of it; included once for each instruction set.
  *
  * The includer defines TARGET, the v16 vectors, and the shapes of its register tiles: WIDE_CASES for WIDE_PANELS panels
- * at a time and few rows, TALL_CASES for TALL_PANELS panels and up to TALL_ROWS rows. With DPBF16 it also has v_dot_pairs.
+ * at a time and few rows, TALL_CASES for TALL_PANELS panels and up to TALL_ROWS rows. DPBF16 says that it has
+ * vdpbf16ps.
  */
 #include "kernels.h"
 
@@ -18,19 +19,16 @@ typedef float bf16_row; /* pairs as floats, odd element first */
 enum { ROW_ITEMS_PER_PAIR = 2 };
 #endif
 
-INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k, size_t padded) {
+/* k is even */
+INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) {
 #ifdef DPBF16
     memcpy(row, x, k * 2);
-    memset((uint16_t *)row + k, 0, (padded - k) * 2);
 #else
-    size_t pairs = k / 2;
     uint32_t *bits = (uint32_t *)row;
-    for (size_t p = 0; p < pairs; p++) {
-        bits[2 * p] = (uint32_t)x[2 * p + 1] << 16;
-        bits[2 * p + 1] = (uint32_t)x[2 * p] << 16;
+    for (size_t i = 0; i < k; i += 2) {
+        bits[i] = (uint32_t)x[i + 1] << 16;
+        bits[i + 1] = (uint32_t)x[i] << 16;
     }
-    for (size_t i = 2 * pairs; i < padded; i++) bits[i] = 0;
-    if (k % 2 != 0) bits[2 * pairs + 1] = (uint32_t)x[k - 1] << 16;
 #endif
 }
 
@@ -177,39 +175,37 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
 
 TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
-    size_t groups = (call->n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, column = task % groups * GROUP_COLUMNS;
-    size_t row = task / groups * call->rows_per_task;
-    size_t end = row + call->rows_per_task < call->m ? row + call->rows_per_task : call->m;
-    const float *w = (const float *)call->packed + column * call->k;
+    struct linear_task part = linear_task(call, task);
+    const float *w = (const float *)call->packed + part.column * call->k;
     float *c = scratch;
     struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_FLOAT32, column);
-    while (row < end) {
-        size_t block = block_rows(end - row);
+    open_epilogue(&epilogue, call, DTYPE_FLOAT32, part.column);
+    for (size_t row = part.row, block; row < part.end; row += block) {
+        block = block_rows(part.end - row);
         product_float32(block, GROUP_PANELS, (const float *)call->x + row * call->k, call->k, w, call->k * LANES, call->k, c,
                         GROUP_COLUMNS, 0);
-        store_float32(&epilogue, (float *)call->out + row * call->n + column, call->n, block, c);
-        row += block;
+        store_float32(&epilogue, (float *)call->out + row * call->n + part.column, call->n, block, c);
     }
 }
 
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
-    size_t groups = (call->n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, column = task % groups * GROUP_COLUMNS;
-    size_t row = task / groups * call->rows_per_task;
-    size_t end = row + call->rows_per_task < call->m ? row + call->rows_per_task : call->m;
-    size_t padded = padded_k(DTYPE_BFLOAT16, call->k), items = padded / 2 * ROW_ITEMS_PER_PAIR;
-    const uint16_t *w = (const uint16_t *)call->packed + column * padded;
+    struct linear_task part = linear_task(call, task);
+    size_t pairs = call->k / 2, items = pairs * ROW_ITEMS_PER_PAIR;
+    const uint16_t *w = (const uint16_t *)call->packed + part.column * call->k;
     float *c = scratch;
-    bf16_row *rows = (bf16_row *)(c + TALL_ROWS * GROUP_COLUMNS);
     struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_BFLOAT16, column);
-    while (row < end) {
-        size_t block = block_rows(end - row);
-        for (size_t m = 0; m < block; m++)
-            widen_row(rows + m * items, (const uint16_t *)call->x + (row + m) * call->k, call->k, padded);
-        product_bfloat16(block, GROUP_PANELS, rows, items, w, padded * LANES, padded / 2, c, GROUP_COLUMNS);
-        store_bfloat16(&epilogue, (uint16_t *)call->out + row * call->n + column, call->n, block, c);
-        row += block;
+    open_epilogue(&epilogue, call, DTYPE_BFLOAT16, part.column);
+    for (size_t row = part.row, block; row < part.end; row += block) {
+        const uint16_t *x = (const uint16_t *)call->x + row * call->k;
+        block = block_rows(part.end - row);
+#ifdef DPBF16
+        const bf16_row *rows = (const bf16_row *)x;
+#else
+        bf16_row *rows = (bf16_row *)(c + TALL_ROWS * GROUP_COLUMNS);
+        for (size_t m = 0; m < block; m++) widen_row(rows + m * items, x + m * call->k, call->k);
+#endif
+        product_bfloat16(block, GROUP_PANELS, rows, items, w, call->k * LANES, pairs, c, GROUP_COLUMNS);
+        store_bfloat16(&epilogue, (uint16_t *)call->out + row * call->n + part.column, call->n, block, c);
     }
 }

@@ -1,0 +1,6 @@
+"""Configuration: one frozen model for each process, put together from flags, environment and file."""
+
+from baton.config.load import Loaded, config_file, load
+from baton.config.model import NodeConfig, RouterConfig, UpConfig, bundled_model_dir
+
+__all__ = ["Loaded", "NodeConfig", "RouterConfig", "UpConfig", "bundled_model_dir", "config_file", "load"]

@@ -1,0 +1,141 @@
+"""Where a configuration's values come from: flag, then environment, then file, then default.
+
+A key that nobody knows is an error that names it and what was probably meant. The environment is read when a command
+starts, never at import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from baton.config.model import NodeConfig, RouterConfig, UpConfig
+from baton.errors import ConfigError
+
+C = TypeVar("C", bound=BaseModel)
+
+DEFAULT_FILE = "baton.toml"
+PREFIX = "BATON_"
+_TABLES: Mapping[str, type[BaseModel]] = {"node": NodeConfig, "router": RouterConfig, "up": UpConfig}
+_NOT_OURS = frozenset({"config", "run_dir", "log", "address"})
+"""BATON_ variables that commands read themselves."""
+_NOT_FROM_OUTSIDE = frozenset({"notify_fd"})
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[C]):
+    """A configuration, and for each key who said so: a flag, a variable, a file, or `default`."""
+
+    config: C
+    origins: Mapping[str, str]
+
+
+def load(model: type[C], flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> Loaded[C]:
+    """Put a configuration together. Flags that are None were not given; `file` is read only when it is named.
+
+    Raises ConfigError with the key, its origin, and what is wrong with it.
+    """
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(model.model_fields, "default")
+    layers = (
+        _from_file(model, file) if file is not None else {},
+        _from_environment(model, environ),
+        {key: (value, "--" + key.replace("_", "-")) for key, value in flags.items() if value is not None},
+    )
+    for layer in layers:
+        for key, (value, origin) in layer.items():
+            values[key], origins[key] = value, origin
+    try:
+        return Loaded(model.model_validate(values), origins)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, model, origins)) from None
+
+
+def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The file to read: the one named by flag or BATON_CONFIG, else ./baton.toml if there is one.
+
+    Raises ConfigError when a named file is missing.
+    """
+    named = flag or (Path(environ["BATON_CONFIG"]) if environ.get("BATON_CONFIG") else None)
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"configuration file {named} does not exist")
+        return named
+    here = Path(DEFAULT_FILE)
+    return here if here.is_file() else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or the list of all that are known when nothing is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(names)})"
+
+
+def _from_file(model: type[BaseModel], file: Path) -> dict[str, tuple[Any, str]]:
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+    everything = _known_keys()
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            if key not in _TABLES:
+                raise ConfigError(f"{file}: unknown table [{key}]{did_you_mean(key, _TABLES)}")
+            continue
+        if key not in everything:
+            raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, everything | set(_TABLES))}")
+        if key in model.model_fields:
+            found[key] = (value, str(file))
+    for table, owner in _TABLES.items():
+        known = set(owner.model_fields) - _NOT_FROM_OUTSIDE
+        for key, value in content.get(table, {}).items():
+            if key not in known:
+                raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{did_you_mean(key, known)}")
+            if owner is model:
+                found[key] = (value, f"{file} [{table}]")
+    return found
+
+
+def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    everything = _known_keys() | _NOT_OURS
+    found: dict[str, tuple[str, str]] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        key = variable.removeprefix(PREFIX).lower()
+        if key in everything:
+            # Kubernetes sets BATON_PORT=tcp://… in every pod beside a service named baton: no port of ours looks so.
+            if key in model.model_fields and key not in _NOT_FROM_OUTSIDE and not value.startswith("tcp://"):
+                found[key] = (value, variable)
+        elif difflib.get_close_matches(key, everything, n=1, cutoff=0.85):
+            # Only a near miss is an error: whoever runs Baton may have BATON_ variables of his own.
+            known = {PREFIX + name.upper() for name in everything}
+            raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, known)}")
+    return found
+
+
+def _known_keys() -> frozenset[str]:
+    return frozenset(key for owner in _TABLES.values() for key in owner.model_fields) - _NOT_FROM_OUTSIDE
+
+
+def _explain(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> str:
+    told = []
+    for problem in error.errors(include_url=False):
+        key = str(problem["loc"][0]) if problem["loc"] else ""
+        reason = str(problem["msg"]).removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            told.append(f"unknown key {key!r}{did_you_mean(key, model.model_fields)}")
+        elif problem["type"] == "missing":
+            told.append(f"--{key.replace('_', '-')} is required")
+        else:
+            said = f" {problem['input']!r:.80} from {origins[key]}" if key in origins else ""
+            told.append(f"{key}{said}: {reason}" if key else reason)
+    return "; ".join(told)

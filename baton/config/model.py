@@ -1,0 +1,152 @@
+"""What each process can be told, as small frozen values. The field's name is the key everywhere:
+
+flag          --max-num-seqs 64
+environment   BATON_MAX_NUM_SEQS=64
+file          max_num_seqs = 64        (baton.toml, at the top or in the command's table)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+import baton
+
+DEFAULT_CLUSTER = "default"
+DEFAULT_GRPC_PORT = 50051
+DEFAULT_KV_CACHE_MEMORY = ByteSize(256 << 20)
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_MAX_NUM_SEQS = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+
+
+def bundled_model_dir() -> Path:
+    """The model that comes with Baton and is served when none is named."""
+    return Path(baton.__file__).parent / "demo_model"
+
+
+def _name(value: str) -> str:
+    if value and not _NAME.match(value):
+        raise ValueError("up to 64 letters, digits, '_', '.' and '-'")
+    return value
+
+
+def _host_port(value: str) -> str:
+    host, mark, port = value.rpartition(":")
+    if value and not (mark and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("HOST:PORT")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class _Process(_Config):
+    """What every process of a cluster that serves something can be told."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    registry: str = Field(
+        ..., min_length=1, description="URL of the Redis that the cluster meets in: redis://, rediss:// or unix://."
+    )
+    cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
+    model: Path = Field(default_factory=bundled_model_dir, description="Model directory. Default: the bundled model.")
+    model_name: Name = Field("", description="What clients call the model. Default: the directory's name.")
+    lease_s: Annotated[float, Field(ge=1, le=3600)] = Field(
+        5.0, description="Seconds that a crashed process stays in the registry."
+    )
+    drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
+    notify_fd: int | None = Field(
+        None, ge=3, description="Inherited descriptor that gets one JSON line when the process is ready."
+    )
+
+    @property
+    def served_model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.model_name or self.model.resolve().name
+
+
+class NodeConfig(_Process):
+    """One prefill or decode node."""
+
+    role: Literal["prefill", "decode"] = Field(..., description="What the node does: prefill or decode.")
+    node_id: Name = Field(..., min_length=1, description="Name of the node, unique in the cluster.")
+    port: Port = Field(0, description="Port to listen on; 0 takes a free one.")
+    advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")
+    dtype: Dtype = Field("auto", description="auto takes bfloat16 where the CPU computes it natively.")
+    runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
+    block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
+    kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="Bytes of KV cache, like 256MiB.")
+    max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
+    max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
+    max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
+    threads: Count | None = Field(None, description="Threads that compute. Default: every core of the machine.")
+    simulated_step_ms: Milliseconds = Field(0.0, description="Simulated runner: time of a step.")
+    simulated_prefill_token_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each prompt token.")
+    simulated_decode_seq_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each running sequence.")
+
+    @property
+    def num_threads(self) -> int:
+        """`threads`, or one for each core that this process may use."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NodeConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running request computes a token a step"
+            )
+        return self
+
+
+class RouterConfig(_Process):
+    """One router. `model` is where it finds the tokenizer."""
+
+    router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
+    grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
+    advertise: HostPort = Field("", description="HOST:PORT at which clients reach it. Default: where it listens.")
+    runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Tries of one request before it fails.")
+
+
+class UpConfig(_Config):
+    """A whole cluster on this machine."""
+
+    model: Path = Field(default_factory=bundled_model_dir, description="Model directory. Default: the bundled model.")
+    model_name: Name = Field("", description="What clients call the model. Default: the directory's name.")
+    dtype: Dtype = Field("auto", description="auto takes bfloat16 where the CPU computes it natively.")
+    prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Prefill nodes.")
+    decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Decode nodes.")
+    host: str = Field("127.0.0.1", min_length=1, description="Address that every process listens on.")
+    grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    registry: str = Field("", description="URL of a running Redis. Default: a private one is started.")
+    cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
+    threads: Count | None = Field(None, description="Threads of each node. Default: the cores divided by the nodes.")
+    runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
+    block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
+    kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="KV cache of each node, like 256MiB.")
+    max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
+    max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
+    max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
+    start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
+    drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
+
+    def threads_per_node(self, cores: int) -> int:
+        """Threads for each of the nodes on a machine of so many cores; at least one."""
+        return self.threads or max(1, cores // (self.prefill + self.decode))

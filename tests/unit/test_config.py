@@ -1,0 +1,121 @@
+"""Flag over environment over file over default, and unknown keys that are named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir, config_file, load
+from baton.errors import ConfigError
+
+NODE = {"role": "prefill", "node_id": "p0", "registry": "redis://r"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "baton.toml"
+    path.write_text(
+        'cluster = "from-file"\nblock_size = 32\n[node]\nmax_num_seqs = 3\nblock_size = 8\n[router]\nmax_attempts = 5\n'
+    )
+    return path
+
+
+def test_defaults() -> None:
+    config = load(NodeConfig, NODE, {}).config
+    assert (config.block_size, config.kv_cache_memory, config.max_num_batched_tokens) == (16, 256 << 20, 512)
+    assert (config.host, config.port, config.dtype, config.runner) == ("127.0.0.1", 0, "auto", "torch")
+    assert config.model == bundled_model_dir()
+    assert config.served_model_name == "demo_model"
+    assert config.num_threads >= 1
+    assert load(UpConfig, {}, {}).config.grpc_port == 50051
+
+
+def test_flag_over_environment_over_file_over_default(file: Path) -> None:
+    environ = {"BATON_CLUSTER": "from-env", "BATON_MAX_NUM_SEQS": "4", "HOME": "/x"}
+    loaded = load(NodeConfig, NODE | {"max_num_seqs": 9, "threads": None}, environ, file)
+    assert loaded.config.max_num_seqs == 9
+    assert loaded.config.cluster == "from-env"
+    assert loaded.config.block_size == 8
+    assert loaded.config.max_num_batched_tokens == 512
+    assert {key: loaded.origins[key] for key in ("max_num_seqs", "cluster", "block_size", "dtype")} == {
+        "max_num_seqs": "--max-num-seqs",
+        "cluster": "BATON_CLUSTER",
+        "block_size": f"{file} [node]",
+        "dtype": "default",
+    }
+
+
+def test_a_table_is_its_commands_alone_and_the_top_is_everybodys(file: Path) -> None:
+    router = load(RouterConfig, {"router_id": "r", "registry": "redis://r"}, {}, file).config
+    assert (router.max_attempts, router.cluster) == (5, "from-file")
+    assert load(UpConfig, {}, {}, file).config.block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("max_num_seq = 3", "unknown key 'max_num_seq' (did you mean max_num_seqs?)"),
+        ("[node]\nmax_num_seq = 3", "unknown key 'max_num_seq' in [node] (did you mean max_num_seqs?)"),
+        ("[router]\nblock_size = 3", "unknown key 'block_size' in [router]"),
+        ("[nodes]\nx = 1", "unknown table [nodes] (did you mean node?)"),
+        ("[node]\nnotify_fd = 5", "unknown key 'notify_fd'"),
+        ("node = [", "baton.toml"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "baton.toml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        load(NodeConfig, NODE, {}, path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"block_size": 0}, "block_size 0 from --block-size"),
+        ({"dtype": "float16"}, "dtype 'float16' from --dtype"),
+        ({"kv_cache_memory": "much"}, "kv_cache_memory 'much'"),
+        ({"advertise": "nowhere"}, "advertise 'nowhere' from --advertise: HOST:PORT"),
+        ({"node_id": "a b"}, "node_id 'a b'"),
+        ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
+        ({"bloc_size": 1}, "unknown key 'bloc_size' (did you mean block_size?)"),
+        ({"node_id": None}, "--node-id is required"),
+    ],
+)
+def test_what_is_wrong_with_a_value_is_named_with_its_origin(flags: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        load(NodeConfig, NODE | flags, {})
+
+
+def test_a_misspelt_variable_is_an_error_and_a_strangers_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"BATON_BLOCKSIZE \(did you mean BATON_BLOCK_SIZE\?\)"):
+        load(NodeConfig, NODE, {"BATON_BLOCKSIZE": "8"})
+    environ = {"BATON_SERVICE_HOST": "10.0.0.1", "BATON_PORT": "tcp://10.0.0.1:50051", "BATON_RUN_DIR": "/x"}
+    assert load(NodeConfig, NODE, environ).config.port == 0
+
+
+def test_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_file(None, {}) == Path("baton.toml")
+    assert config_file(None, {"BATON_CONFIG": str(file)}) == file
+    with pytest.raises(ConfigError, match=r"nothing\.toml does not exist"):
+        config_file(tmp_path / "nothing.toml", {})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert config_file(None, {}) is None
+
+
+def test_sizes_have_units_and_threads_are_shared_out() -> None:
+    assert load(NodeConfig, NODE | {"kv_cache_memory": "1GiB"}, {}).config.kv_cache_memory == 1 << 30
+    up = load(UpConfig, {"prefill": 2, "decode": 2}, {}).config
+    assert [up.threads_per_node(cores) for cores in (1, 4, 9)] == [1, 1, 2]
+    assert load(UpConfig, {"threads": 3}, {}).config.threads_per_node(1) == 3
+
+
+def test_a_configuration_can_not_be_changed() -> None:
+    config = load(NodeConfig, NODE, {}).config
+    with pytest.raises(ValidationError):
+        config.block_size = 3  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""What makes a node a decode node: it takes in the blocks of prompts computed elsewhere."""

@@ -1,0 +1,24 @@
+"""Effects that leases and transfers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.ids import AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody touches the blocks of this ended request any more; said once for each."""
+
+    attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A moment for the node's event log."""
+
+    name: str
+    attempt: AttemptKey
+    value: int = 0
+    detail: str = ""

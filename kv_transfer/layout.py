@@ -1,0 +1,64 @@
+"""What two nodes must agree on before one may read the other's blocks, and who they are to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from baton.engine.runner.base import KVLayout, ModelInfo
+
+PROTOCOL_VERSION = 1
+"""Of the link's conversation; nodes of different versions refuse each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFingerprint:
+    """Model, numerics, shape of a block and the way it is moved. Only equal fingerprints exchange blocks.
+
+    Equal layouts are not enough for the bit-exact promise: KV of other weights or other kernels has the same shape.
+    """
+
+    model_fingerprint: str
+    numerics: str
+    dtype: str
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_bytes: int
+    backend: str
+
+    @classmethod
+    def of(cls, model: ModelInfo, layout: KVLayout, backend: str) -> LayoutFingerprint:
+        """The fingerprint of a runner whose blocks `backend` moves."""
+        return cls(
+            model_fingerprint=model.fingerprint,
+            numerics=model.numerics,
+            dtype=layout.dtype,
+            block_size=layout.block_size,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_bytes=layout.block_bytes,
+            backend=backend,
+        )
+
+    def __str__(self) -> str:
+        return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkIdentity:
+    """One incarnation of a node as its links introduce it."""
+
+    cluster: str
+    node_id: str
+    incarnation: str
+    layout: LayoutFingerprint
+
+
+def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str | None:
+    """None when blocks may be exchanged; else one line that names what differs and prints both sides."""
+    different = [f.name for f in fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    if not different:
+        return None
+    return f"KV layouts differ in {', '.join(different)}: here [{ours}], there [{theirs}]"

@@ -1,0 +1,459 @@
+"""The sender's side of a hand-off: what was promised to whom, and until when. Pure: a clock in, effects out.
+
+Rules that it keeps:
+
+1. A block that was offered is not reused while a one-sided read of it may run. The engine keeps the blocks; the book
+   says `Released` exactly once for each ended request, and never before the lease is over.
+2. `ReadConfirmed(held=True)` is said only while the lease is alive and its promise was kept, and ends it. Whoever asks
+   later, or asks for what it did not subscribe to, hears False. So a reader that was stopped, cut off or late never
+   uses what it read.
+3. Before anybody subscribed an offer has a deadline only once its prompt is computed (until then the request itself
+   holds the blocks). From the subscription on the reader's heartbeats renew it.
+4. A reader that can't be heard any more is SUSPECT, not gone: its reads may still run. The grace after its link's end
+   bounds that. A read that outlives the grace can hurt the reader's own blocks alone, and rule 2 covers those.
+5. Late, duplicate and unknown messages change nothing and are counted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.ids import AttemptKey
+from baton.machine import Machine
+from kv_transfer.effects import Recorded, Released
+from kv_transfer.link_messages import (
+    Abandon,
+    Closing,
+    ConfirmRead,
+    Heartbeat,
+    Offer,
+    OfferLost,
+    ReadConfirmed,
+    ReaderMessage,
+    ReadProgress,
+    SenderMessage,
+    Subscribe,
+)
+
+
+class LeaseState(enum.Enum):
+    """How sure the sender is that nobody reads the blocks."""
+
+    GRANTED = enum.auto()
+    """Held for a reader that has not subscribed: nobody reads."""
+    READING = enum.auto()
+    """The reader was told the blocks and lives: it may read."""
+    SUSPECT = enum.auto()
+    """The promise is over, but a read may still run."""
+    RELEASED = enum.auto()
+    """Nobody reads any more."""
+    EXPIRED = enum.auto()
+    """Nobody ever came."""
+
+
+class LeaseEvent(enum.Enum):
+    """What can happen to a lease."""
+
+    OFFER = enum.auto()
+    SUBSCRIBE = enum.auto()
+    RENEW = enum.auto()
+    DEADLINE = enum.auto()
+    LINK_LOST = enum.auto()
+    GRACE_OVER = enum.auto()
+    CONFIRM = enum.auto()
+    ABANDON = enum.auto()
+    ABANDON_READING = enum.auto()
+    WITHDRAW = enum.auto()
+    READER_GONE = enum.auto()
+
+
+LEASE_TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+    (LeaseState.GRANTED, LeaseEvent.OFFER): LeaseState.GRANTED,
+    (LeaseState.GRANTED, LeaseEvent.SUBSCRIBE): LeaseState.READING,
+    (LeaseState.GRANTED, LeaseEvent.DEADLINE): LeaseState.EXPIRED,
+    (LeaseState.GRANTED, LeaseEvent.WITHDRAW): LeaseState.RELEASED,
+    (LeaseState.READING, LeaseEvent.OFFER): LeaseState.READING,
+    (LeaseState.READING, LeaseEvent.RENEW): LeaseState.READING,
+    (LeaseState.READING, LeaseEvent.DEADLINE): LeaseState.SUSPECT,
+    (LeaseState.READING, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
+    (LeaseState.READING, LeaseEvent.CONFIRM): LeaseState.RELEASED,
+    (LeaseState.READING, LeaseEvent.ABANDON): LeaseState.RELEASED,
+    (LeaseState.READING, LeaseEvent.ABANDON_READING): LeaseState.SUSPECT,
+    (LeaseState.READING, LeaseEvent.WITHDRAW): LeaseState.SUSPECT,
+    (LeaseState.READING, LeaseEvent.READER_GONE): LeaseState.RELEASED,
+    (LeaseState.SUSPECT, LeaseEvent.OFFER): LeaseState.SUSPECT,
+    (LeaseState.SUSPECT, LeaseEvent.RENEW): LeaseState.SUSPECT,
+    (LeaseState.SUSPECT, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
+    (LeaseState.SUSPECT, LeaseEvent.GRACE_OVER): LeaseState.RELEASED,
+    (LeaseState.SUSPECT, LeaseEvent.CONFIRM): LeaseState.RELEASED,
+    (LeaseState.SUSPECT, LeaseEvent.ABANDON): LeaseState.RELEASED,
+    (LeaseState.SUSPECT, LeaseEvent.ABANDON_READING): LeaseState.SUSPECT,
+    (LeaseState.SUSPECT, LeaseEvent.WITHDRAW): LeaseState.SUSPECT,
+    (LeaseState.SUSPECT, LeaseEvent.READER_GONE): LeaseState.RELEASED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Bounds of the sender's waits, in seconds, and of what it remembers."""
+
+    lease_s: float = 10.0
+    """From the reader's last heartbeat on."""
+    unclaimed_s: float = 30.0
+    """From the computed prompt to its subscription. Long: a reader that is merely queued is not dead, and whoever
+    gives a request up says so; this one is for the case that all who knew of it died."""
+    grace_s: float = 5.0
+    """From the end of a reader's link to the reuse of what it may have been reading."""
+    early_s: float = 300.0
+    """How long a subscription may wait, on a live link, for its request to appear."""
+    max_early: int = 4096
+    max_remembered: int = 16384
+    """Attempts that are over and still recognised."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellReader:
+    """Send a message on a link."""
+
+    link: int
+    message: SenderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLeases:
+    """So many leases may be read from now on: the sender's transfer agent must make progress while there are any."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutLink:
+    """This link's reader has a newer link, or is a newer process: end the old one."""
+
+    link: int
+    reason: str
+
+
+LeaseEffect = TellReader | Released | OpenLeases | CutLink | Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStats:
+    """Leases by state and the age of the oldest, in seconds."""
+
+    granted: int
+    reading: int
+    suspect: int
+    oldest_s: float
+
+
+@dataclass(slots=True)
+class _Lease:
+    attempt: AttemptKey
+    machine: Machine[LeaseState, LeaseEvent]
+    granted_at: float
+    block_ids: list[int]
+    closing: Closing | None = None
+    deadline: float | None = None
+    reader: str | None = None
+    first_block: int = 0
+    ended: bool = False
+    kept: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    link: int
+    first_block: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    node_id: str
+    incarnation: str
+
+
+class LeaseBook:
+    """All leases of one sender. One thread calls it; every method returns at once with the effects, in order."""
+
+    def __init__(self, clock: Clock, times: LeaseTimes | None = None) -> None:
+        self._clock = clock
+        self._times = times or LeaseTimes()
+        self._leases: dict[AttemptKey, _Lease] = {}
+        self._over: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
+        self._links: dict[int, _Reader] = {}
+        self._open = 0
+        self.counters: Counter[str] = Counter()
+        """Messages and events that changed nothing, by kind."""
+
+    # What the engine did.
+
+    def offer(
+        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], closing: Closing | None = None
+    ) -> list[LeaseEffect]:
+        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last."""
+        if attempt in self._over:
+            self.counters["offer_after_end"] += 1
+            return []
+        lease = self._leases.get(attempt)
+        effects: list[LeaseEffect] = []
+        if lease is None:
+            machine = Machine(f"lease {attempt}", LeaseState.GRANTED, LEASE_TABLE)
+            lease = self._leases[attempt] = _Lease(attempt, machine, self._clock.monotonic(), [])
+            effects.append(Recorded("lease_granted", attempt, len(block_ids)))
+        if first_block != len(lease.block_ids) or lease.closing is not None:
+            raise ValueError(f"{attempt}: blocks from {first_block} offered after {len(lease.block_ids)}")
+        self._feed(lease, LeaseEvent.OFFER)
+        lease.block_ids.extend(block_ids)
+        lease.closing = closing
+        effects.append(Recorded("offered", attempt, len(lease.block_ids)))
+        if closing is not None:
+            effects.append(Recorded("closing_offered", attempt, len(lease.block_ids)))
+        early = self._early.pop(attempt, None)
+        if early is not None:
+            effects += self._subscribe(lease, early.link, early.first_block)
+        elif lease.machine.state is LeaseState.READING:
+            effects += self._tell_blocks(lease, max(first_block, lease.first_block))
+        elif lease.machine.state is LeaseState.GRANTED and closing is not None:
+            lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
+        return effects
+
+    def withdraw(self, attempt: AttemptKey, cause: str, *, promise_broken: bool = False) -> list[LeaseEffect]:
+        """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption)."""
+        lease = self._leases.get(attempt)
+        if lease is None:
+            early = self._early.pop(attempt, None)
+            self._remember(attempt)
+            return [TellReader(early.link, OfferLost(attempt, cause))] if early is not None else []
+        lease.kept = lease.kept and not promise_broken
+        effects: list[LeaseEffect] = []
+        if lease.machine.state is LeaseState.READING:
+            effects += self._tell(lease, OfferLost(attempt, cause))
+        return effects + self._advance(lease, LeaseEvent.WITHDRAW, cause)
+
+    def ended(self, attempt: AttemptKey) -> list[LeaseEffect]:
+        """The engine has ended the request and keeps its blocks until `Released`, which follows exactly once."""
+        lease = self._leases.get(attempt)
+        if lease is None:
+            return [Released(attempt)]
+        lease.ended = True
+        return []
+
+    # What readers did.
+
+    def link_opened(self, link: int, node_id: str, incarnation: str) -> list[LeaseEffect]:
+        """A reader's link is up; it replaces older links of the same process, and older processes of the same node."""
+        effects: list[LeaseEffect] = []
+        for other, reader in list(self._links.items()):
+            if reader.incarnation == incarnation:
+                effects += [CutLink(other, "the reader opened a newer link"), *self.link_closed(other)]
+            elif reader.node_id == node_id:
+                effects.append(CutLink(other, f"{node_id} has restarted as {incarnation}"))
+                effects += [*self.link_closed(other), *self.reader_gone(reader.incarnation)]
+        self._links[link] = _Reader(node_id, incarnation)
+        return effects
+
+    def link_closed(self, link: int) -> list[LeaseEffect]:
+        """The link ended, however: what its reader may be reading is released after the grace."""
+        reader = self._links.pop(link, None)
+        if reader is None:
+            return []
+        self._early = OrderedDict((k, early) for k, early in self._early.items() if early.link != link)
+        effects: list[LeaseEffect] = []
+        for lease in self._leases_of(reader.incarnation):
+            effects += self._advance(lease, LeaseEvent.LINK_LOST, "link lost")
+            lease.deadline = self._clock.monotonic() + self._times.grace_s
+        return effects
+
+    def reader_gone(self, incarnation: str) -> list[LeaseEffect]:
+        """That process does not exist any more, so none of its reads does."""
+        effects: list[LeaseEffect] = []
+        for lease in self._leases_of(incarnation):
+            effects += self._advance(lease, LeaseEvent.READER_GONE, "reader gone")
+        return effects
+
+    def received(self, link: int, message: ReaderMessage) -> list[LeaseEffect]:
+        """A message came on an open link."""
+        reader = self._links.get(link)
+        if reader is None:
+            self.counters["message_on_closed_link"] += 1
+            return []
+        match message:
+            case Heartbeat():
+                return self._renew(reader)
+            case Subscribe(attempt, first_block):
+                return self._subscribed(link, attempt, first_block)
+            case ReadProgress(attempt, blocks_read):
+                lease = self._read_by(reader, attempt, "read_progress")
+                return [Recorded("read_progress", attempt, blocks_read)] if lease else []
+            case ConfirmRead(attempt):
+                return self._confirm(link, reader, attempt)
+            case Abandon(attempt, reads_in_flight):
+                return self._abandon(link, reader, attempt, reads_in_flight)
+
+    # What time did.
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, on the clock's monotonic time."""
+        waits = [lease.deadline for lease in self._leases.values() if lease.deadline is not None]
+        if self._early:
+            waits.append(min(early.deadline for early in self._early.values()))
+        return min(waits, default=None)
+
+    def tick(self) -> list[LeaseEffect]:
+        """Carry out what is due."""
+        now = self._clock.monotonic()
+        effects: list[LeaseEffect] = []
+        for lease in list(self._leases.values()):
+            if lease.deadline is None or lease.deadline > now:
+                continue
+            # A suspect whose link lives has no deadline of its own: the link's liveness is the bound.
+            lease.deadline = None
+            suspect = lease.machine.state is LeaseState.SUSPECT
+            event, why = (LeaseEvent.GRACE_OVER, "grace over") if suspect else (LeaseEvent.DEADLINE, "deadline")
+            effects += self._advance(lease, event, why)
+        for attempt, early in list(self._early.items()):
+            if early.deadline <= now:
+                del self._early[attempt]
+                effects.append(TellReader(early.link, OfferLost(attempt, "the request never came")))
+        return effects
+
+    # What others may know.
+
+    def state(self, attempt: AttemptKey) -> LeaseState | None:
+        """The state of a lease that is not over."""
+        lease = self._leases.get(attempt)
+        return lease.machine.state if lease else None
+
+    def stats(self) -> LeaseStats:
+        """For the node's load report and metrics."""
+        states = Counter(lease.machine.state for lease in self._leases.values())
+        oldest = min((lease.granted_at for lease in self._leases.values()), default=None)
+        age = self._clock.monotonic() - oldest if oldest is not None else 0.0
+        return LeaseStats(states[LeaseState.GRANTED], states[LeaseState.READING], states[LeaseState.SUSPECT], age)
+
+    # Steps.
+
+    def _subscribed(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
+        lease = self._leases.get(attempt)
+        if lease is not None:
+            return self._subscribe(lease, link, first_block)
+        if attempt in self._over:
+            return [TellReader(link, OfferLost(attempt, "it is over here"))]
+        early = self._early.get(attempt)
+        if early is not None:
+            self.counters["duplicate_subscribe"] += 1
+            return [] if early.link == link else [TellReader(link, OfferLost(attempt, "it has another reader"))]
+        if len(self._early) >= self._times.max_early:
+            self.counters["early_refused"] += 1
+            return [TellReader(link, OfferLost(attempt, "too many subscriptions wait for their request"))]
+        self._early[attempt] = _Early(link, first_block, self._clock.monotonic() + self._times.early_s)
+        return []
+
+    def _subscribe(self, lease: _Lease, link: int, first_block: int) -> list[LeaseEffect]:
+        if lease.machine.state is not LeaseState.GRANTED:
+            self.counters["duplicate_subscribe"] += 1
+            same = lease.reader == self._links[link].incarnation
+            return [] if same else [TellReader(link, OfferLost(lease.attempt, "it has another reader"))]
+        lease.reader = self._links[link].incarnation
+        lease.first_block = first_block
+        lease.deadline = self._clock.monotonic() + self._times.lease_s
+        return self._advance(lease, LeaseEvent.SUBSCRIBE) + self._tell_blocks(lease, first_block)
+
+    def _tell_blocks(self, lease: _Lease, first_block: int) -> list[LeaseEffect]:
+        block_ids = tuple(lease.block_ids[first_block:])
+        if not block_ids and lease.closing is None:
+            return []
+        lease_ms = int(self._times.lease_s * 1000)
+        return self._tell(lease, Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing))
+
+    def _confirm(self, link: int, reader: _Reader, attempt: AttemptKey) -> list[LeaseEffect]:
+        lease = self._read_by(reader, attempt, "confirm_read")
+        if lease is None:
+            return [TellReader(link, ReadConfirmed(attempt, held=False))]
+        # Nobody can have read a prompt that is not computed: such a reader gets a no, and nothing more.
+        complete = lease.closing is not None
+        held = complete and lease.kept
+        event = LeaseEvent.CONFIRM if complete else LeaseEvent.ABANDON
+        ended = self._advance(lease, event, "confirmed" if held else "not held")
+        return [TellReader(link, ReadConfirmed(attempt, held)), *ended]
+
+    def _abandon(self, link: int, reader: _Reader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
+        early = self._early.get(attempt)
+        if early is not None and early.link == link:
+            del self._early[attempt]
+            self._remember(attempt)
+            return []
+        lease = self._read_by(reader, attempt, "abandon")
+        if lease is None:
+            return []
+        event = LeaseEvent.ABANDON_READING if reads else LeaseEvent.ABANDON
+        return self._advance(lease, event, "abandoned")
+
+    def _renew(self, reader: _Reader) -> list[LeaseEffect]:
+        for lease in self._leases_of(reader.incarnation):
+            if self._feed(lease, LeaseEvent.RENEW) and lease.machine.state is LeaseState.READING:
+                lease.deadline = self._clock.monotonic() + self._times.lease_s
+        return []
+
+    def _read_by(self, reader: _Reader, attempt: AttemptKey, kind: str) -> _Lease | None:
+        lease = self._leases.get(attempt)
+        if lease is None:
+            self.counters[f"{kind}_unknown"] += 1
+        elif lease.reader != reader.incarnation:
+            self.counters[f"{kind}_not_the_reader"] += 1
+        else:
+            return lease
+        return None
+
+    def _leases_of(self, incarnation: str) -> Iterator[_Lease]:
+        return (lease for lease in list(self._leases.values()) if lease.reader == incarnation)
+
+    def _tell(self, lease: _Lease, message: SenderMessage) -> list[LeaseEffect]:
+        for link, reader in self._links.items():
+            if reader.incarnation == lease.reader:
+                return [TellReader(link, message)]
+        return []
+
+    def _feed(self, lease: _Lease, event: LeaseEvent) -> bool:
+        if not lease.machine.accepts(event):
+            self.counters[f"{event.name.lower()}_in_{lease.machine.state.name.lower()}"] += 1
+            return False
+        lease.machine.feed(event)
+        return True
+
+    def _advance(self, lease: _Lease, event: LeaseEvent, why: str = "") -> list[LeaseEffect]:
+        """Take a transition and say what follows from the new state."""
+        before = lease.machine.state
+        if not self._feed(lease, event) or lease.machine.state is before:
+            return []
+        attempt, blocks = lease.attempt, len(lease.block_ids)
+        effects: list[LeaseEffect] = []
+        match lease.machine.state:
+            case LeaseState.READING:
+                self._open += 1
+                effects.append(OpenLeases(self._open))
+            case LeaseState.SUSPECT:
+                lease.deadline = None
+                effects.append(Recorded("lease_suspect", attempt, blocks, why))
+            case LeaseState.RELEASED | LeaseState.EXPIRED as final:
+                effects.append(Recorded(f"lease_{final.name.lower()}", attempt, blocks, why))
+                if before is not LeaseState.GRANTED:
+                    self._open -= 1
+                    effects.append(OpenLeases(self._open))
+                del self._leases[attempt]
+                self._remember(attempt)
+                if lease.ended:
+                    effects.append(Released(attempt))
+        return effects
+
+    def _remember(self, attempt: AttemptKey) -> None:
+        self._over[attempt] = None
+        while len(self._over) > self._times.max_remembered:
+            self._over.popitem(last=False)

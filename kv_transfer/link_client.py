@@ -1,0 +1,146 @@
+"""The decode node's end of one link to one incarnation of a prefill node."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+
+from baton.engine.request import KVSource
+from baton.errors import TransferCause, TransferFailed
+from baton.rpc.channel import CHANNEL_OPTIONS
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
+from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
+from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
+from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
+from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+
+_Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel without TLS."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class LinkClientHandler(Protocol):
+    """Whoever the link is for; called on the loop, in order."""
+
+    def link_up(self, welcome: LinkWelcome) -> None: ...
+
+    def link_received(self, incarnation: str, message: SenderMessage) -> None: ...
+
+    def link_down(self, incarnation: str, error: TransferFailed) -> None:
+        """The link could not be opened, or it ended. Comes exactly once, unless `close` ended it."""
+        ...
+
+
+class LinkClient:
+    """One link, opened at once and never reopened: whoever needs it again makes a new one."""
+
+    def __init__(
+        self,
+        identity: LinkIdentity,
+        source: KVSource,
+        handler: LinkClientHandler,
+        heartbeat_s: float = HEARTBEAT_S,
+        handshake_s: float = HANDSHAKE_S,
+        make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self._identity = identity
+        self._source = source
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._handshake_s = handshake_s
+        self._make_channel = make_channel
+        self._stream: LinkStream[ReaderMessage, SenderMessage] | None = None
+        self.counters: Counter[str] = Counter()
+        """Messages skipped, by kind."""
+        self._task = asyncio.create_task(self._live(), name=f"link-{source.incarnation}")
+
+    def send(self, message: ReaderMessage) -> None:
+        """Send, once the link is up; before and after nothing is sent."""
+        if self._stream is not None:
+            self._stream.send(message)
+
+    def cut(self, reason: str) -> None:
+        """End an open link; `link_down` follows."""
+        if self._stream is not None:
+            self._stream.cut(reason)
+
+    async def close(self) -> None:
+        """End the link without another word to the handler."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _live(self) -> None:
+        channel = self._make_channel(self._source.address)
+        try:
+            error = await self._converse(channel)
+        finally:
+            self._stream = None
+            await channel.close(None)
+        self._handler.link_down(self._source.incarnation, error)
+
+    async def _converse(self, channel: grpc.aio.Channel) -> TransferFailed:
+        """Greet and carry messages until the link ends; returns why."""
+        peer = self._source.incarnation
+        call: _Call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
+        try:
+            welcome = await self._greet(call)
+            heartbeat_s = min(self._heartbeat_s, max(0.001, welcome.heartbeat_ms / 1000))
+            self._stream = LinkStream(
+                read=lambda: self._read(call),
+                write=lambda message: call.write(write_reader_message(message)),
+                received=lambda message: self._handler.link_received(peer, message),
+                heartbeat_s=heartbeat_s,
+            )
+            self._handler.link_up(welcome)
+            return TransferFailed(TransferCause.PEER_GONE, f"link to {peer}: {await self._stream.run()}")
+        except TransferFailed as error:
+            return error
+        finally:
+            call.cancel()
+
+    async def _greet(self, call: _Call) -> LinkWelcome:
+        """Hello and welcome; raises TransferFailed when the sender can't be used."""
+        ours, source = self._identity, self._source
+        hello = LinkHello(
+            PROTOCOL_VERSION, ours.cluster, ours.node_id, ours.incarnation, source.incarnation, ours.layout
+        )
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                await call.write(write_hello(hello))
+                first = await call.read()
+        except TimeoutError:
+            raise TransferFailed(TransferCause.PEER_GONE, f"{source.incarnation} did not greet in time") from None
+        except grpc.aio.AioRpcError as error:
+            raise _refused(error, source) from error
+        except asyncio.InvalidStateError as error:
+            raise TransferFailed(TransferCause.PEER_GONE, f"{source.incarnation}: {error}") from error
+        welcome = read_welcome(first) if isinstance(first, kv_link_pb2.OpenResponse) else None
+        if welcome is None or welcome.incarnation != source.incarnation:
+            name = welcome.incarnation if welcome else "nobody"
+            raise TransferFailed(TransferCause.PEER_GONE, f"{name} answers instead of {source.incarnation}")
+        different = refusal(ours.layout, welcome.layout)
+        if different is not None:
+            raise TransferFailed(TransferCause.LAYOUT_MISMATCH, different)
+        return welcome
+
+    async def _read(self, call: _Call) -> SenderMessage | None:
+        while isinstance(response := await call.read(), kv_link_pb2.OpenResponse):
+            message = read_sender_message(response)
+            if message is not None:
+                return message
+            self.counters["message_unknown"] += 1
+        return None
+
+
+def _refused(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
+    sent = error.trailing_metadata().get(CAUSE_KEY)
+    known = [cause for cause in TransferCause if cause.value == sent]
+    cause = known[0] if known else TransferCause.PEER_GONE
+    return TransferFailed(cause, f"{source.node_id} at {source.address}: {error.details()}")

@@ -1,0 +1,209 @@
+"""The link's messages as Protocol Buffers and back. Reading checks shapes only; what numbers mean is for the books."""
+
+from __future__ import annotations
+
+from baton.ids import AttemptKey
+from baton.v1 import kv_link_pb2, node_pb2
+from kv_transfer.layout import LayoutFingerprint
+from kv_transfer.link_messages import (
+    Abandon,
+    Closing,
+    ConfirmRead,
+    Heartbeat,
+    LinkHello,
+    LinkWelcome,
+    Offer,
+    OfferLost,
+    ReadConfirmed,
+    ReaderMessage,
+    ReadProgress,
+    SenderMessage,
+    Subscribe,
+)
+
+
+def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
+    """A decode node's message after its hello."""
+    match message:
+        case Subscribe(attempt, first_block):
+            body = kv_link_pb2.Subscribe(attempt=_attempt_pb(attempt), first_block=first_block)
+            return kv_link_pb2.OpenRequest(subscribe=body)
+        case ReadProgress(attempt, blocks_read):
+            progress = kv_link_pb2.ReadProgress(attempt=_attempt_pb(attempt), blocks_read=blocks_read)
+            return kv_link_pb2.OpenRequest(read_progress=progress)
+        case ConfirmRead(attempt):
+            return kv_link_pb2.OpenRequest(confirm_read=kv_link_pb2.ConfirmRead(attempt=_attempt_pb(attempt)))
+        case Abandon(attempt, reads_in_flight):
+            abandon = kv_link_pb2.Abandon(attempt=_attempt_pb(attempt), reads_in_flight=reads_in_flight)
+            return kv_link_pb2.OpenRequest(abandon=abandon)
+        case Heartbeat(seq):
+            return kv_link_pb2.OpenRequest(heartbeat=kv_link_pb2.Heartbeat(seq=seq))
+
+
+def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
+    """None for a message that is unknown here, or that has no place after the hello."""
+    match request.WhichOneof("message"):
+        case "subscribe":
+            return Subscribe(_attempt(request.subscribe.attempt), request.subscribe.first_block)
+        case "read_progress":
+            return ReadProgress(_attempt(request.read_progress.attempt), request.read_progress.blocks_read)
+        case "confirm_read":
+            return ConfirmRead(_attempt(request.confirm_read.attempt))
+        case "abandon":
+            return Abandon(_attempt(request.abandon.attempt), request.abandon.reads_in_flight)
+        case "heartbeat":
+            return Heartbeat(request.heartbeat.seq)
+        case _:
+            return None
+
+
+def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
+    """A prefill node's message after its welcome."""
+    match message:
+        case Offer():
+            return kv_link_pb2.OpenResponse(offer=_offer_pb(message))
+        case ReadConfirmed(attempt, held):
+            confirmed = kv_link_pb2.ReadConfirmed(attempt=_attempt_pb(attempt), held=held)
+            return kv_link_pb2.OpenResponse(read_confirmed=confirmed)
+        case OfferLost(attempt, cause):
+            return kv_link_pb2.OpenResponse(offer_lost=kv_link_pb2.OfferLost(attempt=_attempt_pb(attempt), cause=cause))
+        case Heartbeat(seq):
+            return kv_link_pb2.OpenResponse(heartbeat=kv_link_pb2.Heartbeat(seq=seq))
+
+
+def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | None:
+    """None for a message that is unknown here, or that has no place after the welcome."""
+    match response.WhichOneof("message"):
+        case "offer":
+            return _offer(response.offer)
+        case "read_confirmed":
+            return ReadConfirmed(_attempt(response.read_confirmed.attempt), response.read_confirmed.held)
+        case "offer_lost":
+            return OfferLost(_attempt(response.offer_lost.attempt), response.offer_lost.cause)
+        case "heartbeat":
+            return Heartbeat(response.heartbeat.seq)
+        case _:
+            return None
+
+
+def write_hello(hello: LinkHello) -> kv_link_pb2.OpenRequest:
+    """The decode node's first message."""
+    body = kv_link_pb2.LinkHello(
+        protocol_version=hello.protocol_version,
+        cluster=hello.cluster,
+        node_id=hello.node_id,
+        incarnation=hello.incarnation,
+        peer_incarnation=hello.peer_incarnation,
+        layout=_layout_pb(hello.layout),
+    )
+    return kv_link_pb2.OpenRequest(hello=body)
+
+
+def read_hello(request: kv_link_pb2.OpenRequest) -> LinkHello | None:
+    """None for anything but a hello."""
+    if not request.HasField("hello"):
+        return None
+    hello = request.hello
+    return LinkHello(
+        protocol_version=hello.protocol_version,
+        cluster=hello.cluster,
+        node_id=hello.node_id,
+        incarnation=hello.incarnation,
+        peer_incarnation=hello.peer_incarnation,
+        layout=_layout(hello.layout),
+    )
+
+
+def write_welcome(welcome: LinkWelcome) -> kv_link_pb2.OpenResponse:
+    """The prefill node's first message."""
+    body = kv_link_pb2.LinkWelcome(
+        node_id=welcome.node_id,
+        incarnation=welcome.incarnation,
+        layout=_layout_pb(welcome.layout),
+        agent_metadata=welcome.agent_metadata,
+        base_address=welcome.base_address,
+        num_blocks=welcome.num_blocks,
+        memory_kind=welcome.memory_kind,
+        device_id=welcome.device_id,
+        heartbeat_ms=welcome.heartbeat_ms,
+    )
+    return kv_link_pb2.OpenResponse(welcome=body)
+
+
+def read_welcome(response: kv_link_pb2.OpenResponse) -> LinkWelcome | None:
+    """None for anything but a welcome."""
+    if not response.HasField("welcome"):
+        return None
+    welcome = response.welcome
+    return LinkWelcome(
+        node_id=welcome.node_id,
+        incarnation=welcome.incarnation,
+        layout=_layout(welcome.layout),
+        agent_metadata=welcome.agent_metadata,
+        base_address=welcome.base_address,
+        num_blocks=welcome.num_blocks,
+        memory_kind=welcome.memory_kind,
+        device_id=welcome.device_id,
+        heartbeat_ms=welcome.heartbeat_ms,
+    )
+
+
+def _attempt_pb(attempt: AttemptKey) -> node_pb2.Attempt:
+    return node_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt)
+
+
+def _attempt(attempt: node_pb2.Attempt) -> AttemptKey:
+    return AttemptKey(attempt.request_id, attempt.attempt)
+
+
+def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
+    closing = None
+    if offer.closing is not None:
+        closing = kv_link_pb2.Closing(
+            num_prompt_tokens=offer.closing.num_prompt_tokens,
+            first_token_ids=offer.closing.first_token_ids,
+            ended=offer.closing.ended,
+        )
+    return kv_link_pb2.Offer(
+        attempt=_attempt_pb(offer.attempt),
+        first_block=offer.first_block,
+        block_ids=offer.block_ids,
+        lease_ms=offer.lease_ms,
+        closing=closing,
+    )
+
+
+def _offer(offer: kv_link_pb2.Offer) -> Offer:
+    closing = None
+    if offer.HasField("closing"):
+        read = offer.closing
+        closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended)
+    return Offer(_attempt(offer.attempt), offer.first_block, tuple(offer.block_ids), offer.lease_ms, closing)
+
+
+def _layout_pb(layout: LayoutFingerprint) -> kv_link_pb2.KvLayout:
+    return kv_link_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        numerics=layout.numerics,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_bytes=layout.block_bytes,
+        backend=layout.backend,
+    )
+
+
+def _layout(layout: kv_link_pb2.KvLayout) -> LayoutFingerprint:
+    return LayoutFingerprint(
+        model_fingerprint=layout.model_fingerprint,
+        numerics=layout.numerics,
+        dtype=layout.dtype,
+        block_size=layout.block_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_bytes=layout.block_bytes,
+        backend=layout.backend,
+    )

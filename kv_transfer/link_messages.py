@@ -1,0 +1,115 @@
+"""What the two ends of a link say to each other, as plain values. `link_codec` turns them into Protocol Buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.ids import AttemptKey
+from kv_transfer.layout import LayoutFingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHello:
+    """The reader's first message: who it is, and which incarnation it means."""
+
+    protocol_version: int
+    cluster: str
+    node_id: str
+    incarnation: str
+    peer_incarnation: str
+    layout: LayoutFingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class LinkWelcome:
+    """The sender's first message: who it is and where its blocks lie."""
+
+    node_id: str
+    incarnation: str
+    layout: LayoutFingerprint
+    agent_metadata: bytes
+    base_address: int
+    num_blocks: int
+    memory_kind: str
+    device_id: int
+    heartbeat_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Reader: tell me the blocks of this attempt, from prompt block `first_block` on."""
+
+    attempt: AttemptKey
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadProgress:
+    """Reader: so many blocks, from the subscription's first on, have been read."""
+
+    attempt: AttemptKey
+    blocks_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmRead:
+    """Reader: all reads are done; was the lease held through them?"""
+
+    attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Reader: I no longer want it. With `reads_in_flight` a second one follows when they have ended."""
+
+    attempt: AttemptKey
+    reads_in_flight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Part of the last offer: the prompt is computed."""
+
+    num_prompt_tokens: int
+    first_token_ids: Sequence[int]
+    ended: bool
+    """The request ended with its first token: nothing is left to decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Sender: prompt blocks from `first_block` on lie in these blocks of mine, until the lease ends."""
+
+    attempt: AttemptKey
+    first_block: int
+    block_ids: Sequence[int]
+    lease_ms: int
+    closing: Closing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfirmed:
+    """Sender: the lease was held through the reads, or it was not. Either way it is over."""
+
+    attempt: AttemptKey
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OfferLost:
+    """Sender: I can't (any longer) provide it."""
+
+    attempt: AttemptKey
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Either side: I live. The reader's renews all its leases."""
+
+    seq: int
+
+
+ReaderMessage = Subscribe | ReadProgress | ConfirmRead | Abandon | Heartbeat
+SenderMessage = Offer | ReadConfirmed | OfferLost | Heartbeat

@@ -1,0 +1,157 @@
+"""The prefill node's end of links: greets decode nodes, refuses those that can't use its blocks, carries messages."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from typing import Any, Protocol
+
+import grpc
+
+from baton.errors import TransferCause
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
+from kv_transfer.backends.base import PeerMemory
+from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
+from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
+from kv_transfer.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
+from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class LinkServerHandler(Protocol):
+    """Whoever the links are for; called on the loop, in order."""
+
+    def link_opened(self, link: int, node_id: str, incarnation: str) -> None: ...
+
+    def link_received(self, link: int, message: ReaderMessage) -> None: ...
+
+    def link_closed(self, link: int, reason: str) -> None:
+        """The link ended, however. Follows `link_opened` exactly once."""
+        ...
+
+
+class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
+    """All links of one prefill node. Lives on the loop."""
+
+    def __init__(
+        self,
+        identity: LinkIdentity,
+        memory: PeerMemory,
+        handler: LinkServerHandler,
+        heartbeat_s: float = HEARTBEAT_S,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self._identity = identity
+        self._memory = memory
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._handshake_s = handshake_s
+        self._links: dict[int, LinkStream[SenderMessage, ReaderMessage]] = {}
+        self._numbers = itertools.count(1)
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+        """Links refused and messages skipped, by kind."""
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        kv_link_pb2_grpc.add_KvLinkServicer_to_server(self, server)
+
+    def send(self, link: int, message: SenderMessage) -> None:
+        """Send on a link; one that has ended takes nothing any more."""
+        stream = self._links.get(link)
+        if stream is not None:
+            stream.send(message)
+
+    def cut(self, link: int, reason: str) -> None:
+        """End a link."""
+        stream = self._links.get(link)
+        if stream is not None:
+            stream.cut(reason)
+
+    def close(self) -> None:
+        """End all links and refuse new ones."""
+        self._closed = True
+        for link in list(self._links):
+            self.cut(link, "the node stops")
+
+    async def Open(self, request_iterator: Any, context: _Context) -> None:
+        hello = await self._greet(context)
+        number = next(self._numbers)
+        reason = "the stream was cancelled"
+        stream: LinkStream[SenderMessage, ReaderMessage] = LinkStream(
+            read=lambda: self._read(context),
+            write=lambda message: context.write(write_sender_message(message)),
+            received=lambda message: self._handler.link_received(number, message),
+            heartbeat_s=self._heartbeat_s,
+        )
+        self._links[number] = stream
+        self._handler.link_opened(number, hello.node_id, hello.incarnation)
+        try:
+            reason = await stream.run()
+        finally:
+            # Cancellation may come without an exception here; nothing but `finally` is sure to run.
+            del self._links[number]
+            self._handler.link_closed(number, reason)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+
+    async def _greet(self, context: _Context) -> LinkHello:
+        """Hello and welcome; ends the call when the reader can't be served."""
+        try:
+            async with asyncio.timeout(self._handshake_s):
+                first = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no hello")
+        hello = read_hello(first) if isinstance(first, kv_link_pb2.OpenRequest) else None
+        if hello is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a link begins with hello")
+        refused = self._refusal(hello)
+        if refused is not None:
+            cause, story = refused
+            self.counters[f"refused_{cause.value}"] += 1
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, story, ((CAUSE_KEY, cause.value),))
+        await context.write(write_welcome(self._welcome()))
+        return hello
+
+    def _refusal(self, hello: LinkHello) -> tuple[TransferCause, str] | None:
+        ours = self._identity
+        if self._closed:
+            return TransferCause.REFUSED, f"{ours.node_id} stops"
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return (
+                TransferCause.REFUSED,
+                f"link protocol differs: {PROTOCOL_VERSION} here, {hello.protocol_version} there",
+            )
+        if hello.cluster != ours.cluster:
+            return TransferCause.REFUSED, f"clusters differ: {ours.cluster!r} here, {hello.cluster!r} there"
+        if not hello.node_id or not hello.incarnation:
+            return TransferCause.REFUSED, "a hello without a name"
+        if hello.peer_incarnation != ours.incarnation:
+            return TransferCause.PEER_GONE, f"this is {ours.incarnation}, not {hello.peer_incarnation}"
+        different = refusal(ours.layout, hello.layout)
+        return None if different is None else (TransferCause.LAYOUT_MISMATCH, different)
+
+    def _welcome(self) -> LinkWelcome:
+        return LinkWelcome(
+            node_id=self._identity.node_id,
+            incarnation=self._identity.incarnation,
+            layout=self._identity.layout,
+            agent_metadata=self._memory.agent_metadata,
+            base_address=self._memory.base_address,
+            num_blocks=self._memory.num_blocks,
+            memory_kind=self._memory.kind,
+            device_id=self._memory.device_id,
+            heartbeat_ms=max(1, int(self._heartbeat_s * 1000)),
+        )
+
+    async def _read(self, context: _Context) -> ReaderMessage | None:
+        while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):
+            message = read_reader_message(request)
+            if message is not None:
+                return message
+            self.counters["message_unknown"] += 1
+        return None

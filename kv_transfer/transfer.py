@@ -1,0 +1,462 @@
+"""The receiver's side of a hand-off: which blocks are being filled, by what, and when they may be used. Pure.
+
+Rules that it keeps:
+
+1. `Arrived` is said only after every block of the prompt was read and the sender answered that it held its lease
+   through all of the reads. Every doubt ends in `Failed`; there is no third way.
+2. While a read is in flight its destination blocks are nobody's: a transfer that fails or is given up waits in
+   QUARANTINED until its last read has ended. `Released` follows once, when the engine has ended the request, too.
+3. Numbers that a peer sent are checked against the peer's pool and against the plan before anything is read.
+4. Whoever gives up tells the sender in the same breath.
+5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end.
+6. Late, duplicate and unknown messages change nothing and are counted.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.clock import Clock
+from baton.engine.request import KVSource
+from baton.errors import TransferCause
+from baton.ids import AttemptKey
+from baton.machine import Machine
+from kv_transfer.backends.base import ReadRange, coalesce
+from kv_transfer.effects import Recorded, Released
+from kv_transfer.link_messages import (
+    Abandon,
+    Closing,
+    ConfirmRead,
+    Heartbeat,
+    Offer,
+    OfferLost,
+    ReadConfirmed,
+    ReaderMessage,
+    ReadProgress,
+    SenderMessage,
+    Subscribe,
+)
+
+
+class TransferState(enum.Enum):
+    """How far a prompt's KV has come."""
+
+    PLANNED = enum.auto()
+    """The sender is known; the link to it is being opened."""
+    RESERVED = enum.auto()
+    """Blocks for the whole prompt are reserved here and the sender was asked for the offer."""
+    READING = enum.auto()
+    """Some blocks were offered; they are being read, or were."""
+    CONFIRMING = enum.auto()
+    """Everything is read; the sender was asked whether it held its lease."""
+    QUARANTINED = enum.auto()
+    """It is over, but reads may still write."""
+    ARRIVED = enum.auto()
+    FAILED = enum.auto()
+    ABANDONED = enum.auto()
+
+
+class TransferEvent(enum.Enum):
+    """What can happen to a transfer. `..._READING`: while reads are in flight."""
+
+    SUBSCRIBED = enum.auto()
+    OFFER = enum.auto()
+    READ_DONE = enum.auto()
+    ALL_READ = enum.auto()
+    HELD = enum.auto()
+    FAIL = enum.auto()
+    FAIL_READING = enum.auto()
+    ABANDON = enum.auto()
+    ABANDON_READING = enum.auto()
+    READS_ENDED_FAILED = enum.auto()
+    READS_ENDED_ABANDONED = enum.auto()
+
+
+TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {
+    (TransferState.PLANNED, TransferEvent.SUBSCRIBED): TransferState.RESERVED,
+    (TransferState.PLANNED, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.PLANNED, TransferEvent.ABANDON): TransferState.ABANDONED,
+    (TransferState.RESERVED, TransferEvent.OFFER): TransferState.READING,
+    (TransferState.RESERVED, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.RESERVED, TransferEvent.ABANDON): TransferState.ABANDONED,
+    (TransferState.READING, TransferEvent.OFFER): TransferState.READING,
+    (TransferState.READING, TransferEvent.READ_DONE): TransferState.READING,
+    (TransferState.READING, TransferEvent.ALL_READ): TransferState.CONFIRMING,
+    (TransferState.READING, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.READING, TransferEvent.FAIL_READING): TransferState.QUARANTINED,
+    (TransferState.READING, TransferEvent.ABANDON): TransferState.ABANDONED,
+    (TransferState.READING, TransferEvent.ABANDON_READING): TransferState.QUARANTINED,
+    (TransferState.CONFIRMING, TransferEvent.HELD): TransferState.ARRIVED,
+    (TransferState.CONFIRMING, TransferEvent.FAIL): TransferState.FAILED,
+    (TransferState.CONFIRMING, TransferEvent.ABANDON): TransferState.ABANDONED,
+    (TransferState.QUARANTINED, TransferEvent.READ_DONE): TransferState.QUARANTINED,
+    (TransferState.QUARANTINED, TransferEvent.READS_ENDED_FAILED): TransferState.FAILED,
+    (TransferState.QUARANTINED, TransferEvent.READS_ENDED_ABANDONED): TransferState.ABANDONED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be filled: the whole prompt's blocks in prompt order; those before `first_block` are valid already."""
+
+    attempt: AttemptKey
+    source: KVSource
+    num_prompt_tokens: int
+    block_ids: Sequence[int]
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one transfer moved and how long it took, in seconds on the receiver's clock."""
+
+    num_bytes: int
+    num_blocks: int
+    read_s: float
+    """From the start of the first read to the end of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """Open a link to this sender; `peer_ready` or `peer_lost` answers."""
+
+    source: KVSource
+
+
+@dataclass(frozen=True, slots=True)
+class TellSender:
+    """Send a message on the link to this incarnation, if there still is one."""
+
+    incarnation: str
+    message: ReaderMessage
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read these blocks; `read_done` or `read_failed` answers with the id."""
+
+    read_id: int
+    incarnation: str
+    ranges: Sequence[ReadRange]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The prompt's KV is here and proven."""
+
+    attempt: AttemptKey
+    first_token_ids: Sequence[int]
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The prompt's KV will not come."""
+
+    attempt: AttemptKey
+    cause: TransferCause
+    story: str
+
+
+TransferEffect = OpenLink | TellSender | StartRead | Arrived | Failed | Released | Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCounts:
+    """Transfers that are not over, and blocks that wait for reads to end."""
+
+    live: int
+    quarantined: int
+    quarantined_blocks: int
+
+
+@dataclass(slots=True)
+class _Transfer:
+    plan: Plan
+    machine: Machine[TransferState, TransferEvent]
+    next_block: int
+    """Prompt blocks before it are valid or offered."""
+    closing: Closing | None = None
+    reads: dict[int, int] = field(default_factory=dict)
+    """Reads in flight, with their number of blocks."""
+    remote_blocks: set[int] = field(default_factory=set)
+    num_bytes: int = 0
+    num_blocks: int = 0
+    first_read_at: float | None = None
+    last_read_at: float = 0.0
+    cause: TransferCause | None = None
+    ended: bool = False
+
+    @property
+    def peer(self) -> str:
+        return self.plan.source.incarnation
+
+
+@dataclass(slots=True)
+class _Peer:
+    num_blocks: int | None = None
+    """None while its link is being opened."""
+
+
+class TransferBook:
+    """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
+
+    def __init__(self, clock: Clock, max_quarantined_blocks: int = 1024) -> None:
+        """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there."""
+        self._clock = clock
+        self._max_quarantined_blocks = max_quarantined_blocks
+        self._transfers: dict[AttemptKey, _Transfer] = {}
+        self._reads: dict[int, _Transfer] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._last_read_id = 0
+        self.counters: Counter[str] = Counter()
+        """Messages and events that changed nothing, by kind."""
+
+    # What the engine did.
+
+    def plan(self, plan: Plan) -> list[TransferEffect]:
+        """Blocks are reserved for an attempt. Raises ValueError for an attempt that is being transferred."""
+        if plan.attempt in self._transfers:
+            raise ValueError(f"{plan.attempt} is being transferred")
+        machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
+        transfer = _Transfer(plan, machine, next_block=plan.first_block)
+        self._transfers[plan.attempt] = transfer
+        stuck = self._quarantined_blocks(transfer.peer)
+        if stuck > self._max_quarantined_blocks:
+            story = f"{stuck} blocks still wait for earlier reads from {transfer.peer}"
+            return self._fail(transfer, TransferCause.REFUSED, story)
+        peer = self._peers.get(transfer.peer)
+        if peer is None:
+            self._peers[transfer.peer] = _Peer()
+            return [OpenLink(plan.source)]
+        return self._subscribe(transfer) if peer.num_blocks is not None else []
+
+    def abandon(self, attempt: AttemptKey) -> list[TransferEffect]:
+        """Nobody wants it any more; the engine need not know yet. Unknown attempts are fine."""
+        transfer = self._transfers.get(attempt)
+        if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
+            return []
+        transfer.cause = TransferCause.CANCELLED
+        return self._give_up(transfer, TransferEvent.ABANDON, TransferEvent.ABANDON_READING)
+
+    def ended(self, attempt: AttemptKey) -> list[TransferEffect]:
+        """The engine has ended the request and keeps its blocks until `Released`, which follows exactly once."""
+        effects = self.abandon(attempt)
+        quarantined = self._transfers.get(attempt)
+        if quarantined is None:
+            return [*effects, Released(attempt)]
+        quarantined.ended = True
+        return effects
+
+    # What peers did.
+
+    def peer_ready(self, incarnation: str, num_blocks: int) -> list[TransferEffect]:
+        """The link is up and the sender's `num_blocks` blocks can be read."""
+        self._peers[incarnation] = _Peer(num_blocks)
+        effects: list[TransferEffect] = []
+        for transfer in self._transfers_of(incarnation):
+            if transfer.machine.state is TransferState.PLANNED:
+                effects += self._subscribe(transfer)
+        return effects
+
+    def peer_lost(self, incarnation: str, cause: TransferCause, story: str) -> list[TransferEffect]:
+        """The link could not be opened, or it ended: whatever it carried has failed."""
+        self._peers.pop(incarnation, None)
+        effects: list[TransferEffect] = []
+        for transfer in self._transfers_of(incarnation):
+            if transfer.machine.state is not TransferState.QUARANTINED:
+                effects += self._fail(transfer, cause, story)
+        return effects
+
+    def received(self, incarnation: str, message: SenderMessage) -> list[TransferEffect]:
+        """A message came on the link to this incarnation."""
+        if isinstance(message, Heartbeat):
+            return []
+        kind = type(message).__name__
+        transfer = self._transfers.get(message.attempt)
+        if transfer is None or transfer.peer != incarnation:
+            self.counters[f"{kind}_unknown"] += 1
+            return []
+        state = transfer.machine.state
+        match message:
+            case Offer() if state in (TransferState.RESERVED, TransferState.READING):
+                return self._offered(transfer, message)
+            case ReadConfirmed(_, held) if state is TransferState.CONFIRMING:
+                return self._answered(transfer, held)
+            case OfferLost(_, cause) if state not in (TransferState.PLANNED, TransferState.QUARANTINED):
+                return self._fail(transfer, TransferCause.LEASE_LOST, cause)
+            case _:
+                self.counters[f"{kind}_in_{state.name.lower()}"] += 1
+                return []
+
+    # What the mover did.
+
+    def read_done(self, read_id: int, num_bytes: int) -> list[TransferEffect]:
+        """All bytes of a read are here, and nothing of it writes any more."""
+        transfer = self._reads.pop(read_id, None)
+        if transfer is None:
+            self.counters["read_done_unknown"] += 1
+            return []
+        transfer.num_blocks += transfer.reads.pop(read_id)
+        transfer.num_bytes += num_bytes
+        transfer.last_read_at = self._clock.monotonic()
+        transfer.machine.feed(TransferEvent.READ_DONE)
+        effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
+        if transfer.machine.state is TransferState.QUARANTINED:
+            return effects + self._flush(transfer)
+        progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
+        return [*effects, *self._tell(transfer, progress), *self._confirm(transfer)]
+
+    def read_failed(self, read_id: int, cause: TransferCause, story: str) -> list[TransferEffect]:
+        """A read brought nothing usable, and nothing of it writes any more."""
+        transfer = self._reads.pop(read_id, None)
+        if transfer is None:
+            self.counters["read_failed_unknown"] += 1
+            return []
+        del transfer.reads[read_id]
+        if transfer.machine.state is TransferState.QUARANTINED:
+            return self._flush(transfer)
+        return self._fail(transfer, cause, story)
+
+    # What others may know.
+
+    def state(self, attempt: AttemptKey) -> TransferState | None:
+        """The state of a transfer that is not over."""
+        transfer = self._transfers.get(attempt)
+        return transfer.machine.state if transfer else None
+
+    def counts(self) -> TransferCounts:
+        """For the node's load report and metrics."""
+        quarantined = [t for t in self._transfers.values() if t.machine.state is TransferState.QUARANTINED]
+        blocks = sum(sum(t.reads.values()) for t in quarantined)
+        return TransferCounts(len(self._transfers) - len(quarantined), len(quarantined), blocks)
+
+    # Steps.
+
+    def _subscribe(self, transfer: _Transfer) -> list[TransferEffect]:
+        transfer.machine.feed(TransferEvent.SUBSCRIBED)
+        plan = transfer.plan
+        subscribe = self._tell(transfer, Subscribe(plan.attempt, plan.first_block))
+        return [*subscribe, Recorded("subscribed", plan.attempt, plan.first_block)]
+
+    def _offered(self, transfer: _Transfer, offer: Offer) -> list[TransferEffect]:
+        end = offer.first_block + len(offer.block_ids)
+        known = end <= transfer.next_block and offer.closing is None
+        if known or transfer.closing is not None:
+            self.counters["Offer_duplicate"] += 1
+            return []
+        objection = self._objection(transfer, offer, end)
+        if objection is not None:
+            self.counters["Offer_bad"] += 1
+            return self._fail(transfer, TransferCause.REFUSED, objection)
+        attempt = transfer.plan.attempt
+        transfer.machine.feed(TransferEvent.OFFER)
+        effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
+        local_blocks = transfer.plan.block_ids[offer.first_block : end]
+        transfer.next_block = end
+        transfer.closing = offer.closing
+        transfer.remote_blocks.update(offer.block_ids)
+        if local_blocks:
+            effects += self._read(transfer, coalesce(local_blocks, offer.block_ids), len(local_blocks))
+        return effects + self._confirm(transfer)
+
+    def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
+        plan, pool = transfer.plan, self._peers[transfer.peer].num_blocks or 0
+        total = len(plan.block_ids)
+        if offer.first_block != transfer.next_block:
+            return f"offer from block {offer.first_block} on, expected {transfer.next_block}"
+        if end > total:
+            return f"offer up to block {end} of a prompt of {total}"
+        outside = [b for b in offer.block_ids if not 0 <= b < pool]
+        if outside:
+            return f"block {outside[0]} offered out of a pool of {pool}"
+        fresh = set(offer.block_ids)
+        if len(fresh) < len(offer.block_ids) or fresh & transfer.remote_blocks:
+            return "the same block offered twice"
+        closing = offer.closing
+        if closing is None:
+            return None
+        if closing.num_prompt_tokens != plan.num_prompt_tokens or end != total:
+            return (
+                f"prompt of {closing.num_prompt_tokens} tokens in {end} blocks offered, "
+                f"expected {plan.num_prompt_tokens} in {total}"
+            )
+        return None if closing.first_token_ids else "no first token"
+
+    def _read(self, transfer: _Transfer, ranges: list[ReadRange], num_blocks: int) -> list[TransferEffect]:
+        self._last_read_id += 1
+        read_id = self._last_read_id
+        self._reads[read_id] = transfer
+        transfer.reads[read_id] = num_blocks
+        if transfer.first_read_at is None:
+            transfer.first_read_at = self._clock.monotonic()
+        started = Recorded("read_started", transfer.plan.attempt, num_blocks)
+        return [StartRead(read_id, transfer.peer, ranges), started]
+
+    def _confirm(self, transfer: _Transfer) -> list[TransferEffect]:
+        if transfer.closing is None or transfer.reads:
+            return []
+        transfer.machine.feed(TransferEvent.ALL_READ)
+        return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
+
+    def _answered(self, transfer: _Transfer, held: bool) -> list[TransferEffect]:
+        if not held or transfer.closing is None:
+            return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
+        transfer.machine.feed(TransferEvent.HELD)
+        attempt = transfer.plan.attempt
+        del self._transfers[attempt]
+        read_s = 0.0 if transfer.first_read_at is None else transfer.last_read_at - transfer.first_read_at
+        stats = TransferStats(transfer.num_bytes, transfer.num_blocks, read_s)
+        return [
+            Recorded("confirmed", attempt, transfer.num_blocks),
+            Arrived(attempt, tuple(transfer.closing.first_token_ids), stats),
+            Recorded("kv_arrived", attempt, transfer.num_bytes),
+        ]
+
+    def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
+        attempt = transfer.plan.attempt
+        transfer.cause = cause
+        failed: list[TransferEffect] = [
+            Recorded("kv_failed", attempt, detail=cause.value),
+            Failed(attempt, cause, story),
+        ]
+        return failed + self._give_up(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
+
+    def _give_up(self, transfer: _Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
+        """End a transfer, or put it into quarantine, and tell the sender if it knows of it."""
+        attempt, reading = transfer.plan.attempt, bool(transfer.reads)
+        known = transfer.machine.state is not TransferState.PLANNED
+        transfer.machine.feed(event_reading if reading else event)
+        effects = self._tell(transfer, Abandon(attempt, reading)) if known else []
+        if reading:
+            return [*effects, Recorded("quarantined", attempt, sum(transfer.reads.values()))]
+        del self._transfers[attempt]
+        return effects
+
+    def _flush(self, transfer: _Transfer) -> list[TransferEffect]:
+        if transfer.reads:
+            return []
+        cancelled = transfer.cause is TransferCause.CANCELLED
+        transfer.machine.feed(TransferEvent.READS_ENDED_ABANDONED if cancelled else TransferEvent.READS_ENDED_FAILED)
+        attempt = transfer.plan.attempt
+        del self._transfers[attempt]
+        effects = [*self._tell(transfer, Abandon(attempt, False)), Recorded("quarantine_released", attempt)]
+        return [*effects, Released(attempt)] if transfer.ended else effects
+
+    def _tell(self, transfer: _Transfer, message: ReaderMessage) -> list[TransferEffect]:
+        peer = self._peers.get(transfer.peer)
+        ready = peer is not None and peer.num_blocks is not None
+        return [TellSender(transfer.peer, message)] if ready else []
+
+    def _transfers_of(self, incarnation: str) -> list[_Transfer]:
+        return [transfer for transfer in self._transfers.values() if transfer.peer == incarnation]
+
+    def _quarantined_blocks(self, incarnation: str) -> int:
+        return sum(
+            sum(transfer.reads.values())
+            for transfer in self._transfers_of(incarnation)
+            if transfer.machine.state is TransferState.QUARANTINED
+        )

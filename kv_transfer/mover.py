@@ -1,102 +1,424 @@
-"""The thread that owns a node's transfer agent."""
+"""The thread that owns a node's transfer agent: it posts, polls and pumps, and nobody else touches the agent.
+
+The rules it keeps:
+
+1. Every read is answered once, by ReadDone or ReadFailed, and the answer means that nothing of it writes any more. A
+   peer that neither answers nor dies (SIGSTOP) leaves its reads in flight: they stay polled and counted, and their
+   blocks stay the owner's to quarantine.
+2. A handle is released only when its read is over; a peer is dropped only when its reads are.
+3. No CPU without work: the thread sleeps on its inbox when no read is in flight and no lease is out, looks every
+   millisecond while a lease is out (peers' reads need it), and spins while a read is in flight, slower the longer
+   nothing has arrived.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
-from kv_transfer.backends.base import PeerMemory, ReadRange, TransferBackend
+from kv_transfer.backends.base import (
+    PeerGone,
+    PeerMemory,
+    ReadHandle,
+    ReadRange,
+    ReadState,
+    ReadStuck,
+    TransferBackend,
+    check_ranges,
+)
+from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.window import FairWindow, Piece, WindowLimits
+
+__all__ = [
+    "ConnectFailed",
+    "Connected",
+    "Mover",
+    "MoverEvent",
+    "ReadDone",
+    "ReadFailed",
+    "pause",
+]
+
+LEASE_PUMP_S = 0.001
+STUCK_AFTER_S = 1.0
+STOP_WITHIN_S = 2.0
+_LONGEST_POLL_PAUSE_S = 0.001
+_POLL_PAUSE_SHARE = 0.01
+_SHORTEST_PAUSE_S = 20e-6
+
+_NOT_RUNNING = TransferFailed(TransferCause.CANCELLED, "the mover is not running")
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """The peer's blocks can be read."""
+def pause(quiet_s: float | None, open_leases: int) -> float | None:
+    """Seconds that the mover waits for a command before it looks again; None: until one comes.
 
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectFailed:
-    """The peer's blocks can't be read."""
-
-    incarnation: str
-    error: TransferFailed
+    `quiet_s` is the time since anything of the reads in flight was posted or finished, None without any. A pause is 1 %
+    of it, so that polling never delays a completion by more than that share of the time it took.
+    """
+    if quiet_s is not None:
+        wait = min(quiet_s * _POLL_PAUSE_SHARE, _LONGEST_POLL_PAUSE_S)
+        return wait if wait >= _SHORTEST_PAUSE_S else 0.0
+    return LEASE_PUMP_S if open_leases else None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    """All bytes of a read are here."""
-
+@dataclass(slots=True)
+class _Read:
     read_id: int
+    incarnation: str
+    blocks_left: int
     num_bytes: int
-    post_s: float
-    """Seconds spent in the backend's post calls."""
-    total_s: float
-    """Seconds from the call of `read` on."""
-    num_ranges: int
-    """Ranges that were posted (a long read is posted in pieces)."""
+    called_at: float
+    moved_at: float
+    post_s: float = 0.0
+    num_ranges: int = 0
+    pieces: int = 0
+    failure: TransferFailed | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
-    """A read brought nothing usable, and nothing of it writes to its local blocks any more."""
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    pieces: int = 0
+    closing: TransferFailed | None = None
+    """Why no read is taken any more; the peer is dropped when its last piece has ended."""
 
-    read_id: int
-    cause: TransferCause
-    story: str
-
-
-MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed
+    @property
+    def lost(self) -> bool:
+        return self.closing is not None and self.closing.cause is TransferCause.PEER_GONE
 
 
 class Mover:
-    """Posts, polls and pumps in one thread; every method may be called from any thread and returns at once."""
+    """Moves blocks in one thread. Methods may be called from any thread, return at once, and answer by `deliver`.
 
-    agent_metadata: bytes
+    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once.
+    """
 
     def __init__(
         self,
         backend_factory: Callable[[], TransferBackend],
         deliver: Callable[[MoverEvent], None],
         clock: Clock,
+        window: WindowLimits | None = None,
     ) -> None:
-        raise NotImplementedError
-
-    @property
-    def reads_in_flight(self) -> int:
+        self.agent_metadata = b""
+        self.reads_in_flight = 0
         """Reads that may still write to their local blocks, queued ones not counted."""
-        raise NotImplementedError
+        self.stuck = 0
+        """Those of them that have made no progress for STUCK_AFTER_S, or failed in a way that may still write."""
+        self.fault: Exception | None = None
+        """What ended the thread, should it ever end by itself; reads in flight then stay counted."""
+        self._backend_factory = backend_factory
+        self._deliver = deliver
+        self._clock = clock
+        self._limits = window or WindowLimits()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="baton-mover", daemon=True)
+        self._up = threading.Event()
+        self._start_error: Exception | None = None
+        self._gate = threading.Lock()
+        self._accepting = False
+        self._read_ids: set[int] = set()
+        self._backend: TransferBackend
+        self._window: FairWindow
+        self._peers: dict[str, _Peer] = {}
+        self._reads: dict[int, _Read] = {}
+        self._in_flight: dict[ReadHandle, Piece] = {}
+        self._hopeless: dict[ReadHandle, Piece] = {}
+        self._open_leases = 0
+        self._moved_at = 0.0
+        self._counted_at = 0.0
+        self._stop_by: float | None = None
 
-    @property
-    def stuck(self) -> int:
-        """Those of them that have made no progress for a second, or failed in a way that may still write."""
-        raise NotImplementedError
+    # Called from any thread.
 
     def start(self) -> None:
         """Make the agent; returns when it is up, raises its error."""
-        raise NotImplementedError
+        self._thread.start()
+        self._up.wait()
+        if self._start_error is not None:
+            raise self._start_error
 
     def connect(self, peer: PeerMemory) -> None:
-        """Answered by Connected or ConnectFailed."""
-        raise NotImplementedError
+        """Answered by Connected or ConnectFailed. Connecting again with equal values is fine."""
+        if not self._tell(functools.partial(self._connect, peer)):
+            self._answer(ConnectFailed(peer.incarnation, _NOT_RUNNING))
 
     def read(self, read_id: int, incarnation: str, ranges: Sequence[ReadRange]) -> None:
-        """Answered by exactly one ReadDone or ReadFailed, unless the peer neither answers nor dies.
+        """Answered by one ReadDone or ReadFailed, whenever nothing of it writes any more.
 
         Raises ValueError for a read id that is in use.
         """
-        raise NotImplementedError
+        with self._gate:
+            if read_id in self._read_ids:
+                raise ValueError(f"read {read_id} is in flight")
+            self._read_ids.add(read_id)
+        command = functools.partial(self._read, read_id, incarnation, tuple(ranges), self._clock.monotonic())
+        if not self._tell(command):
+            self._refuse(read_id, _NOT_RUNNING)
+
+    def cancel(self, read_id: int) -> None:
+        """Post no more of a read; what is in flight ends first, then it is answered. Unknown ones are fine."""
+        self._tell(functools.partial(self._cancel, read_id))
 
     def disconnect(self, incarnation: str) -> None:
-        """Drop a peer. Its queued reads fail with CANCELLED; those in flight end first and are reported as usual."""
-        raise NotImplementedError
+        """Drop a peer. Its reads fail with CANCELLED as soon as nothing of them is in flight; unknown ones are fine."""
+        self._tell(functools.partial(self._disconnect, incarnation))
 
     def set_open_leases(self, num_leases: int) -> None:
-        """Sender side: how many leases are out. Pumps while there is one."""
-        raise NotImplementedError
+        """Sender side: how many leases are out. Peers' reads make progress while there is one."""
+        self._tell(functools.partial(self._set_open_leases, num_leases))
 
     def stop(self) -> None:
-        """End the thread and the agent; waits a bounded time for reads in flight."""
-        raise NotImplementedError
+        """Cancel what is queued, wait up to STOP_WITHIN_S for reads in flight, end the thread.
+
+        Reads still in flight then get no answer and stay counted; the agent and the memory live on with this object,
+        until the process ends. Calls after this one are answered at once, from the calling thread.
+        """
+        with self._gate:
+            if not self._accepting:
+                return
+            self._accepting = False
+            self._inbox.put(self._begin_stop)
+        self._thread.join()
+
+    def _tell(self, command: Callable[[], None]) -> bool:
+        with self._gate:
+            if self._accepting:
+                self._inbox.put(command)
+            return self._accepting
+
+    # Everything below runs in the mover's thread.
+
+    def _run(self) -> None:
+        try:
+            self._backend = self._backend_factory()
+            self.agent_metadata = self._backend.agent_metadata()
+            self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
+            self._accepting = True
+        except Exception as error:
+            self._start_error = error
+            return
+        finally:
+            self._up.set()
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            _log.exception("the mover ended by a fault")
+            self.fault = error
+        self._end()
+
+    def _turn(self) -> bool:
+        """Take commands, post one piece, look at all; says whether to go on."""
+        self._take_commands()
+        piece = self._window.take()
+        if piece is not None:
+            self._post(piece)
+        self._poll()
+        if self._open_leases:
+            self._backend.pump()
+        if self._stop_by is None:
+            return True
+        return bool(self._in_flight) and self._clock.monotonic() < self._stop_by
+
+    def _take_commands(self) -> None:
+        wait = self._pause()
+        try:
+            if wait == 0.0:
+                # The lock of the interpreter, handed to whoever computes while this thread spins.
+                time.sleep(0)
+                command = self._inbox.get_nowait()
+            else:
+                command = self._inbox.get(timeout=wait)
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _pause(self) -> float | None:
+        if not self._in_flight:
+            return 0.0 if self._window.queued_reads else pause(None, self._open_leases)
+        return pause(self._clock.monotonic() - self._moved_at, self._open_leases)
+
+    def _connect(self, peer: PeerMemory) -> None:
+        known = self._peers.get(peer.incarnation)
+        try:
+            if known is None:
+                self._backend.connect(peer)
+                self._peers[peer.incarnation] = _Peer(peer)
+            elif known.memory != peer:
+                raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} changed its memory")
+            elif known.lost:
+                raise PeerGone(str(known.closing))
+            else:
+                known.closing = None
+        except TransferFailed as error:
+            self._answer(ConnectFailed(peer.incarnation, error))
+        except Exception as error:
+            # What a peer published must not end the mover, whatever it does to the backend.
+            _log.exception("%s can't be connected", peer.incarnation)
+            self._answer(ConnectFailed(peer.incarnation, TransferFailed(TransferCause.REFUSED, repr(error))))
+        else:
+            self._answer(Connected(peer.incarnation))
+
+    def _read(self, read_id: int, incarnation: str, ranges: tuple[ReadRange, ...], called_at: float) -> None:
+        peer = self._peers.get(incarnation)
+        try:
+            if peer is None:
+                raise PeerGone(f"{incarnation} is not connected")
+            if peer.closing is not None:
+                raise peer.closing
+            check_ranges(ranges, self._backend.memory.num_blocks, peer.memory.num_blocks)
+        except TransferFailed as error:
+            self._refuse(read_id, error)
+            return
+        num_blocks = sum(r.count for r in ranges)
+        num_bytes = num_blocks * self._backend.memory.block_bytes
+        self._reads[read_id] = _Read(read_id, incarnation, num_blocks, num_bytes, called_at, called_at)
+        self._window.submit(read_id, incarnation, ranges)
+
+    def _cancel(self, read_id: int) -> None:
+        read = self._reads.get(read_id)
+        if read is not None and self._window.withdraw(read_id, read.incarnation):
+            read.failure = read.failure or TransferFailed(TransferCause.CANCELLED, "cancelled by its owner")
+            self._settle(read)
+
+    def _disconnect(self, incarnation: str) -> None:
+        self._close_peer(incarnation, TransferFailed(TransferCause.CANCELLED, f"{incarnation} was disconnected"))
+
+    def _set_open_leases(self, num_leases: int) -> None:
+        self._open_leases = num_leases
+
+    def _begin_stop(self) -> None:
+        self._stop_by = self._clock.monotonic() + STOP_WITHIN_S
+        for incarnation in list(self._peers):
+            self._close_peer(incarnation, TransferFailed(TransferCause.CANCELLED, "the mover stops"))
+
+    def _close_peer(self, incarnation: str, why: TransferFailed) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            return
+        if not peer.lost:
+            peer.closing = why
+        for read in [r for r in self._reads.values() if r.incarnation == incarnation]:
+            if self._window.withdraw(read.read_id, incarnation):
+                read.failure = read.failure or why
+                self._settle(read)
+        self._drop_idle(peer)
+
+    def _drop_idle(self, peer: _Peer) -> None:
+        if peer.closing is not None and not peer.pieces:
+            del self._peers[peer.memory.incarnation]
+            self._backend.disconnect(peer.memory.incarnation)
+
+    def _post(self, piece: Piece) -> None:
+        read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
+        before = self._clock.monotonic()
+        try:
+            handle = self._backend.post_read(piece.incarnation, piece.ranges)
+        except TransferFailed as error:
+            self._window.finished(piece)
+            self._lose(read, peer, error)
+            return
+        self._moved_at = read.moved_at = self._clock.monotonic()
+        read.post_s += self._moved_at - before
+        read.num_ranges += len(piece.ranges)
+        self.reads_in_flight += not read.pieces
+        read.pieces += 1
+        peer.pieces += 1
+        self._in_flight[handle] = piece
+
+    def _poll(self) -> None:
+        if not self._in_flight:
+            return
+        now = self._clock.monotonic()
+        for handle, piece in list(self._in_flight.items()):
+            read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
+            try:
+                if self._backend.poll(handle) is ReadState.IN_PROGRESS:
+                    continue
+            except PeerGone as error:
+                self._retire(handle, read, peer)
+                self._lose(read, peer, error)
+            except ReadStuck as error:
+                self._hopeless[handle] = self._in_flight.pop(handle)
+                read.failure = error
+                self._close_peer(piece.incarnation, error)
+            else:
+                self._retire(handle, read, peer)
+                read.blocks_left -= piece.num_blocks
+                self._moved_at = read.moved_at = now
+                self._settle(read)
+                self._drop_idle(peer)
+        if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
+            self._count_stuck(now)
+
+    def _retire(self, handle: ReadHandle, read: _Read, peer: _Peer) -> None:
+        self._backend.release(handle)
+        self._window.finished(self._in_flight.pop(handle))
+        read.pieces -= 1
+        peer.pieces -= 1
+        self.reads_in_flight -= not read.pieces
+
+    def _lose(self, read: _Read, peer: _Peer, error: TransferFailed) -> None:
+        """One piece of the read will never come; with the peer gone, nothing of it will."""
+        self._window.withdraw(read.read_id, read.incarnation)
+        read.failure = read.failure or error
+        self._settle(read)
+        if isinstance(error, PeerGone):
+            self._close_peer(read.incarnation, error)
+
+    def _settle(self, read: _Read) -> None:
+        """Answer a read of which nothing is in flight or to come."""
+        if read.pieces or (read.failure is None and read.blocks_left):
+            return
+        del self._reads[read.read_id]
+        if read.failure is not None:
+            self._refuse(read.read_id, read.failure)
+            return
+        total_s = self._clock.monotonic() - read.called_at
+        self._forget_id(read.read_id)
+        self._answer(ReadDone(read.read_id, read.num_bytes, read.post_s, total_s, read.num_ranges))
+
+    def _count_stuck(self, now: float) -> None:
+        in_flight = [read for read in self._reads.values() if read.pieces]
+        self.stuck = sum(isinstance(r.failure, ReadStuck) or now - r.moved_at >= STUCK_AFTER_S for r in in_flight)
+        self._counted_at = now
+
+    def _forget_id(self, read_id: int) -> None:
+        with self._gate:
+            self._read_ids.discard(read_id)
+
+    def _refuse(self, read_id: int, why: TransferFailed) -> None:
+        self._forget_id(read_id)
+        self._answer(ReadFailed(read_id, why.cause, str(why)))
+
+    def _answer(self, event: MoverEvent) -> None:
+        try:
+            self._deliver(event)
+        except Exception:
+            _log.exception("%s could not be delivered", event)
+
+    def _end(self) -> None:
+        """Nothing comes after this: answer what never began, and leave alone what may still write."""
+        with self._gate:
+            self._accepting = False
+        try:
+            while not self._inbox.empty():
+                self._inbox.get_nowait()()
+            self._begin_stop()
+            if not self._in_flight and not self._hopeless:
+                self._backend.close()
+        except Exception as error:
+            _log.exception("the mover could not end in order")
+            self.fault = self.fault or error

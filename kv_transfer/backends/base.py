@@ -110,9 +110,7 @@ class PeerMemory:
             ("device id", self.device_id, 0, _MAX_DEVICE_ID),
         ):
             if not low <= value <= high:
-                raise TransferFailed(
-                    TransferCause.REFUSED, f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}"
-                )
+                raise TransferFailed(TransferCause.REFUSED, f"{name} of {self.incarnation[:_MAX_NAME]!r} is {value}")
         if self.kind not in MEMORY_KINDS:
             raise TransferFailed(TransferCause.REFUSED, f"memory of unknown kind {self.kind[:_MAX_NAME]!r}")
 

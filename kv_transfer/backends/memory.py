@@ -1,8 +1,8 @@
 """An in-process fake of one-sided reads, with NIXL's hazards and faults on demand.
 
-Nothing moves by itself: every `poll` and `pump` of the receiver is one step, in which each of its reads may copy. A read
-that was given up goes on writing. With `sender_must_pump`, a read takes a step only after the sender pumped, as with
-NIXL. Faults are drawn per read, in the order of posting, from a seed.
+Nothing moves by itself: every `poll` and `pump` of the receiver is one step, in which each of its reads may copy. A
+read that was given up goes on writing. With `sender_must_pump`, a read takes a step only after the sender pumped, as
+with NIXL. Faults are drawn per read, in the order of posting, from a seed.
 """
 
 from __future__ import annotations

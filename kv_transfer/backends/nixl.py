@@ -77,9 +77,7 @@ class NixlBackend:
             self._registered = self._agent.register_memory([region], mem_type=memory.kind)
             self._metadata = bytes(self._agent.get_agent_metadata())
         except self._errors.any as error:
-            raise ConfigError(
-                f"NIXL can't serve {memory.num_bytes} bytes of {memory.kind}: {_say(error)}"
-            ) from error
+            raise ConfigError(f"NIXL can't serve {memory.num_bytes} bytes of {memory.kind}: {_say(error)}") from error
 
     @property
     def memory(self) -> KVMemory:
@@ -99,9 +97,7 @@ class NixlBackend:
         name = loaded.decode("utf-8", "replace") if isinstance(loaded, bytes) else str(loaded)
         try:
             if name != peer.incarnation:
-                raise TransferFailed(
-                    TransferCause.REFUSED, f"{peer.incarnation} sent the agent metadata of {name!r}"
-                )
+                raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} sent the agent metadata of {name!r}")
             self._check_registered(peer)
         except TransferFailed:
             if name not in self._peers:
@@ -148,9 +144,7 @@ class NixlBackend:
 
     def _descriptors(self, memory: KVMemory | PeerMemory, runs: Sequence[tuple[int, int]]) -> Any:
         size = memory.block_bytes
-        rows = [
-            (memory.base_address + first * size, count * size, memory.device_id) for first, count in runs
-        ]
+        rows = [(memory.base_address + first * size, count * size, memory.device_id) for first, count in runs]
         return self._agent.get_xfer_descs(rows, mem_type=memory.kind)
 
     def poll(self, handle: ReadHandle) -> ReadState:
@@ -189,7 +183,11 @@ class NixlBackend:
                 raise
 
     def pump(self) -> None:
-        self._agent.get_new_notifs()
+        try:
+            self._agent.get_new_notifs()
+        except self._errors.any:
+            # Of some peer that left: whoever reads from it learns that from `poll`.
+            return
 
     def disconnect(self, incarnation: str) -> None:
         peer = self._peers.get(incarnation)

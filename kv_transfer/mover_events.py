@@ -1,0 +1,48 @@
+"""What the mover answers. Delivered from its thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import TransferCause, TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The peer's blocks can be read."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """The peer's blocks can't be read."""
+
+    incarnation: str
+    error: TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """All bytes of a read are here."""
+
+    read_id: int
+    num_bytes: int
+    post_s: float
+    """Seconds spent in the backend's post calls."""
+    total_s: float
+    """Seconds from the call of `read` on."""
+    num_ranges: int
+    """Ranges that were posted (a long read is posted in pieces)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """A read brought nothing usable, and nothing of it writes to its local blocks any more."""
+
+    read_id: int
+    cause: TransferCause
+    story: str
+
+
+MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from baton.errors import NoCapacity
+from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription, Role
 
 
@@ -40,7 +40,8 @@ class Placement:
 
 
 def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
-    """The least loaded pair that fits; raises NoCapacity with the reason when there is none.
+    """The least loaded pair that fits. Raises NoCapacity with the reason when there is none, and InvalidRequest when
+    the nodes are there but too small.
 
     `candidates` are the nodes that take work; `exclude` names incarnations that already failed this request. A pair
     must agree on everything that KV depends on. One node alone runs the request only when the other kind is missing.
@@ -57,7 +58,10 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     alone = decodes or prefills
     if alone:
         return Placement(None, alone[0].node, _why_alone(candidates, prefills, decodes, exclude), candidates)
-    raise NoCapacity(_why_nobody(candidates, demand, exclude))
+    if any(c.node.model == demand.model and c.node.incarnation not in exclude for c in candidates):
+        tokens = demand.num_prompt_tokens + demand.max_tokens
+        raise InvalidRequest("prompt", f"with max_tokens comes to {tokens} tokens, more than any node's KV cache holds")
+    raise NoCapacity(_why_nobody(candidates, demand))
 
 
 def _fits(node: NodeDescription, demand: Demand) -> bool:
@@ -97,10 +101,8 @@ def _why_alone(
     return f"no {missing.value} node is left{note}"
 
 
-def _why_nobody(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> str:
-    if not candidates:
-        return f"no node that serves {demand.model or 'the model'} is up"
-    if all(c.node.incarnation in exclude for c in candidates):
-        return f"every node that is up ({len(candidates)}) failed this request"
-    tokens = demand.num_prompt_tokens + demand.max_tokens
-    return f"none of the {len(candidates)} nodes that are up can hold {tokens} tokens of {demand.model}"
+def _why_nobody(candidates: Sequence[Candidate], demand: Demand) -> str:
+    failed = sum(1 for c in candidates if c.node.model == demand.model)
+    if failed:
+        return f"every node that is up ({failed}) failed this request"
+    return f"no node that serves {demand.model} is up"

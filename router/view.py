@@ -34,8 +34,8 @@ class _Node:
     description: NodeDescription | None = None
     attached: bool = False
     load: LoadReport = field(default_factory=LoadReport)
-    reported_in_flight: int = 0
-    """How many of our legs were in flight when the load was reported."""
+    others: int = 0
+    """Requests of other routers on it, as far as its last report shows."""
     in_flight: set[AttemptKey] = field(default_factory=set)
     last_chosen: int = 0
     last_message: float = 0.0
@@ -79,7 +79,7 @@ class ClusterView:
         node.detail = ""
         node.in_flight.clear()
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
-        node.reported_in_flight = 0
+        node.others = 0
 
     def reported(self, incarnation: str, load: LoadReport, now: float) -> None:
         """The node said how busy it is."""
@@ -87,7 +87,8 @@ class ClusterView:
         if node is None:
             return
         node.load = load
-        node.reported_in_flight = len(node.in_flight)
+        # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
+        node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - len(node.in_flight))
         node.last_message = now
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
@@ -127,7 +128,7 @@ class ClusterView:
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
         return tuple(
-            Candidate(node.description, self._load_of(node), node.last_chosen)
+            Candidate(node.description, float(node.others + len(node.in_flight)), node.last_chosen)
             for _, node in sorted(self._nodes.items())
             if node.description is not None and self._state(node) is NodeState.READY
         )
@@ -146,13 +147,6 @@ class ClusterView:
         self.forget_lost(now)
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
         return tuple(self._status(node, wall) for node in nodes)
-
-    @staticmethod
-    def _load_of(node: _Node) -> float:
-        load = node.load
-        reported = load.running + load.waiting + load.waiting_for_remote_kvs
-        # The report is a moment old: what was sent or ended since then is known here.
-        return float(max(0, reported + len(node.in_flight) - node.reported_in_flight))
 
     @staticmethod
     def _state(node: _Node) -> NodeState:

@@ -1,0 +1,203 @@
+"""The router process: puts the parts together, starts them, drains them, stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import baton
+from baton.clock import SystemClock
+from baton.errors import ConfigError, Draining, Unreachable
+from baton.ids import new_incarnation
+from baton.registry import Lease, Membership, NodeRecord
+from baton.registry.registry import Registry
+from baton.rpc import generation_service, operator_service
+from baton.rpc.generation_service import GenerationServicer
+from baton.rpc.messages import ModelCard
+from baton.rpc.node_client import NodeClient
+from baton.rpc.operator_service import OperatorServicer
+from baton.rpc.server import RpcServer, join_address
+from baton.text.model_files import ModelFiles, read_model_files
+from baton.text.tokenizer import Tokenizer
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.front import GenerationHandler, OperatorHandler
+from router.node_links import LinkTimes, NodeLinks
+from router.timers import LoopTimers, sleep_until
+from router.view import ClusterView
+
+_log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything a router needs to know. Ports of 0 are picked."""
+
+    registry_url: str
+    cluster: str
+    router_id: str
+    model_dir: Path
+    model_name: str
+    """As the nodes' records have it."""
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    operator_port: int = 0
+    advertise_host: str = ""
+    """Where others reach this router; `host`, or this machine's name when that is a wildcard."""
+    skip_tokenizer_init: bool = False
+    """Serve token ids only; the model directory then needs no tokenizer.json."""
+    drain_s: float = 30.0
+    """How long running requests may go on once the router is to stop."""
+    limits: DispatchLimits = DispatchLimits()
+    link_times: LinkTimes = LinkTimes()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddresses:
+    """Where a router is reached, and which run of it this is."""
+
+    incarnation: str
+    grpc: str
+    operator: str
+
+
+class _Cards:
+    """What the model can do: config.json's word until nodes are attached, then theirs."""
+
+    def __init__(self, name: str, files: ModelFiles, view: ClusterView) -> None:
+        self._view = view
+        self._known = ModelCard(name, files.max_position_embeddings, files.vocab_size)
+
+    def __call__(self) -> ModelCard:
+        nodes = [node for node in self._view.descriptions() if node.model == self._known.name]
+        if nodes:
+            longest = max(node.max_model_len for node in nodes)
+            self._known = ModelCard(self._known.name, longest, min(node.vocab_size for node in nodes))
+        return self._known
+
+
+class _Router:
+    """One running router."""
+
+    def __init__(self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, files: ModelFiles) -> None:
+        rng, clock = Random(), SystemClock()
+        self._config = config
+        self._membership = membership
+        self._timers = LoopTimers()
+        self._view = ClusterView()
+        self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times)
+        cards = _Cards(config.model_name, files, self._view)
+        self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits)
+        self._public = RpcServer((generation_service.SERVICE_NAME,))
+        self._private = RpcServer((operator_service.SERVICE_NAME,))
+        host = config.advertise_host or (config.host if config.host not in _WILDCARDS else socket.gethostname())
+        self._record = NodeRecord(
+            name=config.router_id,
+            role="router",
+            incarnation=new_incarnation(config.router_id, rng),
+            address=join_address(host, self._public.bind(config.host, config.grpc_port)),
+            operator_address=join_address(host, self._private.bind(config.host, config.operator_port)),
+            pid=os.getpid(),
+            version=baton.__version__,
+            started_at=clock.wall(),
+            lease_s=LEASE_S,
+            model=config.model_name,
+        )
+        self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
+        GenerationServicer(GenerationHandler(self._dispatcher, codec, cards)).add_to_server(self._public.server)
+        OperatorServicer(self._operator).add_to_server(self._private.server)
+        self._lease: Lease | None = None
+
+    async def run(self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event) -> None:
+        """Serve until `stop`, then drain."""
+        record = self._record
+        watching = asyncio.create_task(self._watch(), name="router-watch")
+        health = asyncio.create_task(self._publish_health(), name="router-health")
+        stopping = asyncio.create_task(stop.wait(), name="router-stop")
+        try:
+            await self._public.start()
+            await self._private.start()
+            await self._private.set_ready(True)
+            self._lease = await self._membership.lease(record)
+            ready(RouterAddresses(record.incarnation, record.address, record.operator_address))
+            done, _ = await asyncio.wait((watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                task.result()
+            await self._drain(health)
+        finally:
+            for task in (watching, health, stopping):
+                task.cancel()
+            await asyncio.gather(watching, health, stopping, return_exceptions=True)
+            await self._shut_down()
+
+    async def _watch(self) -> None:
+        async for snapshot in self._membership.watch():
+            nodes = [record for record in snapshot.values() if record.role != "router"]
+            self._view.registered(nodes)
+            self._links.update(nodes)
+            self._operator.registered_routers([r for r in snapshot.values() if r.role == "router"])
+
+    async def _publish_health(self) -> None:
+        while True:
+            await self._dispatcher.changed.wait()
+            self._dispatcher.changed.clear()
+            await self._public.set_ready(bool(self._view.candidates()))
+
+    async def _drain(self, health: asyncio.Task[None]) -> None:
+        """Refuse what is new, let what runs end, within the bound."""
+        health.cancel()
+        self._dispatcher.drain()
+        await self._public.set_ready(False)
+        self._record = replace(self._record, state="draining")
+        self._operator.own_record(self._record)
+        idle = asyncio.create_task(self._dispatcher.idle())
+        bound = asyncio.create_task(sleep_until(self._timers, self._timers.monotonic() + self._config.drain_s))
+        try:
+            if self._lease is not None and self._dispatcher.num_live:
+                await self._lease.update(self._record)
+            await asyncio.wait((idle, bound), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+            bound.cancel()
+            await asyncio.gather(idle, bound, return_exceptions=True)
+
+    async def _shut_down(self) -> None:
+        if self._dispatcher.num_live:
+            _log.warning("%d requests did not end in time", self._dispatcher.num_live)
+        self._dispatcher.end_all(Draining("this router is shutting down"))
+        await asyncio.gather(self._public.stop(2.0), self._private.stop(0.5))
+        await self._links.close()
+        if self._lease is not None:
+            await self._lease.close()
+
+
+async def run_router(
+    config: RouterConfig,
+    ready: Callable[[RouterAddresses], None],
+    stop: asyncio.Event,
+    membership: Membership | None = None,
+) -> None:
+    """Run a router until `stop` is set, then drain it. `ready` is called once, when the ports answer.
+
+    Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry.
+    """
+    files = read_model_files(config.model_dir)
+    codec = None if config.skip_tokenizer_init else Tokenizer.load(config.model_dir)
+    async with contextlib.AsyncExitStack() as stack:
+        if membership is None:
+            membership = Registry.connect(config.registry_url, config.cluster)
+            stack.push_async_callback(membership.close)
+        try:
+            await membership.ping()
+        except Unreachable as error:
+            raise ConfigError(f"{error}; start Redis there or name another one with --registry") from error
+        await _Router(config, membership, codec, files).run(ready, stop)

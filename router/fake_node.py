@@ -1,0 +1,113 @@
+"""Nodes that a script drives, in process; the fake beside the streams to real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from baton.errors import NodeLost
+from baton.rpc.messages import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+
+
+class FakeStream:
+    """The router's end of one attachment."""
+
+    def __init__(self, node: FakeNode) -> None:
+        self.welcome = node.description
+        self.is_closed = False
+        self._node = node
+        self._reports: asyncio.Queue[StepReport | NodeLost] = asyncio.Queue()
+
+    async def send(self, message: RouterMessage) -> None:
+        if self.is_closed:
+            raise NodeLost(f"node {self.welcome.node_id} is gone: the stream is closed")
+        self._node.inbox.put_nowait(message)
+
+    async def __aiter__(self) -> AsyncIterator[StepReport]:
+        while True:
+            report = await self._reports.get()
+            if isinstance(report, NodeLost):
+                raise report
+            yield report
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def put(self, report: StepReport | NodeLost) -> None:
+        """What the router reads next."""
+        self._reports.put_nowait(report)
+
+
+class FakeNode:
+    """One incarnation of a node. `inbox` has what routers sent; `report` and `die` are what it does."""
+
+    def __init__(self, description: NodeDescription) -> None:
+        self.description = description
+        self.inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
+        self.stream: FakeStream | None = None
+        self.num_attachments = 0
+        self.is_up = True
+        self.is_silent = False
+        """Takes connections but answers nothing, like a stopped process."""
+
+    @property
+    def incarnation(self) -> str:
+        return self.description.incarnation
+
+    async def attach(self) -> FakeStream:
+        if self.is_silent:
+            await asyncio.get_running_loop().create_future()
+        if not self.is_up:
+            raise NodeLost(f"node {self.description.node_id} does not answer")
+        self.num_attachments += 1
+        self.stream = FakeStream(self)
+        return self.stream
+
+    def report(self, *deltas: RequestDelta, load: LoadReport | None = None) -> None:
+        """One engine step."""
+        if self.stream is not None:
+            self.stream.put(StepReport(deltas, load or LoadReport()))
+
+    def die(self) -> None:
+        """The process is gone: its stream breaks and nobody answers."""
+        self.is_up = False
+        if self.stream is not None:
+            self.stream.is_closed = True
+            self.stream.put(NodeLost(f"node {self.description.node_id} is gone: connection reset"))
+
+
+class FakeNodes:
+    """Every fake node by address: what a router connects to."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, FakeNode] = {}
+        self.num_open_clients = 0
+
+    def add(self, node: FakeNode) -> FakeNode:
+        self._by_address[node.description.address] = node
+        return node
+
+    def connect(self, address: str) -> FakeClient:
+        """A client for that address; to be given to NodeLinks."""
+        self.num_open_clients += 1
+        return FakeClient(self, address)
+
+    async def attach(self, address: str) -> FakeStream:
+        node = self._by_address.get(address)
+        if node is None:
+            raise NodeLost(f"nobody listens on {address}")
+        return await node.attach()
+
+
+class FakeClient:
+    """Speaks to one address."""
+
+    def __init__(self, nodes: FakeNodes, address: str) -> None:
+        self._nodes = nodes
+        self._address = address
+
+    async def attach(self, router_id: str, incarnation: str = "") -> FakeStream:
+        return await self._nodes.attach(self._address)
+
+    async def close(self) -> None:
+        self._nodes.num_open_clients -= 1

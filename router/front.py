@@ -1,0 +1,117 @@
+"""What the router's gRPC services call: clients' requests on one side, operators' questions on the other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.registry import Membership, NodeRecord
+from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role
+from router.dispatcher import Dispatcher
+from router.text_stream import TextCodec
+from router.validation import MAX_PROMPT_BYTES, check_model, check_text, check_token_ids
+from router.view import ClusterView
+
+_STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining"}
+
+
+class GenerationHandler:
+    """Serves clients; see `baton.rpc.generation_service.GenerationHandler`."""
+
+    def __init__(self, dispatcher: Dispatcher, codec: TextCodec | None, card: Callable[[], ModelCard]) -> None:
+        self._dispatcher = dispatcher
+        self._codec = codec
+        self._card = card
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+        return self._dispatcher.generate(request, timeout_s)
+
+    async def cancel(self, request_id: str) -> None:
+        """End a live request; raises RequestNotFound."""
+        self._dispatcher.cancel(request_id)
+
+    def tokenize(self, model: str, text: str) -> Sequence[int]:
+        """The token ids that `generate` would see; raises InvalidRequest."""
+        check_model(model, self._card())
+        check_text("text", text, MAX_PROMPT_BYTES)
+        return self._text_codec().encode(text)
+
+    def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """The text of token ids; raises InvalidRequest."""
+        card = self._card()
+        check_model(model, card)
+        check_token_ids("token_ids", token_ids, card.vocab_size)
+        return self._text_codec().decode(token_ids)
+
+    def list_models(self) -> Sequence[ModelCard]:
+        return [self._card()]
+
+    def _text_codec(self) -> TextCodec:
+        if self._codec is None:
+            raise InvalidRequest("model", "is served without a tokenizer")
+        return self._codec
+
+
+class OperatorHandler:
+    """Answers operators; see `baton.rpc.operator_service.OperatorHandler`."""
+
+    def __init__(
+        self, view: ClusterView, dispatcher: Dispatcher, membership: Membership, clock: Clock, own: NodeRecord
+    ) -> None:
+        self._view = view
+        self._dispatcher = dispatcher
+        self._membership = membership
+        self._clock = clock
+        self._own = own
+        self._routers: tuple[NodeRecord, ...] = ()
+
+    def own_record(self, record: NodeRecord) -> None:
+        """This router's record changed."""
+        self._own = record
+
+    def registered_routers(self, records: Sequence[NodeRecord]) -> None:
+        """These routers are in the registry now."""
+        self._routers = tuple(records)
+
+    def status(self) -> ClusterStatus:
+        """The cluster as this router sees it, this router included."""
+        wall = self._clock.wall()
+        own = replace(
+            _router_status(self._own, wall),
+            running=self._dispatcher.num_live - self._dispatcher.num_waiting,
+            waiting=self._dispatcher.num_waiting,
+        )
+        others = [_router_status(r, wall) for r in self._routers if r.incarnation != self._own.incarnation]
+        nodes = self._view.statuses(self._clock.monotonic(), wall)
+        health, detail = self._health()
+        return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
+
+    def _health(self) -> tuple[str, str]:
+        roles = {candidate.node.role for candidate in self._view.candidates()}
+        if not roles:
+            return "unavailable", "no node can serve"
+        notes = [f"no {role.value} node is up" for role in (Role.PREFILL, Role.DECODE) if role not in roles]
+        if not self._membership.healthy:
+            notes.insert(0, "the registry does not answer; serving goes on with the last view")
+            return "degraded", "; ".join(notes)
+        return "ok", "; ".join(notes)
+
+
+def _router_status(record: NodeRecord, wall: float) -> NodeStatus:
+    return NodeStatus(
+        name=record.name,
+        role=record.role,
+        status=_STATUS_WORDS[record.state],
+        incarnation=record.incarnation,
+        address=record.address,
+        pid=record.pid,
+        model=record.model,
+        running=0,
+        waiting=0,
+        kv_usage=0.0,
+        version=record.version,
+        age_s=max(0.0, wall - record.started_at),
+    )

@@ -1,0 +1,277 @@
+"""One stream per node incarnation, kept for as long as there is hope. Bytes and time only; what they mean is elsewhere.
+
+A link is lost when its stream breaks or when the node says nothing for three heartbeats; the listener hears of it at
+once, and only once per attachment. Then the link tries again, with back-off and jitter, for as long as the registry
+names the incarnation. What the registry forgets does not end a stream that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from baton.errors import BatonError, NodeLost
+from baton.registry import NodeRecord
+from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
+from router.timers import Timers, sleep_until
+
+
+class NodeStream(Protocol):
+    """One attached incarnation; `baton.rpc.node_client.NodeStream` is the real one."""
+
+    @property
+    def welcome(self) -> NodeDescription: ...
+
+    async def send(self, message: RouterMessage) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[StepReport]: ...
+
+    async def close(self) -> None: ...
+
+
+class NodeClient(Protocol):
+    """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
+
+    async def attach(self, router_id: str, incarnation: str = "") -> NodeStream: ...
+
+    async def close(self) -> None: ...
+
+
+class LinkListener(Protocol):
+    """Who hears of links. Called on the event loop; must return at once and never raise."""
+
+    def on_attached(self, description: NodeDescription) -> None: ...
+
+    def on_report(self, incarnation: str, report: StepReport) -> None: ...
+
+    def on_lost(self, incarnation: str, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """Bounds in seconds."""
+
+    silence_s: float = 3 * HEARTBEAT_S
+    attach_s: float = 5.0
+    first_retry_s: float = 0.05
+    last_retry_s: float = 2.0
+
+
+class NodeLinks:
+    """Every link of this router. `update` says who is registered, `send` reaches who is attached."""
+
+    def __init__(
+        self,
+        connect: Callable[[str], NodeClient],
+        router_id: str,
+        timers: Timers,
+        rng: Random,
+        times: LinkTimes | None = None,
+    ) -> None:
+        self._connect = connect
+        self._router_id = router_id
+        self._listener: LinkListener | None = None
+        self._timers = timers
+        self._rng = rng
+        self._times = times or LinkTimes()
+        self._links: dict[str, _Link] = {}
+        self._stopping: set[_Link] = set()
+
+    def listen(self, listener: LinkListener) -> None:
+        """Who hears of links; to be set before the first `update`."""
+        self._listener = listener
+
+    def update(self, records: Iterable[NodeRecord]) -> None:
+        """These incarnations are registered now: open links to the new, give up the gone ones that don't answer."""
+        current = {record.incarnation: record for record in records}
+        for incarnation, record in current.items():
+            link = self._links.get(incarnation)
+            if link is None or link.is_over:
+                self._links[incarnation] = _Link(self, record)
+            else:
+                link.registered = True
+        for incarnation, link in list(self._links.items()):
+            if incarnation not in current:
+                link.registered = False
+                if not link.is_attached:
+                    link.stop()
+                    self._stopping.add(self._links.pop(incarnation))
+        self._stopping = {link for link in self._stopping if not link.is_over}
+
+    def send(self, incarnation: str, message: RouterMessage) -> bool:
+        """Queue a message, never waits. False when there is no stream to that incarnation."""
+        link = self._links.get(incarnation)
+        return link is not None and link.send(message)
+
+    async def close(self) -> None:
+        """End every link and wait until nothing of it runs. Idempotent."""
+        links = [*self._links.values(), *self._stopping]
+        self._links, self._stopping = {}, set()
+        for link in links:
+            link.stop()
+        await asyncio.gather(*(link.ended() for link in links))
+
+    # What a link needs of its owner.
+
+    @property
+    def listener(self) -> LinkListener:
+        if self._listener is None:
+            raise RuntimeError("nobody listens to the links")
+        return self._listener
+
+    @property
+    def timers(self) -> Timers:
+        return self._timers
+
+    @property
+    def times(self) -> LinkTimes:
+        return self._times
+
+    def client(self, address: str) -> NodeClient:
+        return self._connect(address)
+
+    async def attach(self, client: NodeClient, record: NodeRecord) -> NodeStream:
+        """Open the stream within the bound; raises BatonError."""
+        attaching = asyncio.ensure_future(client.attach(self._router_id, record.incarnation))
+        bound = self._timers.call_at(self._timers.monotonic() + self._times.attach_s, lambda: _cancel(attaching))
+        try:
+            stream = await attaching
+        except asyncio.CancelledError:
+            if not attaching.cancel() and not attaching.cancelled() and attaching.exception() is None:
+                await attaching.result().close()
+            if _is_being_cancelled():
+                raise
+            raise NodeLost(f"node {record.name} did not answer within {self._times.attach_s:g} s") from None
+        finally:
+            bound.cancel()
+        if stream.welcome.incarnation != record.incarnation:
+            await stream.close()
+            raise NodeLost(f"{record.address} is {stream.welcome.incarnation}, not {record.incarnation}")
+        return stream
+
+    def retry_at(self, failures: int) -> float:
+        """When to try again after this many failures in a row: exponential, with full jitter over its upper half."""
+        longest = min(self._times.last_retry_s, self._times.first_retry_s * 2.0 ** min(failures, 16))
+        return self._timers.monotonic() + longest * (0.5 + 0.5 * self._rng.random())
+
+
+class _Link:
+    """One incarnation's stream and its two tasks: the runner, and while attached the writer."""
+
+    def __init__(self, owner: NodeLinks, record: NodeRecord) -> None:
+        self.registered = True
+        self._owner = owner
+        self._record = record
+        self._stream: NodeStream | None = None
+        self._outbox: deque[RouterMessage] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._last_message = 0.0
+        self._task = asyncio.create_task(self._run(), name=f"link-{record.incarnation}")
+
+    @property
+    def is_attached(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    def send(self, message: RouterMessage) -> bool:
+        if self._stream is None:
+            return False
+        self._outbox.append(message)
+        self._outbox_filled.set()
+        return True
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def ended(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        client = self._owner.client(self._record.address)
+        failures = 0
+        try:
+            while self.registered:
+                try:
+                    stream = await self._owner.attach(client, self._record)
+                except BatonError:
+                    failures += 1
+                    await sleep_until(self._owner.timers, self._owner.retry_at(failures))
+                    continue
+                failures = 0
+                await self._serve(stream)
+        finally:
+            await client.close()
+
+    async def _serve(self, stream: NodeStream) -> None:
+        """Read until the stream is lost. The listener hears of the loss before anything is awaited."""
+        timers, listener, incarnation = self._owner.timers, self._owner.listener, self._record.incarnation
+        self._outbox.clear()
+        self._stream = stream
+        self._last_message = timers.monotonic()
+        listener.on_attached(stream.welcome)
+        reading = asyncio.create_task(self._read(stream), name=f"link-read-{incarnation}")
+        writing = asyncio.create_task(self._write(stream), name=f"link-write-{incarnation}")
+        silence = asyncio.create_task(self._await_silence(), name=f"link-silence-{incarnation}")
+        tasks = (reading, writing, silence)
+        reason = "the router let go of it"
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = next(task.result() for task in tasks if task in done)
+        finally:
+            self._stream = None
+            listener.on_lost(incarnation, reason)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with contextlib.suppress(BatonError):
+                await stream.close()
+
+    async def _read(self, stream: NodeStream) -> str:
+        listener, timers, incarnation = self._owner.listener, self._owner.timers, self._record.incarnation
+        try:
+            async for report in stream:
+                self._last_message = timers.monotonic()
+                listener.on_report(incarnation, report)
+        except BatonError as error:
+            return str(error)
+        return f"node {self._record.name} ended the stream"
+
+    async def _write(self, stream: NodeStream) -> str:
+        try:
+            while True:
+                while self._outbox:
+                    await stream.send(self._outbox.popleft())
+                self._outbox_filled.clear()
+                await self._outbox_filled.wait()
+        except BatonError as error:
+            return str(error)
+
+    async def _await_silence(self) -> str:
+        timers, bound = self._owner.timers, self._owner.times.silence_s
+        while True:
+            deadline = self._last_message + bound
+            await sleep_until(timers, deadline)
+            if self._last_message + bound > deadline:
+                continue
+            if timers.monotonic() - deadline > bound / 4:
+                # We woke late: it was this process that slept, and what the node said meanwhile is still unread.
+                self._last_message = timers.monotonic() - bound / 2
+                continue
+            return f"node {self._record.name} said nothing for {bound:g} s"
+
+
+def _cancel(future: asyncio.Future[NodeStream]) -> None:
+    future.cancel()
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,61 @@
+"""From a request's tokens to what its client reads: text piece by piece, cut before the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from baton.rpc.messages import Chunk
+from baton.text.detokenizer import Detokenizer
+from baton.text.stop_strings import StopStrings
+from router.flight_table import EmitTokens
+
+
+class TextCodec(Protocol):
+    """What the router asks of a tokenizer; `baton.text.tokenizer.Tokenizer` is one."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+class TextStream:
+    """One request's text. Works token by token, so that the result does not depend on how tokens were grouped."""
+
+    def __init__(self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int) -> None:
+        self._detokenizer = codec.detokenizer() if codec is not None else None
+        self._search = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+        """Tokens up to now, or up to the one that completed a stop string."""
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._search.found
+
+    def push(self, tokens: EmitTokens) -> Chunk:
+        """The chunk for these tokens; none of those behind a stop string."""
+        text = []
+        taken = 0
+        for offset, token in enumerate(tokens.token_ids):
+            if self.found is not None:
+                break
+            taken += 1
+            is_stop_token = tokens.ends_with_stop_token and offset == len(tokens.token_ids) - 1
+            if self._detokenizer is None or is_stop_token:
+                continue
+            piece = self._detokenizer.push(token)
+            # A text may not end before min_tokens, so a stop string that lies before them is plain text.
+            is_searched = tokens.first_index + taken > self._min_tokens
+            text.append(self._search.push(piece) if is_searched else piece)
+        self.num_tokens += taken
+        return Chunk(tokens.first_index, tuple(tokens.token_ids[:taken]), "".join(text), tuple(tokens.logprobs[:taken]))
+
+    def finish(self) -> str:
+        """The text that was held back, when no token follows. May find a stop string."""
+        if self.found is not None or self._detokenizer is None:
+            return ""
+        return self._search.push(self._detokenizer.finish()) + self._search.finish()

@@ -1,0 +1,193 @@
+"""Every bound of a request, checked before anything is allocated. Errors name the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
+
+from baton.engine.request import SamplingParams
+from baton.errors import InvalidRequest, UnknownModel
+from baton.ids import REQUEST_ID_PATTERN, new_request_id
+from baton.rpc.messages import GenerateRequest, ModelCard
+from router.request import ValidRequest
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPT_BYTES = 1 << 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 300
+MAX_LOGPROBS = 20
+MAX_SALT_BYTES = 256
+_SEED_BITS = 53
+"""Of a drawn seed: few enough for every JSON reader to keep them."""
+
+
+def validate(
+    raw: GenerateRequest, card: ModelCard, encode: Callable[[str], list[int]] | None, rng: Random
+) -> ValidRequest:
+    """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
+
+    Without `encode` only token ids are taken. May be run in a thread: tokenizing a long text takes a while.
+    """
+    request_id = _request_id(raw.request_id, rng)
+    check_model(raw.model, card)
+    if not -(2**31) <= raw.priority < 2**31:
+        raise InvalidRequest("priority", f"must be a 32-bit integer, not {raw.priority}")
+    check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
+    stop = _stop(raw.stop, encode is not None)
+    sampling = _sampling(raw, card, rng)
+    prompt = _prompt(raw.prompt, card, encode)
+    return ValidRequest(
+        request_id=request_id,
+        model=card.name,
+        prompt_token_ids=prompt,
+        sampling_params=_with_lengths(sampling, raw, card.max_model_len - len(prompt)),
+        stop=stop,
+        priority=raw.priority,
+        cache_salt=raw.cache_salt,
+    )
+
+
+def check_model(name: str, card: ModelCard) -> None:
+    """Raises UnknownModel unless the name is the card's or empty."""
+    if name not in ("", card.name):
+        raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {card.name!r}")
+
+
+def check_text(field: str, text: str, max_bytes: int) -> None:
+    """Raises InvalidRequest for text with NUL, that is no Unicode, or that is too long."""
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, "is not valid UTF-8") from None
+    if "\0" in text:
+        raise InvalidRequest(field, "contains NUL")
+    if num_bytes > max_bytes:
+        raise InvalidRequest(field, f"has {num_bytes} bytes; at most {max_bytes} are taken")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first id that is none."""
+    for place, token in enumerate(token_ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise InvalidRequest(field, f"token {place} is {token!r}; ids are 0 to {vocab_size - 1}")
+
+
+def _request_id(request_id: str, rng: Random) -> str:
+    if request_id == "":
+        return new_request_id(rng)
+    if not REQUEST_ID_PATTERN.match(request_id):
+        raise InvalidRequest("request_id", "must be 1 to 64 letters, digits or _ . : -")
+    return request_id
+
+
+def _prompt(
+    prompt: str | Sequence[int] | None, card: ModelCard, encode: Callable[[str], list[int]] | None
+) -> tuple[int, ...]:
+    longest = card.max_model_len - 1
+    if not prompt:
+        raise InvalidRequest("prompt", "is empty")
+    if isinstance(prompt, str):
+        check_text("prompt", prompt, MAX_PROMPT_BYTES)
+        if encode is None:
+            raise InvalidRequest("prompt", "this model is served without a tokenizer; send token ids")
+        token_ids: Sequence[int] = encode(prompt)
+        if not token_ids:
+            raise InvalidRequest("prompt", "has no tokens")
+    else:
+        token_ids = prompt
+    if len(token_ids) > longest:
+        raise InvalidRequest("prompt", f"has {len(token_ids)} tokens; {card.name} takes at most {longest}")
+    check_token_ids("prompt", token_ids, card.vocab_size)
+    return tuple(token_ids)
+
+
+def _stop(stop: Sequence[str], has_text: bool) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"has {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+    for text in stop:
+        if not text:
+            raise InvalidRequest("stop", "contains an empty string")
+        check_text("stop", text, MAX_STOP_BYTES)
+    if stop and not has_text:
+        raise InvalidRequest("stop", "this model is served without a tokenizer; use stop_token_ids")
+    return tuple(stop)
+
+
+def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingParams:
+    if len(raw.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", f"has {len(raw.stop_token_ids)}; at most {MAX_STOP_TOKEN_IDS}")
+    check_token_ids("stop_token_ids", raw.stop_token_ids, card.vocab_size)
+    return SamplingParams(
+        temperature=_number("temperature", raw.temperature, 1.0, 0.0, 2.0),
+        top_k=_top_k(raw.top_k, card.vocab_size),
+        top_p=_number("top_p", raw.top_p, 1.0, 0.0, 1.0, above_low=True),
+        min_p=_number("min_p", raw.min_p, 0.0, 0.0, 1.0),
+        seed=_seed(raw.seed, rng),
+        presence_penalty=_number("presence_penalty", raw.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", raw.frequency_penalty, 0.0, -2.0, 2.0),
+        repetition_penalty=_number("repetition_penalty", raw.repetition_penalty, 1.0, 0.0, 2.0, above_low=True),
+        logit_bias=_logit_bias(raw, card.vocab_size),
+        logprobs=None if raw.logprobs is None else _integer("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
+        stop_token_ids=frozenset(raw.stop_token_ids),
+        ignore_eos=bool(raw.ignore_eos),
+    )
+
+
+def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int) -> SamplingParams:
+    """`left` is how many tokens the model's length leaves after the prompt; at least 1."""
+    max_tokens = raw.max_tokens
+    if max_tokens is None:
+        max_tokens = min(DEFAULT_MAX_TOKENS, left)
+    elif max_tokens < 1:
+        raise InvalidRequest("max_tokens", f"must be at least 1, not {max_tokens}")
+    elif max_tokens > left:
+        raise InvalidRequest("max_tokens", f"is {max_tokens}, but the prompt leaves {left}")
+    min_tokens = 0 if raw.min_tokens is None else raw.min_tokens
+    if not 0 <= min_tokens <= max_tokens:
+        raise InvalidRequest("min_tokens", f"must be 0 to max_tokens ({max_tokens}), not {min_tokens}")
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _number(
+    field: str, value: float | None, default: float, low: float, high: float, *, above_low: bool = False
+) -> float:
+    if value is None:
+        return default
+    # Written so that NaN fails.
+    if not (low < value <= high if above_low else low <= value <= high):
+        raise InvalidRequest(field, f"must be in {'(' if above_low else '['}{low:g}, {high:g}], not {value}")
+    return float(value)
+
+
+def _integer(field: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise InvalidRequest(field, f"must be {low} to {high}, not {value}")
+    return value
+
+
+def _top_k(top_k: int | None, vocab_size: int) -> int:
+    if top_k is None or top_k == -1:
+        return -1
+    if not 1 <= top_k <= vocab_size:
+        raise InvalidRequest("top_k", f"must be -1 or 1 to {vocab_size}, not {top_k}")
+    return top_k
+
+
+def _seed(seed: int | None, rng: Random) -> int:
+    if seed is None:
+        return rng.getrandbits(_SEED_BITS)
+    return _integer("seed", seed, 0, 2**64 - 1)
+
+
+def _logit_bias(raw: GenerateRequest, vocab_size: int) -> dict[int, float]:
+    if len(raw.logit_bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest("logit_bias", f"has {len(raw.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are taken")
+    check_token_ids("logit_bias", list(raw.logit_bias), vocab_size)
+    for token, bias in raw.logit_bias.items():
+        if not math.isfinite(bias):
+            raise InvalidRequest("logit_bias", f"of token {token} is {bias}")
+    return dict(raw.logit_bias)

@@ -1,0 +1,88 @@
+"""Logs for people and for machines, and the line that says ready."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from baton.errors import UsageError
+from baton.observe.logs import configure_logging, log_level
+from baton.observe.ready import AnnouncementReader, Failed, Ready, announce
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_machines_get_one_json_object_a_line() -> None:
+    out = io.StringIO()
+    configure_logging("info", environ={}, stream=out, process="prefill-0")
+    log = structlog.get_logger("baton.node")
+    log.info("ready", port=7)
+    log.debug("not this")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("failed")
+    thread = threading.Thread(target=logging.getLogger("grpc").warning, args=("a library %s", "speaks"))
+    thread.start()
+    thread.join()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["event"] for line in lines] == ["ready", "failed", "a library speaks"]
+    assert (lines[0]["port"], lines[0]["level"], lines[0]["process"]) == (7, "info", "prefill-0")
+    assert "ValueError: boom" in lines[1]["exception"]
+    assert lines[2]["process"] == "prefill-0"
+
+
+@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_people_get_words(environ: dict[str, str], coloured: bool) -> None:
+    out = Terminal()
+    configure_logging("debug", environ=environ, stream=out)
+    structlog.get_logger("router").debug("placed", node="d0")
+    assert "placed" in out.getvalue()
+    assert ("\x1b[" in out.getvalue()) is coloured
+
+
+def test_the_level() -> None:
+    assert log_level(0, {}, "warning") == "warning"
+    assert log_level(0, {"BATON_LOG": "DEBUG"}, "warning") == "debug"
+    assert log_level(1, {"BATON_LOG": "error"}, "warning") == "info"
+    assert log_level(3, {}, "warning") == "debug"
+    with pytest.raises(UsageError, match="loud"):
+        log_level(0, {"BATON_LOG": "loud"}, "info")
+
+
+@pytest.mark.parametrize("news", [Ready("n.1", "h:1", "h:2"), Failed("no model", 78)])
+def test_an_announcement_arrives_in_pieces(news: Ready | Failed) -> None:
+    read_end, write_end = os.pipe()
+    announce(write_end, news)
+    with os.fdopen(read_end, "rb") as pipe:
+        line = pipe.read()
+    reader = AnnouncementReader()
+    assert list(reader.feed(b"noise\n{}\n[1]\n" + line[:5])) == []
+    assert list(reader.feed(line[5:])) == [news]
+
+
+def test_an_announcement_that_nobody_wants_or_hears_is_no_error() -> None:
+    announce(None, Ready("n", "h:1"))
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    announce(write_end, Ready("n", "h:1"))

@@ -1,0 +1,111 @@
+"""Greedy tokens of the engine equal transformers' own `generate()` in float32, for every architecture we promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import FinishReason, Request, SamplingParams
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 16
+NEW_TOKENS = 12
+PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 5, 33, 70, 100)
+"""All at once; with 24 tokens a step the long ones take several chunks beside the others' decoding."""
+
+
+def make_engine(runner: TorchModelRunner) -> EngineCore:
+    config = SchedulerConfig(
+        num_blocks=runner.memory.num_blocks,
+        block_size=runner.layout.block_size,
+        max_num_batched_tokens=24,
+        max_num_seqs=8,
+        max_model_len=runner.model.max_model_len,
+    )
+    fields = CacheKeyFields(runner.model.fingerprint, runner.layout.dtype, "test")
+    return EngineCore(Scheduler(config, fields, ManualClock()), runner)
+
+
+def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
+    """Step until everything has ended; every request must end for its length."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    reasons: dict[str, FinishReason] = {}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work():
+        for outputs in engine.step().values():
+            for output in outputs.outputs:
+                tokens[output.request_id].extend(output.new_token_ids)
+                if output.finish_reason is not None:
+                    reasons[output.request_id] = output.finish_reason
+    assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert set(reasons) == set(tokens)
+    return tokens
+
+
+def make_prompts(vocab_size: int) -> dict[str, list[int]]:
+    rng = Random(11)
+    return {f"prompt-{n}": [rng.randrange(vocab_size) for _ in range(n)] for n in PROMPT_LENGTHS}
+
+
+def generate_with_transformers(directory: Path, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    expected = {}
+    for name, prompt in prompts.items():
+        ids = torch.tensor([prompt])
+        # Without a mask generate() would take prompt tokens equal to the pad token for padding.
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected[name] = out[0, len(prompt) :].tolist()
+    return expected
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    runner = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    prompts = make_prompts(runner.model.vocab_size)
+    expected = generate_with_transformers(tmp_path, prompts)
+    # A model that repeats one token would agree with anything.
+    assert len({token for tokens in expected.values() for token in tokens}) > 20
+
+    engine = make_engine(runner)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    assert run_all(engine, [Request(key, prompt, greedy) for key, prompt in prompts.items()]) == expected
+    again = run_all(engine, [Request(f"{key}-again", prompt, greedy) for key, prompt in prompts.items()])
+    assert {key.removesuffix("-again"): tokens for key, tokens in again.items()} == expected
+    assert engine.make_stats().prefix_cache_hits > 0
+    assert runner.model.bit_exact
+
+
+def test_preempted_requests_go_on_with_the_same_tokens(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=5)
+    roomy = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64)
+    cramped = load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=11)
+    prompts = {f"p{i}": [(i * 31 + j * 7) % 256 for j in range(20)] for i in range(5)}
+
+    def requests() -> list[Request]:
+        drawn = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, repetition_penalty=1.2) for i in range(5)]
+        return [Request(key, prompt, params) for (key, prompt), params in zip(prompts.items(), drawn, strict=True)]
+
+    engine = make_engine(cramped)
+    tokens = run_all(engine, requests())
+    assert engine.make_stats().num_preemptions > 0
+    assert tokens == run_all(make_engine(roomy), requests())

@@ -161,6 +161,7 @@ class TransferFailed(BatonError):
     def __init__(self, cause: TransferCause, story: str = "") -> None:
         super().__init__(f"KV transfer failed: {cause.value}" + (f" ({story})" if story else ""))
         self.cause = cause
+        self.story = story
 
 
 class ConfigError(BatonError):

@@ -16,7 +16,6 @@ Rules that it keeps:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from baton.clock import Clock
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from kv_transfer.effects import Recorded, Released
+from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (
     Abandon,
     Closing,
@@ -40,70 +40,13 @@ from kv_transfer.link_messages import (
 )
 
 
-class LeaseState(enum.Enum):
-    """How sure the sender is that nobody reads the blocks."""
-
-    GRANTED = enum.auto()
-    """Held for a reader that has not subscribed: nobody reads."""
-    READING = enum.auto()
-    """The reader was told the blocks and lives: it may read."""
-    SUSPECT = enum.auto()
-    """The promise is over, but a read may still run."""
-    RELEASED = enum.auto()
-    """Nobody reads any more."""
-    EXPIRED = enum.auto()
-    """Nobody ever came."""
-
-
-class LeaseEvent(enum.Enum):
-    """What can happen to a lease."""
-
-    OFFER = enum.auto()
-    SUBSCRIBE = enum.auto()
-    RENEW = enum.auto()
-    DEADLINE = enum.auto()
-    LINK_LOST = enum.auto()
-    GRACE_OVER = enum.auto()
-    CONFIRM = enum.auto()
-    ABANDON = enum.auto()
-    ABANDON_READING = enum.auto()
-    WITHDRAW = enum.auto()
-    READER_GONE = enum.auto()
-
-
-LEASE_TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
-    (LeaseState.GRANTED, LeaseEvent.OFFER): LeaseState.GRANTED,
-    (LeaseState.GRANTED, LeaseEvent.SUBSCRIBE): LeaseState.READING,
-    (LeaseState.GRANTED, LeaseEvent.DEADLINE): LeaseState.EXPIRED,
-    (LeaseState.GRANTED, LeaseEvent.WITHDRAW): LeaseState.RELEASED,
-    (LeaseState.READING, LeaseEvent.OFFER): LeaseState.READING,
-    (LeaseState.READING, LeaseEvent.RENEW): LeaseState.READING,
-    (LeaseState.READING, LeaseEvent.DEADLINE): LeaseState.SUSPECT,
-    (LeaseState.READING, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
-    (LeaseState.READING, LeaseEvent.CONFIRM): LeaseState.RELEASED,
-    (LeaseState.READING, LeaseEvent.ABANDON): LeaseState.RELEASED,
-    (LeaseState.READING, LeaseEvent.ABANDON_READING): LeaseState.SUSPECT,
-    (LeaseState.READING, LeaseEvent.WITHDRAW): LeaseState.SUSPECT,
-    (LeaseState.READING, LeaseEvent.READER_GONE): LeaseState.RELEASED,
-    (LeaseState.SUSPECT, LeaseEvent.OFFER): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.RENEW): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.GRACE_OVER): LeaseState.RELEASED,
-    (LeaseState.SUSPECT, LeaseEvent.CONFIRM): LeaseState.RELEASED,
-    (LeaseState.SUSPECT, LeaseEvent.ABANDON): LeaseState.RELEASED,
-    (LeaseState.SUSPECT, LeaseEvent.ABANDON_READING): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.WITHDRAW): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.READER_GONE): LeaseState.RELEASED,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
     """Bounds of the sender's waits, in seconds, and of what it remembers."""
 
     lease_s: float = 10.0
     """From the reader's last heartbeat on."""
-    unclaimed_s: float = 30.0
+    unclaimed_s: float = 60.0
     """From the computed prompt to its subscription. Long: a reader that is merely queued is not dead, and whoever
     gives a request up says so; this one is for the case that all who knew of it died."""
     grace_s: float = 5.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -18,6 +19,7 @@ from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
 
+_log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]
 
 
@@ -57,6 +59,7 @@ class LinkClient:
         self._handshake_s = handshake_s
         self._make_channel = make_channel
         self._stream: LinkStream[ReaderMessage, SenderMessage] | None = None
+        self._cut_by: TransferFailed | None = None
         self.counters: Counter[str] = Counter()
         """Messages skipped, by kind."""
         self._task = asyncio.create_task(self._live(), name=f"link-{source.incarnation}")
@@ -66,10 +69,11 @@ class LinkClient:
         if self._stream is not None:
             self._stream.send(message)
 
-    def cut(self, reason: str) -> None:
-        """End an open link; `link_down` follows."""
+    def cut(self, error: TransferFailed) -> None:
+        """End an open link; `link_down` follows with this error."""
         if self._stream is not None:
-            self._stream.cut(reason)
+            self._cut_by = self._cut_by or error
+            self._stream.cut(str(error))
 
     async def close(self) -> None:
         """End the link without another word to the handler."""
@@ -80,6 +84,10 @@ class LinkClient:
         channel = self._make_channel(self._source.address)
         try:
             error = await self._converse(channel)
+        except Exception as fault:
+            # Whatever it was, the transfers on this link must hear that it is over.
+            _log.exception("link to %s", self._source.incarnation)
+            error = TransferFailed(TransferCause.PEER_GONE, f"link to {self._source.incarnation}: {fault!r}")
         finally:
             self._stream = None
             await channel.close(None)
@@ -99,7 +107,8 @@ class LinkClient:
                 heartbeat_s=heartbeat_s,
             )
             self._handler.link_up(welcome)
-            return TransferFailed(TransferCause.PEER_GONE, f"link to {peer}: {await self._stream.run()}")
+            reason = await self._stream.run()
+            return self._cut_by or TransferFailed(TransferCause.PEER_GONE, f"link to {peer}: {reason}")
         except TransferFailed as error:
             return error
         finally:
@@ -140,7 +149,8 @@ class LinkClient:
 
 
 def _refused(error: grpc.aio.AioRpcError, source: KVSource) -> TransferFailed:
-    sent = error.trailing_metadata().get(CAUSE_KEY)
-    known = [cause for cause in TransferCause if cause.value == sent]
+    metadata: Any = error.trailing_metadata() or ()
+    sent = {value for key, value in metadata if key == CAUSE_KEY}
+    known = [cause for cause in TransferCause if cause.value in sent]
     cause = known[0] if known else TransferCause.PEER_GONE
     return TransferFailed(cause, f"{source.node_id} at {source.address}: {error.details()}")

@@ -14,7 +14,6 @@ Rules that it keeps:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,63 +38,7 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
-
-
-class TransferState(enum.Enum):
-    """How far a prompt's KV has come."""
-
-    PLANNED = enum.auto()
-    """The sender is known; the link to it is being opened."""
-    RESERVED = enum.auto()
-    """Blocks for the whole prompt are reserved here and the sender was asked for the offer."""
-    READING = enum.auto()
-    """Some blocks were offered; they are being read, or were."""
-    CONFIRMING = enum.auto()
-    """Everything is read; the sender was asked whether it held its lease."""
-    QUARANTINED = enum.auto()
-    """It is over, but reads may still write."""
-    ARRIVED = enum.auto()
-    FAILED = enum.auto()
-    ABANDONED = enum.auto()
-
-
-class TransferEvent(enum.Enum):
-    """What can happen to a transfer. `..._READING`: while reads are in flight."""
-
-    SUBSCRIBED = enum.auto()
-    OFFER = enum.auto()
-    READ_DONE = enum.auto()
-    ALL_READ = enum.auto()
-    HELD = enum.auto()
-    FAIL = enum.auto()
-    FAIL_READING = enum.auto()
-    ABANDON = enum.auto()
-    ABANDON_READING = enum.auto()
-    READS_ENDED_FAILED = enum.auto()
-    READS_ENDED_ABANDONED = enum.auto()
-
-
-TRANSFER_TABLE: dict[tuple[TransferState, TransferEvent], TransferState] = {
-    (TransferState.PLANNED, TransferEvent.SUBSCRIBED): TransferState.RESERVED,
-    (TransferState.PLANNED, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.PLANNED, TransferEvent.ABANDON): TransferState.ABANDONED,
-    (TransferState.RESERVED, TransferEvent.OFFER): TransferState.READING,
-    (TransferState.RESERVED, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.RESERVED, TransferEvent.ABANDON): TransferState.ABANDONED,
-    (TransferState.READING, TransferEvent.OFFER): TransferState.READING,
-    (TransferState.READING, TransferEvent.READ_DONE): TransferState.READING,
-    (TransferState.READING, TransferEvent.ALL_READ): TransferState.CONFIRMING,
-    (TransferState.READING, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.READING, TransferEvent.FAIL_READING): TransferState.QUARANTINED,
-    (TransferState.READING, TransferEvent.ABANDON): TransferState.ABANDONED,
-    (TransferState.READING, TransferEvent.ABANDON_READING): TransferState.QUARANTINED,
-    (TransferState.CONFIRMING, TransferEvent.HELD): TransferState.ARRIVED,
-    (TransferState.CONFIRMING, TransferEvent.FAIL): TransferState.FAILED,
-    (TransferState.CONFIRMING, TransferEvent.ABANDON): TransferState.ABANDONED,
-    (TransferState.QUARANTINED, TransferEvent.READ_DONE): TransferState.QUARANTINED,
-    (TransferState.QUARANTINED, TransferEvent.READS_ENDED_FAILED): TransferState.FAILED,
-    (TransferState.QUARANTINED, TransferEvent.READS_ENDED_ABANDONED): TransferState.ABANDONED,
-}
+from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +87,21 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelRead:
+    """Nobody wants this read any more; `read_done` or `read_failed` still answers, when nothing of it writes."""
+
+    read_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutLink:
+    """This sender can't be read any more: end the link, so that the next transfer begins with a new one."""
+
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """The prompt's KV is here and proven."""
 
@@ -161,7 +119,7 @@ class Failed:
     story: str
 
 
-TransferEffect = OpenLink | TellSender | StartRead | Arrived | Failed | Released | Recorded
+TransferEffect = OpenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +275,11 @@ class TransferBook:
             self.counters["read_failed_unknown"] += 1
             return []
         del transfer.reads[read_id]
-        if transfer.machine.state is TransferState.QUARANTINED:
-            return self._flush(transfer)
-        return self._fail(transfer, cause, story)
+        quarantined = transfer.machine.state is TransferState.QUARANTINED
+        effects = self._flush(transfer) if quarantined else self._fail(transfer, cause, story)
+        if cause is TransferCause.PEER_GONE and transfer.peer in self._peers:
+            effects.append(CutLink(transfer.peer, story))
+        return effects
 
     # What others may know.
 
@@ -432,7 +392,8 @@ class TransferBook:
         transfer.machine.feed(event_reading if reading else event)
         effects = self._tell(transfer, Abandon(attempt, reading)) if known else []
         if reading:
-            return [*effects, Recorded("quarantined", attempt, sum(transfer.reads.values()))]
+            quarantined = Recorded("quarantined", attempt, sum(transfer.reads.values()))
+            return [*effects, quarantined, *map(CancelRead, transfer.reads)]
         del self._transfers[attempt]
         return effects
 

@@ -1,0 +1,260 @@
+"""Taking in the KV of prompts that were computed elsewhere.
+
+Two halves. `IntakeConnector` belongs to the engine's thread: it says what can be had, and leaves plans and ends on the
+loop. `Intake` belongs to the loop: it owns the transfers, the links and the transfer agent's mover, so that a step of
+any length delays nothing but the arrival itself. While a read may still write into a request's blocks, the engine keeps
+them: it hears `released` after it has posted the request's end and the last read has ended, whichever comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+
+from baton.clock import Clock
+from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
+from baton.engine.request import KVSource, Leg, Request
+from baton.errors import TransferCause, TransferFailed
+from baton.ids import AttemptKey
+from kv_transfer.backends.base import PeerMemory
+from kv_transfer.effects import Recorded, Released
+from kv_transfer.layout import LinkIdentity
+from kv_transfer.link import HEARTBEAT_S
+from kv_transfer.link_client import LinkClient, open_channel
+from kv_transfer.link_messages import LinkWelcome, SenderMessage
+from kv_transfer.mover import Mover
+from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.transfer import (
+    Arrived,
+    CancelRead,
+    CutLink,
+    Failed,
+    OpenLink,
+    Plan,
+    StartRead,
+    TellSender,
+    TransferBook,
+    TransferCounts,
+    TransferEffect,
+    TransferStats,
+)
+
+_log = logging.getLogger(__name__)
+_MAX_STATS = 16384
+
+
+class Intake:
+    """The receiver's half of every hand-off of one decode node. Lives on the loop."""
+
+    def __init__(
+        self,
+        identity: LinkIdentity,
+        make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
+        tell_engine: Callable[[KVTransferOutput], None],
+        record: Callable[[str, AttemptKey, int, str], None],
+        clock: Clock,
+        post: Callable[[Callable[[], None]], None],
+        heartbeat_s: float = HEARTBEAT_S,
+        max_quarantined_blocks: int = 1024,
+        make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe."""
+        self._identity = identity
+        self.mover = make_mover(lambda event: post(lambda: self._moved(event)))
+        self._tell_engine = tell_engine
+        self._record = record
+        self._heartbeat_s = heartbeat_s
+        self._make_channel = make_channel
+        self._book = TransferBook(clock, max_quarantined_blocks)
+        self._links: dict[str, LinkClient] = {}
+        self._num_blocks: dict[str, int] = {}
+        self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Bring up the transfer agent; raises its error."""
+        await asyncio.to_thread(self.mover.start)
+
+    async def stop(self) -> None:
+        """End the links and the agent. Transfers that were not done are not reported any more."""
+        self._stopped = True
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.close()
+        await asyncio.to_thread(self.mover.stop)
+
+    # From the engine, by way of the loop.
+
+    def plan(self, plan: Plan) -> None:
+        """Blocks are reserved for an attempt: get its KV."""
+        if not self._stopped:
+            self._carry_out(self._book.plan(plan))
+
+    def abandon(self, attempt: AttemptKey) -> None:
+        """Nobody wants the attempt any more (the router says so; the engine follows). Idempotent."""
+        self._carry_out(self._book.abandon(attempt))
+
+    def ended(self, attempt: AttemptKey) -> None:
+        """The engine keeps the blocks of this ended request until it is told `released`."""
+        self._carry_out(self._book.ended(attempt))
+
+    # From the links.
+
+    def link_up(self, welcome: LinkWelcome) -> None:
+        self._num_blocks[welcome.incarnation] = welcome.num_blocks
+        self.mover.connect(
+            PeerMemory(
+                incarnation=welcome.incarnation,
+                agent_metadata=welcome.agent_metadata,
+                base_address=welcome.base_address,
+                num_blocks=welcome.num_blocks,
+                block_bytes=welcome.layout.block_bytes,
+                kind=welcome.memory_kind,
+                device_id=welcome.device_id,
+            )
+        )
+
+    def link_received(self, incarnation: str, message: SenderMessage) -> None:
+        self._carry_out(self._book.received(incarnation, message))
+
+    def link_down(self, incarnation: str, error: TransferFailed) -> None:
+        _log.info("link to %s ended: %s", incarnation, error)
+        self._links.pop(incarnation, None)
+        if self._num_blocks.pop(incarnation, None) is not None:
+            self.mover.disconnect(incarnation)
+        self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
+
+    # For the node.
+
+    def stats(self, attempt: AttemptKey) -> TransferStats | None:
+        """What an attempt moved; known from just before its arrival on, for the latest attempts. From any thread."""
+        return self._stats.get(attempt)
+
+    def counts(self) -> TransferCounts:
+        return self._book.counts()
+
+    @property
+    def book(self) -> TransferBook:
+        """For looking only."""
+        return self._book
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    # Inside.
+
+    def _moved(self, event: MoverEvent) -> None:
+        match event:
+            case Connected(incarnation):
+                num_blocks = self._num_blocks.get(incarnation)
+                # A link that ended while its memory was being connected needs no peer any more.
+                if num_blocks is not None:
+                    self._carry_out(self._book.peer_ready(incarnation, num_blocks))
+            case ConnectFailed(incarnation, error):
+                self._cut(incarnation, error)
+            case ReadDone(read_id, num_bytes):
+                self._carry_out(self._book.read_done(read_id, num_bytes))
+            case ReadFailed(read_id, cause, story):
+                self._carry_out(self._book.read_failed(read_id, cause, story))
+
+    def _cut(self, incarnation: str, error: TransferFailed) -> None:
+        link = self._links.get(incarnation)
+        if link is not None:
+            link.cut(error)
+
+    def _open(self, source: KVSource) -> None:
+        self._links[source.incarnation] = LinkClient(
+            self._identity, source, self, self._heartbeat_s, make_channel=self._make_channel
+        )
+
+    def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
+        if self._stopped:
+            return
+        for effect in effects:
+            match effect:
+                case OpenLink(source):
+                    self._open(source)
+                case TellSender(incarnation, message):
+                    if (link := self._links.get(incarnation)) is not None:
+                        link.send(message)
+                case StartRead(read_id, incarnation, ranges):
+                    self.mover.read(read_id, incarnation, ranges)
+                case CancelRead(read_id):
+                    self.mover.cancel(read_id)
+                case CutLink(incarnation, reason):
+                    self._cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
+                case Recorded(name, attempt, value, detail):
+                    self._record(name, attempt, value, detail)
+                case Arrived() | Failed() | Released():
+                    self._report(effect)
+
+    def _report(self, effect: Arrived | Failed | Released) -> None:
+        key = str(effect.attempt)
+        match effect:
+            case Arrived(attempt, first_token_ids, stats):
+                self._stats[attempt] = stats
+                if len(self._stats) > _MAX_STATS:
+                    self._stats.popitem(last=False)
+                self._tell_engine(KVTransferOutput(arrived={key: ArrivedKV(first_token_ids)}))
+            case Failed(_, cause, story):
+                self._tell_engine(KVTransferOutput(failed={key: str(TransferFailed(cause, story))}))
+            case Released():
+                self._tell_engine(KVTransferOutput(released=frozenset({key})))
+
+
+class IntakeConnector:
+    """Plans the transfers of decode legs with `Intake`. Called from the engine's thread alone."""
+
+    def __init__(self, intake: Intake, block_size: int, post: Callable[[Callable[[], None]], None]) -> None:
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+        self._intake = intake
+        self._block_size = block_size
+        self._post = post
+        self._planned: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        # A prompt is pulled once: after a preemption its lease is over, and what is lost is computed here.
+        if request.leg is not Leg.DECODE or request.request_id in self._planned:
+            return NO_EXTERNAL_TOKENS
+        missing = request.num_prompt_tokens - num_computed_tokens
+        return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        if num_external_tokens == 0:
+            return
+        if request.kv_source is None:
+            raise ValueError(f"{request.request_id} names no KV source")
+        num_local = request.num_prompt_tokens - num_external_tokens
+        plan = Plan(
+            attempt=AttemptKey.parse(request.request_id),
+            source=request.kv_source,
+            num_prompt_tokens=request.num_prompt_tokens,
+            block_ids=tuple(block_ids[: -(-request.num_prompt_tokens // self._block_size)]),
+            first_block=num_local // self._block_size,
+        )
+        self._planned.add(request.request_id)
+        self._post(lambda: self._intake.plan(plan))
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        return
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        if request.request_id not in self._planned:
+            return BlockFate.FREE
+        self._planned.discard(request.request_id)
+        attempt = AttemptKey.parse(request.request_id)
+        if not transferring and self.stats(attempt) is not None:
+            return BlockFate.FREE
+        # A read may have been started a moment ago on the loop. Only the loop knows, and it answers `released` at once
+        # if there is none.
+        self._post(lambda: self._intake.ended(attempt))
+        return BlockFate.QUARANTINED
+
+    def stats(self, attempt: AttemptKey) -> TransferStats | None:
+        """What the attempt moved, once it arrived; None before. From any thread."""
+        return self._intake.stats(attempt)

@@ -1,0 +1,243 @@
+"""Offering what the engine computed.
+
+Two halves. `OfferConnector` belongs to the engine's thread: it notes which blocks became full and which requests ended,
+and leaves that on the loop. `HandOff` belongs to the loop: it owns the leases, the links and the mover, so that a step
+of any length delays no offer, no confirmation and no heartbeat. Blocks change hands in one way only: the engine keeps
+those of a request that ended until `HandOff` says `released`, which it does after the end was posted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.clock import Clock
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
+from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.runner.base import KVMemory
+from baton.ids import AttemptKey
+from kv_transfer.backends.base import PeerMemory
+from kv_transfer.effects import Recorded, Released
+from kv_transfer.layout import LinkIdentity
+from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
+from kv_transfer.link import HEARTBEAT_S
+from kv_transfer.link_messages import Closing, ReaderMessage
+from kv_transfer.link_server import LinkServer
+from kv_transfer.mover import Mover
+from kv_transfer.mover_events import MoverEvent
+
+_log = logging.getLogger(__name__)
+_COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
+
+
+class HandOff:
+    """The sender's half of every hand-off of one prefill node. Lives on the loop."""
+
+    def __init__(
+        self,
+        identity: LinkIdentity,
+        memory: KVMemory,
+        make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
+        tell_engine: Callable[[KVTransferOutput], None],
+        record: Callable[[str, AttemptKey, int, str], None],
+        clock: Clock,
+        times: LeaseTimes | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """`make_mover` takes what the mover delivers its events to; a sender has no use for them."""
+        self._identity = identity
+        self._memory = memory
+        self.mover = make_mover(lambda event: None)
+        self._tell_engine = tell_engine
+        self._record = record
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._book = LeaseBook(clock, times)
+        self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None
+        self._server: LinkServer | None = None
+
+    async def start(self) -> None:
+        """Bring up the transfer agent; raises its error. Before `add_to_server`."""
+        await asyncio.to_thread(self.mover.start)
+        memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
+        self._server = LinkServer(self._identity, memory, self, self._heartbeat_s)
+
+    def add_to_server(self, server: Any) -> None:
+        """Serve KvLink on a grpc.aio server."""
+        self._links.add_to_server(server)
+
+    async def stop(self) -> None:
+        """End the links and the agent. Readers that were not done see the link end and fail their transfers."""
+        self._links.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(self.mover.stop)
+
+    @property
+    def _links(self) -> LinkServer:
+        if self._server is None:
+            raise RuntimeError("the hand-off is not started")
+        return self._server
+
+    # From the engine, by way of the loop.
+
+    def offer(
+        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], closing: Closing | None = None
+    ) -> None:
+        """Prompt blocks from `first_block` on are computed; with `closing` they are the last."""
+        try:
+            effects = self._book.offer(attempt, first_block, block_ids, closing)
+        except ValueError:
+            _log.exception("%s: an offer that does not follow the one before", attempt)
+            effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
+        self._carry_out(effects)
+
+    def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
+        """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
+        self._carry_out(self._book.withdraw(attempt, cause, promise_broken=promise_broken))
+
+    def ended(self, attempt: AttemptKey) -> None:
+        """The engine keeps the blocks of this ended request until it is told `released`."""
+        self._carry_out(self._book.ended(attempt))
+
+    # From the registry or the router.
+
+    def reader_gone(self, incarnation: str) -> None:
+        """That decode node's process is known to have ended."""
+        self._carry_out(self._book.reader_gone(incarnation))
+
+    # From the links.
+
+    def link_opened(self, link: int, node_id: str, incarnation: str) -> None:
+        self._carry_out(self._book.link_opened(link, node_id, incarnation))
+
+    def link_received(self, link: int, message: ReaderMessage) -> None:
+        self._carry_out(self._book.received(link, message))
+
+    def link_closed(self, link: int, reason: str) -> None:
+        _log.info("link %d ended: %s", link, reason)
+        self._carry_out(self._book.link_closed(link))
+
+    # For metrics and tests.
+
+    @property
+    def book(self) -> LeaseBook:
+        """For looking only."""
+        return self._book
+
+    @property
+    def num_links(self) -> int:
+        return self._links.num_links
+
+    def stats(self) -> LeaseStats:
+        return self._book.stats()
+
+    def tick(self) -> None:
+        """Carry out what is due; the loop's timer calls it."""
+        self._timer = self._due = None
+        self._carry_out(self._book.tick())
+
+    def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case TellReader(link, message):
+                    self._links.send(link, message)
+                case OpenLeases(count):
+                    self.mover.set_open_leases(count)
+                case Released(attempt):
+                    self._tell_engine(KVTransferOutput(released=frozenset({str(attempt)})))
+                case CutLink(link, reason):
+                    self._links.cut(link, reason)
+                case Recorded(name, attempt, value, detail):
+                    self._record(name, attempt, value, detail)
+        self._arm()
+
+    def _arm(self) -> None:
+        due = self._book.next_deadline()
+        if due is None or (self._due is not None and self._due <= due):
+            # A timer that comes too early finds nothing to do and arms the next one.
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        delay = max(0.0, due - self._clock.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self.tick)
+
+
+@dataclass(slots=True)
+class _Offered:
+    num_blocks: int
+    num_preemptions: int
+    withdrawn: bool = False
+
+
+class OfferConnector:
+    """Tells `HandOff` what the engine computes of prefill legs. Called from the engine's thread alone."""
+
+    def __init__(self, handoff: HandOff, block_size: int, post: Callable[[Callable[[], None]], None]) -> None:
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+        self._handoff = handoff
+        self._block_size = block_size
+        self._post = post
+        self._offered: dict[str, _Offered] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        return NO_EXTERNAL_TOKENS
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        return
+
+    def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        if request.leg is not Leg.PREFILL:
+            return
+        offered = self._follow(request)
+        # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
+        if offered.withdrawn or num_computed_tokens >= request.num_prompt_tokens:
+            return
+        full = num_computed_tokens // self._block_size
+        if full > offered.num_blocks:
+            attempt, first = AttemptKey.parse(request.request_id), offered.num_blocks
+            new = tuple(block_ids[first:full])
+            offered.num_blocks = full
+            self._post(lambda: self._handoff.offer(attempt, first, new))
+
+    def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        if request.leg is not Leg.PREFILL:
+            return BlockFate.FREE
+        attempt = AttemptKey.parse(request.request_id)
+        offered = self._follow(request)
+        del self._offered[request.request_id]
+        if offered.withdrawn:
+            self._post(lambda: self._handoff.ended(attempt))
+            return BlockFate.LEASED
+        if request.status in _COMPUTED and request.output_token_ids:
+            self._close(request, attempt, tuple(block_ids), offered.num_blocks)
+            return BlockFate.LEASED
+        cause = request.error or f"the request ended {request.status.name} on the prefill node"
+        self._post(lambda: self._handoff.withdraw(attempt, cause))
+        if not offered.num_blocks:
+            return BlockFate.FREE
+        self._post(lambda: self._handoff.ended(attempt))
+        return BlockFate.LEASED
+
+    def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
+        num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        ended = request.status is not RequestStatus.HANDED_OFF
+        closing = Closing(request.num_prompt_tokens, tuple(request.output_token_ids), ended)
+        self._post(lambda: self._handoff.offer(attempt, first, block_ids[first:num_blocks], closing))
+        self._post(lambda: self._handoff.ended(attempt))
+
+    def _follow(self, request: Request) -> _Offered:
+        """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""
+        offered = self._offered.get(request.request_id)
+        if offered is None or not offered.num_blocks:
+            offered = self._offered[request.request_id] = _Offered(0, request.num_preemptions)
+        elif offered.num_preemptions != request.num_preemptions and not offered.withdrawn:
+            offered.withdrawn = True
+            attempt = AttemptKey.parse(request.request_id)
+            self._post(lambda: self._handoff.withdraw(attempt, "preempted", promise_broken=True))
+        return offered

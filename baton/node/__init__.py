@@ -1,1 +1,1 @@
-"""What both node roles are made of: lifecycle, the engine's driver thread, the routers' ports, the process around them."""
+"""What both node roles are made of: lifecycle, the engine's driver thread, the routers' ports, the process."""

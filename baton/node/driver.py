@@ -108,11 +108,12 @@ class EngineDriver:
     def _obey(self, command: _Add | _Abort | KVTransferOutput) -> dict[int, EngineCoreOutputs]:
         if isinstance(command, _Add):
             try:
-                return self._core.add_request(command.request) or {}
+                self._core.add_request(command.request)
             except BatonError as error:
                 return {command.request.client_index: EngineCoreOutputs([_refused(command.request, error)])}
+            return {}
         if isinstance(command, _Abort):
-            return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED) or {}
+            return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         return self._core.update_from_kv_transfer(command)
 
 

@@ -26,9 +26,7 @@ class EventLog:
     def record(self, name: str, attempt: AttemptKey, value: int = 0, detail: str = "") -> None:
         """Note that something happened now."""
         with self._lock:
-            self._events.append(
-                TraceEvent(next(self._seq), time.monotonic_ns(), name, attempt, value, detail)
-            )
+            self._events.append(TraceEvent(next(self._seq), time.monotonic_ns(), name, attempt, value, detail))
 
     def record_at(self, monotonic_s: float, name: str, attempt: AttemptKey, value: int = 0) -> None:
         """Note that something happened at a known moment (seconds, CLOCK_MONOTONIC)."""

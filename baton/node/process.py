@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -36,11 +37,6 @@ from baton.rpc.server import RpcServer, join_address
 
 _log = structlog.get_logger(__name__)
 
-REGISTRY_LEASE_S = 10.0
-"""How long a crashed node stays in the registry. Routers know sooner: their streams break."""
-DRAIN_S = 30.0
-"""How long running work may take to end once the node was asked to stop."""
-
 
 def run_node(config: NodeConfig, make_role: Callable[[RoleContext], NodeRole]) -> int:
     """Run one node until it is told to stop; returns the exit code. One line on the log says why it could not start."""
@@ -55,9 +51,7 @@ def run_node(config: NodeConfig, make_role: Callable[[RoleContext], NodeRole]) -
 class _Node:
     """One incarnation."""
 
-    def __init__(
-        self, config: NodeConfig, runner: ModelRunner, make_role: Callable[[RoleContext], NodeRole]
-    ) -> None:
+    def __init__(self, config: NodeConfig, runner: ModelRunner, make_role: Callable[[RoleContext], NodeRole]) -> None:
         self._config = config
         self._runner = runner
         self._make_role = make_role
@@ -96,29 +90,31 @@ class _Node:
         self._stop.set()
 
     async def _start(self, cleanup: AsyncExitStack) -> NodeService:
-        """Bring everything up, in the order in which the later parts need the earlier; `cleanup` undoes it backwards."""
+        """Bring everything up, each part after those that it needs; `cleanup` undoes it backwards."""
         config, loop, clock, log = self._config, asyncio.get_running_loop(), SystemClock(), EventLog()
 
         def tell_engine(news: KVTransferOutput) -> None:
             driver.tell_transfer(news)
 
+        def post(action: Callable[[], None]) -> None:
+            # The engine's thread may outlive the loop by its last step.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(action)
+
         def publish(news: StepNews) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(service.on_step, news)
+            post(lambda: service.on_step(news))
 
         def crashed(error: BaseException) -> None:
-            loop.call_soon_threadsafe(self._on_crash, error)
+            post(lambda: self._on_crash(error))
 
         role = self._make_role(
-            RoleContext(config, self._incarnation, self._runner, clock, loop, tell_engine, log.record)
+            RoleContext(config, self._incarnation, self._runner, clock, post, tell_engine, log.record)
         )
         await role.start()
         cleanup.push_async_callback(role.stop)
 
         key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
-        scheduler = Scheduler(
-            scheduler_config(config, self._runner), key_fields, clock, connector=role.connector
-        )
+        scheduler = Scheduler(scheduler_config(config, self._runner), key_fields, clock, connector=role.connector)
         driver = EngineDriver(EngineCore(scheduler, self._runner), publish, crashed)
 
         rpc = RpcServer((SERVICE_NAME,))
@@ -139,16 +135,16 @@ class _Node:
 
         registry = Registry.connect(config.registry, config.cluster)
         cleanup.push_async_callback(registry.close)
-        await registry.lease(_record(description, clock.wall()))
+        await registry.lease(_record(description, clock.wall(), config.lease_s))
         await rpc.set_ready(True)
         return service
 
     async def _drain(self, service: NodeService) -> None:
-        """Refuse new work and let the running work end, bounded by DRAIN_S or the second signal."""
+        """Refuse new work and let the running work end, bounded by drain_s or the second signal."""
         service.refuse_new_work()
         idle = asyncio.create_task(service.wait_idle())
         forced = asyncio.create_task(self._force.wait())
-        await asyncio.wait((idle, forced), timeout=DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         forced.cancel()
 
@@ -174,7 +170,7 @@ class _Node:
         )
 
 
-def _record(description: NodeDescription, started_at: float) -> NodeRecord:
+def _record(description: NodeDescription, started_at: float, lease_s: float) -> NodeRecord:
     """What the node publishes of itself."""
     return NodeRecord(
         name=description.node_id,
@@ -184,7 +180,7 @@ def _record(description: NodeDescription, started_at: float) -> NodeRecord:
         pid=description.pid,
         version=description.version,
         started_at=started_at,
-        lease_s=REGISTRY_LEASE_S,
+        lease_s=lease_s,
         model=description.model,
         model_fingerprint=description.model_fingerprint,
         dtype=description.dtype,
@@ -193,4 +189,6 @@ def _record(description: NodeDescription, started_at: float) -> NodeRecord:
         vocab_size=description.vocab_size,
         max_model_len=description.max_model_len,
         block_size=description.block_size,
+        num_blocks=description.num_blocks,
+        eos_token_ids=description.eos_token_ids,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,15 +16,18 @@ from baton.node.attempt_clock import TransferFigures
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """What a node gives its role. `tell_engine` may be called from any thread; the rest belongs to the loop."""
+    """What a node gives its role."""
 
     config: NodeConfig
     incarnation: str
     runner: ModelRunner
     clock: Clock
-    loop: asyncio.AbstractEventLoop
+    post: Callable[[Callable[[], None]], None]
+    """Runs a callable on the loop, in order; from any thread."""
     tell_engine: Callable[[KVTransferOutput], None]
+    """Wakes the engine; from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]
+    """Notes an event (name, attempt, value, detail); from any thread."""
 
 
 class Servicer(Protocol):

@@ -142,7 +142,9 @@ class NodeService:
         if min(ids) < 0 or max(ids) >= vocab:
             return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error=f"prompt: token id outside [0, {vocab})")
         if (submit.leg is Leg.DECODE) != (submit.kv_source is not None):
-            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error="kv_source: goes with the decode leg alone")
+            return RequestDelta(
+                submit.attempt, outcome=Outcome.ERROR, error="kv_source: goes with the decode leg alone"
+            )
         return None
 
     def _request(self, port: Port, submit: Submit) -> Request:

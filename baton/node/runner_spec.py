@@ -1,0 +1,59 @@
+"""From a node's configuration to its runner and its scheduler's limits."""
+
+from __future__ import annotations
+
+import time
+
+from baton.config import NodeConfig
+from baton.engine.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+from baton.engine.runner.base import ModelRunner
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.errors import ConfigError
+
+_MIN_BLOCKS = 8
+
+
+def runner_spec(config: NodeConfig) -> RunnerSpec:
+    """What to load."""
+    if config.runner == "torch":
+        return TorchSpec(
+            model_dir=config.model,
+            dtype=config.dtype,
+            block_size=config.block_size,
+            cache_bytes=int(config.kv_cache_memory),
+            num_threads=config.num_threads,
+            name=config.served_model_name,
+        )
+    shape = SimulatedSpec()
+    step_time = StepTime(
+        per_step=config.simulated_step_ms / 1e3,
+        per_prefill_token=config.simulated_prefill_token_ms / 1e3,
+        per_decode_seq=config.simulated_decode_seq_ms / 1e3,
+    )
+    block_bytes = shape.num_layers * 2 * shape.num_kv_heads * config.block_size * shape.head_dim * 4
+    return SimulatedSpec(
+        name=config.model_name or shape.name,
+        block_size=config.block_size,
+        num_blocks=max(_MIN_BLOCKS, int(config.kv_cache_memory) // block_bytes),
+        step_time=step_time,
+        sleep=time.sleep,
+    )
+
+
+def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig:
+    """The engine's limits on this runner; raises ConfigError for more than the model has."""
+    longest = runner.model.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len {config.max_model_len} is beyond the model's {longest} tokens")
+    if runner.memory.num_blocks < _MIN_BLOCKS:
+        raise ConfigError(
+            f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "
+            f"{runner.memory.block_bytes} bytes; give it at least {_MIN_BLOCKS * runner.memory.block_bytes}"
+        )
+    return SchedulerConfig(
+        num_blocks=runner.memory.num_blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len or longest,
+    )

@@ -1,0 +1,64 @@
+"""The decode node: an engine that takes in what others computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.config import NodeConfig
+from baton.engine.connector import KVConnector
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+from baton.node.process import run_node
+from baton.node.role import NodeRole, RoleContext, Servicer
+from decode_node.intake import Intake, IntakeConnector
+from kv_transfer.backends.base import TransferBackend
+from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.mover import Mover
+from kv_transfer.mover_events import MoverEvent
+
+
+class DecodeRole:
+    """Transfers behind the engine; links to the prefill nodes are opened as requests name them."""
+
+    def __init__(self, context: RoleContext, make_backend: Callable[[RoleContext], TransferBackend]) -> None:
+        runner, config = context.runner, context.config
+        layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
+        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout)
+
+        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
+            return Mover(lambda: make_backend(context), deliver, context.clock)
+
+        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.clock, context.post)
+        self._connector = IntakeConnector(self.intake, config.block_size, context.post)
+
+    @property
+    def connector(self) -> KVConnector:
+        return self._connector
+
+    @property
+    def servicers(self) -> Sequence[Servicer]:
+        return ()
+
+    async def start(self) -> None:
+        await self.intake.start()
+
+    async def stop(self) -> None:
+        await self.intake.stop()
+
+    def attempt_aborted(self, attempt: AttemptKey) -> None:
+        self.intake.abandon(attempt)
+
+    def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
+        stats = self._connector.stats(attempt)
+        return TransferFigures(stats.num_bytes, stats.read_s * 1e3) if stats else None
+
+
+def make_role(context: RoleContext) -> NodeRole:
+    """A decode role over NIXL."""
+    return DecodeRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
+
+
+def main(config: NodeConfig) -> int:
+    """Run a decode node until it is told to stop; returns the exit code."""
+    return run_node(config, make_role)

@@ -1,0 +1,63 @@
+"""The prefill node: an engine that offers what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.config import NodeConfig
+from baton.engine.connector import KVConnector
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+from baton.node.process import run_node
+from baton.node.role import NodeRole, RoleContext, Servicer
+from kv_transfer.backends.base import TransferBackend
+from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.mover import Mover
+from kv_transfer.mover_events import MoverEvent
+from prefill_node.handoff import HandOff, OfferConnector
+
+
+class PrefillRole:
+    """Leases and offers behind the engine; KvLink in front of the decode nodes."""
+
+    def __init__(self, context: RoleContext, make_backend: Callable[[RoleContext], TransferBackend]) -> None:
+        runner, config = context.runner, context.config
+        layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
+        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout)
+
+        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
+            return Mover(lambda: make_backend(context), deliver, context.clock)
+
+        self.handoff = HandOff(identity, runner.memory, make_mover, context.tell_engine, context.record, context.clock)
+        self._connector = OfferConnector(self.handoff, config.block_size, context.post)
+
+    @property
+    def connector(self) -> KVConnector:
+        return self._connector
+
+    @property
+    def servicers(self) -> Sequence[Servicer]:
+        return (self.handoff,)
+
+    async def start(self) -> None:
+        await self.handoff.start()
+
+    async def stop(self) -> None:
+        await self.handoff.stop()
+
+    def attempt_aborted(self, attempt: AttemptKey) -> None:
+        self.handoff.withdraw(attempt, "aborted")
+
+    def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
+        return None
+
+
+def make_role(context: RoleContext) -> NodeRole:
+    """A prefill role over NIXL."""
+    return PrefillRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
+
+
+def main(config: NodeConfig) -> int:
+    """Run a prefill node until it is told to stop; returns the exit code."""
+    return run_node(config, make_role)

@@ -122,6 +122,8 @@ class EngineCoreOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     error: str | None = None
+    kv_lost: bool = False
+    """The error is that the prompt's KV did not arrive: another attempt may succeed."""
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -57,8 +57,8 @@ class RouterConfig:
     """Serve token ids only; the model directory then needs no tokenizer.json."""
     drain_s: float = 30.0
     """How long running requests may go on once the router is to stop."""
-    limits: DispatchLimits = DispatchLimits()
-    link_times: LinkTimes = LinkTimes()
+    limits: DispatchLimits = field(default_factory=DispatchLimits)
+    link_times: LinkTimes = field(default_factory=LinkTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class _Cards:
 class _Router:
     """One running router."""
 
-    def __init__(self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, files: ModelFiles) -> None:
+    def __init__(
+        self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, files: ModelFiles
+    ) -> None:
         rng, clock = Random(), SystemClock()
         self._config = config
         self._membership = membership
@@ -127,6 +129,8 @@ class _Router:
             await self._public.start()
             await self._private.start()
             await self._private.set_ready(True)
+            # Nodes may have come while the servers started, and starting says "not ready".
+            self._dispatcher.changed.set()
             self._lease = await self._membership.lease(record)
             ready(RouterAddresses(record.incarnation, record.address, record.operator_address))
             done, _ = await asyncio.wait((watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)

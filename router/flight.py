@@ -58,6 +58,8 @@ class _Leg:
     leg: Leg
     outcome: Outcome | None = None
     lost: bool = False
+    released: bool = False
+    """Was said to be ended: it counts no more towards its node's load."""
     timings: StageTimings | None = None
 
     @property
@@ -200,13 +202,14 @@ class Flight:
             self._note_end(delta)
         if delta.outcome is not None:
             leg.outcome = delta.outcome
-            effects.append(LegEnded(incarnation, self._key))
+            effects += self._release(leg)
             effects += self._on_outcome(leg, delta)
         return effects if self.is_over else effects + self._finish_if_complete()
 
     def _note_end(self, delta: RequestDelta) -> None:
         if delta.outcome in (Outcome.STOP, Outcome.LENGTH):
-            self._end = _End(self._num_attempt_tokens, delta.outcome, delta.stop_token_id)
+            num_tokens = max(self._num_attempt_tokens, delta.first_index)
+            self._end = _End(num_tokens, delta.outcome, delta.stop_token_id)
 
     @property
     def _stopped_by_token(self) -> bool:
@@ -239,10 +242,9 @@ class Flight:
         leg = self._legs.get(incarnation)
         if leg is None or leg.lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
             return []
-        was_running = leg.is_running
         leg.lost = True
         if leg.leg is Leg.PREFILL and self._is_done_with_prefill(leg):
-            return [LegEnded(incarnation, self._key)] if was_running else []
+            return self._release(leg)
         return self._retry(incarnation, reason)
 
     def _is_done_with_prefill(self, leg: _Leg) -> bool:
@@ -296,14 +298,21 @@ class Flight:
         return self._end_legs(reason, spare_handed_off=False)
 
     def _end_legs(self, reason: str, *, spare_handed_off: bool) -> list[FlightEffect]:
-        effects: list[FlightEffect] = []
-        for incarnation, leg in self._legs.items():
-            spared = spare_handed_off and leg.outcome is Outcome.HANDED_OFF
-            if leg.may_hold_blocks and not spared:
-                effects.append(AbortLeg(incarnation, Abort(self._key, reason)))
-            if leg.outcome is None:
-                effects.append(LegEnded(incarnation, self._key))
+        told = [
+            leg
+            for leg in self._legs.values()
+            if leg.may_hold_blocks and not (spare_handed_off and leg.outcome is Outcome.HANDED_OFF)
+        ]
+        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, Abort(self._key, reason)) for leg in told]
+        for leg in self._legs.values():
+            effects += self._release(leg)
         return effects
+
+    def _release(self, leg: _Leg) -> list[FlightEffect]:
+        if leg.released:
+            return []
+        leg.released = True
+        return [LegEnded(leg.node.incarnation, self._key)]
 
     def _timings(self) -> StageTimings:
         """Prefill's figures from the node that computed the prompt, the transfer's from the one that pulled it."""

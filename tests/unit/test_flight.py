@@ -1,0 +1,286 @@
+"""A flight's rules: golden conversations, every (state, event) pair, and chaos that must not change a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import DeadlineExceeded
+from baton.machine import IllegalEvent, render_mermaid
+from baton.rpc.messages import NodeDescription, Outcome, RequestDelta
+from router.flight import Flight
+from router.flight_table import (
+    FLIGHT_TABLE,
+    LIVE,
+    TERMINAL,
+    AbortLeg,
+    Cancel,
+    Delta,
+    EmitTokens,
+    Fail,
+    Finish,
+    FlightEffect,
+    FlightEvent,
+    FlightState,
+    FlightStep,
+    GiveUp,
+    LegEnded,
+    NodeGone,
+    Place,
+    Placed,
+    StopStringFound,
+    SubmitLeg,
+)
+from router.placement import Placement
+from tests.support.router_parts import decode, key, prefill, request
+
+CONVERSATIONS = sorted((Path(__file__).parent / "flight_conversations").glob("*.txt"))
+
+
+def node(name: str) -> NodeDescription:
+    return prefill(name) if name.startswith("p") else decode(name)
+
+
+def placed(first: str, second: str) -> Placed:
+    return Placed(Placement(None if first == "-" else node(first), node(second), "because", ()))
+
+
+def parse_delta(words: Sequence[str]) -> Delta:
+    incarnation, attempt, *rest = words
+    fields: dict[str, list[str]] = {}
+    for word in rest:
+        if word in ("at", "tokens", "outcome", "token"):
+            current = fields.setdefault(word, [])
+        else:
+            current.append(word)
+    delta = RequestDelta(
+        attempt=key(int(attempt)),
+        first_index=int(fields.get("at", ["0"])[0]),
+        token_ids=tuple(int(token) for token in fields.get("tokens", [])),
+        outcome=Outcome(fields["outcome"][0]) if "outcome" in fields else None,
+        stop_token_id=int(fields["token"][0]) if "token" in fields else None,
+    )
+    return Delta(incarnation, delta)
+
+
+def parse(line: str) -> FlightEvent:
+    verb, *words = line.split()
+    match verb:
+        case "placed":
+            return placed(*words)
+        case "delta":
+            return parse_delta(words)
+        case "gone":
+            return NodeGone(words[0], f"{words[0]} died")
+        case "stop-string":
+            return StopStringFound(words[0])
+        case "cancel":
+            return Cancel("gone")
+    raise AssertionError(f"no such event: {line}")
+
+
+def show(effect: FlightEffect) -> str:
+    match effect:
+        case Place(attempt, exclude):
+            return " ".join([f"place {attempt}", *(["without", *sorted(exclude)] if exclude else [])])
+        case SubmitLeg(incarnation, submit):
+            source = f" from {submit.kv_source.incarnation}" if submit.kv_source else ""
+            return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}"
+        case AbortLeg(incarnation, abort):
+            assert abort.reason
+            return f"abort {incarnation} {abort.attempt}"
+        case LegEnded(incarnation, attempt):
+            return f"ended {incarnation} {attempt}"
+        case EmitTokens(first, tokens, _, is_stop):
+            return f"emit {first}: {' '.join(map(str, tokens))}" + (" stop-token" if is_stop else "")
+        case Finish(reason, stop, _, path):
+            via = " ".join(filter(None, (path.prefill_node, path.decode_node)))
+            return f"finish {reason} {stop} via {via} attempts {path.attempts}"
+        case Fail(error):
+            return f"fail {type(error).__name__} {error}"
+
+
+def replay(conversation: str) -> str:
+    """The conversation as the flight really goes, in the notation of the files."""
+    flight = Flight(request())
+    lines = []
+    for line in conversation.strip().splitlines():
+        if line.startswith("#"):
+            lines.append(line)
+        elif line.startswith("> "):
+            lines.append(line)
+            effects = flight.start() if line == "> start" else flight.handle(parse(line[2:]))
+            lines += [show(effect) for effect in effects]
+        elif line.startswith("= "):
+            lines.append(f"= {flight.state.name}")
+        elif line.startswith("stale "):
+            lines.append(f"stale {flight.stale_events}")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS, ids=lambda path: path.stem)
+def test_conversation(path: Path) -> None:
+    for conversation in path.read_text().split("---\n"):
+        expected = conversation.strip().splitlines()
+        actual = replay(conversation).splitlines()
+        # A file may shorten the text of an error.
+        shortened = [
+            want if want.startswith("fail ") and got.startswith(want) else got
+            for want, got in zip(expected, actual, strict=False)
+        ]
+        assert shortened + actual[len(expected) :] == expected
+
+
+EVENTS: dict[str, FlightEvent] = {
+    "placed": placed("p2", "d2"),
+    "tokens": Delta("p1.1", RequestDelta(key(), 0, (10,))),
+    "stop": Delta("d1.1", RequestDelta(key(), 0, (10, 11), outcome=Outcome.STOP)),
+    "handed_off": Delta("p1.1", RequestDelta(key(), outcome=Outcome.HANDED_OFF)),
+    "kv_lost": Delta("d1.1", RequestDelta(key(), outcome=Outcome.KV_LOST)),
+    "refused": Delta("d1.1", RequestDelta(key(), outcome=Outcome.REFUSED)),
+    "error": Delta("d1.1", RequestDelta(key(), outcome=Outcome.ERROR)),
+    "ignored": Delta("d1.1", RequestDelta(key(), outcome=Outcome.IGNORED)),
+    "aborted": Delta("d1.1", RequestDelta(key(), outcome=Outcome.ABORTED)),
+    "other_attempt": Delta("d1.1", RequestDelta(key(7), 0, (99,), outcome=Outcome.STOP)),
+    "other_node": Delta("d9.1", RequestDelta(key(), 0, (99,), outcome=Outcome.STOP)),
+    "prefill_gone": NodeGone("p1.1", "died"),
+    "decode_gone": NodeGone("d1.1", "died"),
+    "stranger_gone": NodeGone("d9.1", "died"),
+    "stop_string": StopStringFound("END"),
+    "cancel": Cancel("gone"),
+    "deadline": GiveUp(DeadlineExceeded("late")),
+}
+F = FlightState
+TO_RETRYING = {F.PREFILLING: F.RETRYING, F.STREAMING: F.RETRYING}
+EXPECTED: dict[str, dict[FlightState, FlightState]] = {
+    "placed": {F.PLACING: F.PREFILLING, F.RETRYING: F.PREFILLING},
+    "tokens": {F.PREFILLING: F.STREAMING},
+    "stop": {F.PREFILLING: F.FINISHED, F.STREAMING: F.FINISHED},
+    "kv_lost": TO_RETRYING,
+    "refused": TO_RETRYING,
+    "aborted": TO_RETRYING,
+    "prefill_gone": TO_RETRYING,
+    "decode_gone": TO_RETRYING,
+    "error": {F.PREFILLING: F.FAILED, F.STREAMING: F.FAILED},
+    "ignored": {F.PREFILLING: F.FAILED, F.STREAMING: F.FAILED},
+    "stop_string": {F.STREAMING: F.FINISHED, F.RETRYING: F.FINISHED},
+    "cancel": dict.fromkeys(LIVE, F.CANCELLED),
+    "deadline": dict.fromkeys(LIVE, F.FAILED),
+}
+ILLEGAL = {
+    ("placed", F.PREFILLING),
+    ("placed", F.STREAMING),
+    ("stop_string", F.PLACING),
+    ("stop_string", F.PREFILLING),
+}
+
+
+def flight_in(state: FlightState) -> Flight:
+    flight = Flight(request())
+    flight.start()
+    path: dict[FlightState, list[FlightEvent]] = {
+        F.PLACING: [],
+        F.PREFILLING: [placed("p1", "d1")],
+        F.STREAMING: [placed("p1", "d1"), EVENTS["tokens"]],
+        F.RETRYING: [placed("p1", "d1"), NodeGone("d1.1", "died")],
+        F.FINISHED: [placed("p1", "d1"), EVENTS["stop"]],
+        F.FAILED: [GiveUp(DeadlineExceeded("late"))],
+        F.CANCELLED: [Cancel("gone")],
+    }
+    for event in path[state]:
+        flight.handle(event)
+    assert flight.state is state
+    return flight
+
+
+@pytest.mark.parametrize("state", FlightState)
+@pytest.mark.parametrize("name", EVENTS)
+def test_every_state_and_event(state: FlightState, name: str) -> None:
+    flight = flight_in(state)
+    story, tokens = flight.story, flight.num_output_tokens
+    if (name, state) in ILLEGAL:
+        with pytest.raises(IllegalEvent, match="so far"):
+            flight.handle(EVENTS[name])
+        assert (flight.state, flight.story, flight.num_output_tokens) == (state, story, tokens)
+        return
+    effects = flight.handle(EVENTS[name])
+    assert flight.state is EXPECTED.get(name, {}).get(state, state)
+    ends = [effect for effect in effects if isinstance(effect, Finish | Fail)]
+    assert len(ends) == int(flight.state in TERMINAL and state not in TERMINAL)
+    if state in TERMINAL:
+        assert effects == []
+    if name == "cancel" and state in (F.PREFILLING, F.STREAMING):
+        assert {e.incarnation for e in effects if isinstance(e, AbortLeg)} == {"p1.1", "d1.1"}
+
+
+def test_the_table_ends_where_it_should() -> None:
+    assert {state for state, _ in FLIGHT_TABLE} == set(LIVE)
+    assert {step for _, step in FLIGHT_TABLE} == set(FlightStep)
+    assert "PLACING --> PREFILLING: placed" in render_mermaid(FlightState.PLACING, FLIGHT_TABLE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(1, 8))
+def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int) -> None:
+    """Nodes die, refuse and lose KV at random; both streams of a pair arrive in any mixture."""
+    rng = Random(seed)
+    truth = [100 + index for index in range(length)]
+    flight = Flight(request(max_tokens=8))
+    given_out: list[int] = []
+    ends: list[Finish | Fail] = []
+    todo: list[FlightEffect] = flight.start()
+    streams: dict[str, list[RequestDelta]] = {}
+    number = 0
+    while True:
+        for effect in todo:
+            match effect:
+                case Place():
+                    number += 1
+                    streams = {}
+                    pair = placed("-" if rng.random() < 0.3 else f"p{number}", f"d{number}")
+                    todo = flight.handle(pair)
+                    break
+                case SubmitLeg(incarnation, submit):
+                    streams[incarnation] = script(submit.leg.value, submit.attempt.attempt, truth, rng)
+                case EmitTokens(first, tokens, _, _):
+                    assert first == len(given_out)
+                    given_out += tokens
+                case Finish() | Fail():
+                    ends.append(effect)
+        else:
+            todo = []
+        if todo:
+            continue
+        if ends:
+            break
+        incarnation = rng.choice([name for name, script_left in streams.items() if script_left])
+        if rng.random() < 0.06:
+            todo = flight.handle(NodeGone(incarnation, "died"))
+        else:
+            todo = flight.handle(Delta(incarnation, streams[incarnation].pop(0)))
+    assert len(ends) == 1
+    assert given_out == truth[: len(given_out)]
+    if isinstance(ends[0], Finish):
+        assert given_out == truth
+
+
+def script(leg: str, attempt: int, truth: list[int], rng: Random) -> list[RequestDelta]:
+    """What a node says of one leg, in pieces of any size, sometimes with a failure at the end."""
+    first, last = {"prefill": (0, 1), "decode": (1, len(truth)), "whole": (0, len(truth))}[leg]
+    deltas = []
+    at = first
+    while at < last:
+        size = rng.randint(1, last - at)
+        deltas.append(RequestDelta(key(attempt), at, tuple(truth[at : at + size])))
+        at += size
+    end = Outcome.HANDED_OFF if leg == "prefill" and len(truth) > 1 else Outcome.LENGTH
+    if rng.random() < 0.2:
+        return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=Outcome.REFUSED)]
+    if rng.random() < 0.1:
+        return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=Outcome.KV_LOST)]
+    return [*deltas, RequestDelta(key(attempt), last, outcome=end)]

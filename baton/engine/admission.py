@@ -103,7 +103,8 @@ class Admission:
                 ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)
                 return
         if not request.output_token_ids:
-            ledger.end(request, RequestStatus.ERROR, outputs, error="the KV arrived without a first token")
+            error = "the KV arrived without a first token"
+            ledger.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=True)
             return
         self._arrived.append(request)
 

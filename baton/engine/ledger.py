@@ -69,11 +69,13 @@ class Ledger:
         *,
         stop_reason: int | None = None,
         error: str | None = None,
+        kv_lost: bool = False,
         first_index: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Settle the request's blocks and write its last output. The caller takes it out of its queue.
 
+        `kv_lost`: the error is that the prompt's KV did not arrive.
         `first_index`: of the tokens that this output brings; None when it brings none.
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -85,15 +87,23 @@ class Ledger:
         self._finished_req_ids.add(request.request_id)
         self._some_ended = True
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
-        self.emit(request, request.num_output_tokens if first_index is None else first_index, logprobs, outputs)
+        if first_index is None:
+            first_index = request.num_output_tokens
+        self.emit(request, first_index, logprobs, outputs, kv_lost)
 
     def end_by_connector(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
         """Its connector raised: the request fails, the engine does not."""
         self.num_connector_errors += 1
-        self.end(request, RequestStatus.ERROR, outputs, error=f"the KV connector failed: {exc!r}")
+        error = f"the KV connector failed: {exc!r}"
+        self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=request.leg is Leg.DECODE)
 
     def emit(
-        self, request: Request, first_index: int, logprobs: Sequence[TokenLogprobs], outputs: OutputsByClient
+        self,
+        request: Request,
+        first_index: int,
+        logprobs: Sequence[TokenLogprobs],
+        outputs: OutputsByClient,
+        kv_lost: bool = False,
     ) -> None:
         """Write an output with the request's tokens from `first_index` on and, when it has ended, why."""
         new_token_ids = request.output_token_ids[first_index:]
@@ -105,6 +115,7 @@ class Ledger:
             finish_reason=request.status.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
+            kv_lost=kv_lost,
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
         )

@@ -321,7 +321,7 @@ class Scheduler:
             if request is None:
                 self.num_unknown_transfers += 1
             else:
-                self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason)
+                self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason, kv_lost=True)
         for request_id in transfers.released:
             self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
         self._stalled = False

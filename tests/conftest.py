@@ -1,0 +1,32 @@
+"""What every test gets: at its end the block books of all pools it made must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.engine.block_pool import BlockPool
+from baton.engine.kv_cache_manager import KVCacheManager
+
+
+@pytest.fixture(autouse=True)
+def block_books_agree(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPool | KVCacheManager]]:
+    """Checks every BlockPool and KVCacheManager made in a test. Clear the yielded list to break one on purpose."""
+    made: list[BlockPool | KVCacheManager] = []
+    for kind in (BlockPool, KVCacheManager):
+        _record_instances(kind, made, monkeypatch)
+    yield made
+    for books in made:
+        books.check_invariant()
+
+
+def _record_instances(kind: type[Any], made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kind.__init__
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(kind, "__init__", recording)

@@ -1,0 +1,142 @@
+"""An engine on a scripted runner and a connector played by hand, with everything it said kept for questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.connector import ArrivedKV, KVTransferOutput
+from baton.engine.connector_fake import FakeConnector
+from baton.engine.core import EngineCore
+from baton.engine.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from baton.engine.request import FinishReason, KVSource, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner, expected_tokens, prompt_slots
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+
+SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """A prompt that shares no prefix with one of another seed."""
+    return [(seed * 7919 + position) % 1000 for position in range(num_tokens)]
+
+
+class EngineRig:
+    """One engine with 4-token blocks unless told otherwise. Block books are checked after every call."""
+
+    def __init__(self, num_blocks: int = 65, connector: FakeConnector | None = None, **limits: Any) -> None:
+        limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
+        self.config = SchedulerConfig(num_blocks=num_blocks, **limits)
+        self.runner = ScriptedRunner(num_blocks, self.config.block_size)
+        self.connector = connector if connector is not None else FakeConnector()
+        self.clock = ManualClock()
+        fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
+        self.scheduler = Scheduler(self.config, fields, self.clock, self.connector)
+        self.core = EngineCore(self.scheduler, self.runner)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        """Tokens as a client saw them, checked to be without gaps."""
+        self.ends: dict[str, EngineCoreOutput] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int] | int,
+        *,
+        leg: Leg = Leg.WHOLE,
+        eos: frozenset[int] = frozenset(),
+        client_index: int = 0,
+        **params: Any,
+    ) -> Request:
+        """Queue a request; a number stands for a prompt of that length."""
+        tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
+        request = Request(
+            request_id,
+            tokens,
+            SamplingParams(**params),
+            leg=leg,
+            kv_source=SOURCE if leg is Leg.DECODE else None,
+            eos_token_ids=eos,
+            client_index=client_index,
+        )
+        self.core.add_request(request)
+        self.requests[request_id] = request
+        self.tokens[request_id] = []
+        return request
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One step; its outputs."""
+        return self._note(self.core.step())
+
+    def commit(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None = None
+    ) -> list[EngineCoreOutput]:
+        """The other half of a step that a test began with `scheduler.schedule()`."""
+        computed = runner_output if runner_output is not None else self.runner.execute_model(scheduler_output)
+        return self._note(self.scheduler.update_from_output(scheduler_output, computed))
+
+    def run(self, limit: int = 500) -> None:
+        """Step until the engine would sleep."""
+        for _ in range(limit):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {limit} steps: {list(self.scheduler.requests.values())}")
+
+    def abort(self, *request_ids: str, status: RequestStatus = RequestStatus.ABORTED) -> list[EngineCoreOutput]:
+        return self._note(self.core.finish_requests(request_ids, status))
+
+    def transfer(
+        self,
+        arrived: Mapping[str, Sequence[int]] | None = None,
+        failed: Mapping[str, str] | None = None,
+        released: Sequence[str] = (),
+    ) -> list[EngineCoreOutput]:
+        """Report to the scheduler; arrivals are first tokens by request id."""
+        report = KVTransferOutput(
+            arrived={request_id: ArrivedKV(tokens) for request_id, tokens in (arrived or {}).items()},
+            failed=failed or {},
+            released=frozenset(released),
+        )
+        return self._note(self.core.update_from_kv_transfer(report))
+
+    def fill(self, request_id: str) -> None:
+        """Write the right KV where the request's load waits for it, and nowhere else."""
+        load = self.connector.loads[request_id]
+        slots = prompt_slots(self.requests[request_id].prompt_token_ids)
+        self.runner.write_slots(load.block_ids, slots[load.num_local_tokens :], start=load.num_local_tokens)
+
+    def deliver(self, request_id: str) -> list[EngineCoreOutput]:
+        """A transfer that went well: the KV is here, with the token that the prefill node sampled."""
+        self.fill(request_id)
+        return self.transfer(arrived={request_id: self.expected(request_id, 1)})
+
+    def expected(self, request_id: str, num_tokens: int) -> list[int]:
+        """What an undisturbed request would generate."""
+        request = self.requests[request_id]
+        seed, vocab = request.sampling_params.seed, self.runner.model.vocab_size
+        return expected_tokens(request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab)
+
+    def reason(self, request_id: str) -> FinishReason | None:
+        """Why a request ended; None while it lives."""
+        return self.ends[request_id].finish_reason if request_id in self.ends else None
+
+    def events(self) -> list[tuple[str, str, int]]:
+        """(type, request id, value) of the events since the last call."""
+        return [(event.type.value, event.request_id, event.value) for event in self.core.take_events()]
+
+    def _note(self, by_client: Mapping[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:
+        outputs = [output for batch in by_client.values() for output in batch.outputs]
+        for output in outputs:
+            request = self.requests[output.request_id]
+            skipped = 1 if request.num_external_tokens else 0
+            assert output.request_id not in self.ends, f"{output} after the end"
+            if output.new_token_ids:
+                assert output.first_index == skipped + len(self.tokens[output.request_id])
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+        self.scheduler.check_invariant()
+        return outputs

@@ -1,0 +1,119 @@
+"""Equal keys must mean equal KV: every field counts, and the spelling is frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.request import Request, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner
+
+FIELDS = CacheKeyFields("model", "float32", "layout")
+TOKENS = (1, 2, 3, 4)
+
+
+def key(
+    fields: CacheKeyFields = FIELDS,
+    block_size: int = 4,
+    tokens: tuple[int, ...] = TOKENS,
+    salt: str = "",
+    lora: str = "",
+    images: tuple[str, ...] = (),
+) -> bytes:
+    hasher = BlockHasher(fields, block_size)
+    return hasher.block_key(hasher.root(cache_salt=salt, lora_id=lora), tokens, images)
+
+
+CHANGES: dict[str, Callable[[], bytes]] = {
+    "model": lambda: key(CacheKeyFields("model2", "float32", "layout")),
+    "dtype": lambda: key(CacheKeyFields("model", "bfloat16", "layout")),
+    "layout": lambda: key(CacheKeyFields("model", "float32", "layout2")),
+    "text moved between fields": lambda: key(CacheKeyFields("modelf", "loat32", "layout")),
+    "block size": lambda: key(block_size=2, tokens=(1, 2)),
+    "a token": lambda: key(tokens=(1, 2, 3, 5)),
+    "order of tokens": lambda: key(tokens=(2, 1, 3, 4)),
+    "salt": lambda: key(salt="tenant"),
+    "lora": lambda: key(lora="tenant"),
+    "image": lambda: key(images=("a",)),
+    "two images": lambda: key(images=("a", "b")),
+    "images joined": lambda: key(images=("ab",)),
+    "order of images": lambda: key(images=("b", "a")),
+}
+
+
+def test_the_same_fields_give_the_same_key() -> None:
+    assert key() == key()
+    assert len(key()) == 32
+
+
+def test_every_changed_field_changes_the_key() -> None:
+    keys = {name: change() for name, change in CHANGES.items()} | {"unchanged": key()}
+    assert len(set(keys.values())) == len(keys), keys
+
+
+def test_the_parent_changes_the_key() -> None:
+    hasher = BlockHasher(FIELDS, 4)
+    first = hasher.block_key(hasher.root(), TOKENS)
+    assert hasher.block_key(first, TOKENS) != first
+
+
+def test_the_spelling_is_frozen() -> None:
+    """A changed spelling without a new FORMAT_VERSION would let old and new processes mistake each other's keys."""
+
+    def spelled(tag: bytes, payload: bytes) -> bytes:
+        return tag + struct.pack("<I", len(payload)) + payload
+
+    root = hashlib.sha256(
+        spelled(b"V", struct.pack("<I", 1))
+        + spelled(b"M", b"model")
+        + spelled(b"D", b"float32")
+        + spelled(b"L", b"layout")
+        + spelled(b"B", struct.pack("<I", 4))
+        + spelled(b"A", b"")
+        + spelled(b"S", b"t")
+    ).digest()
+    block = spelled(b"P", root) + spelled(b"I", b"img") + spelled(b"T", struct.pack("<4I", *TOKENS))
+    assert key(salt="t", images=("img",)) == hashlib.sha256(block).digest()
+
+
+def test_a_partial_block_has_no_key() -> None:
+    with pytest.raises(ValueError, match="full block of 4"):
+        key(tokens=(1, 2, 3))
+
+
+@given(tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), cut=st.integers(0, 40))
+def test_a_chain_can_be_extended_in_any_pieces(tokens: list[int], cut: int) -> None:
+    hasher = BlockHasher(FIELDS, 4)
+    parent, one_by_one = hasher.root(cache_salt="s"), []
+    for start in range(0, len(tokens) // 4 * 4, 4):
+        parent = hasher.block_key(parent, tokens[start : start + 4])
+        one_by_one.append(parent)
+
+    request = Request("r", tokens, SamplingParams(), cache_salt="s")
+    hasher.extend_request(request, min(cut, len(tokens)))
+    assert request.block_hashes == one_by_one[: min(cut, len(tokens)) // 4]
+    hasher.extend_request(request, len(tokens))
+    assert request.block_hashes == one_by_one
+
+
+def test_a_chain_runs_over_prompt_and_output() -> None:
+    hasher = BlockHasher(FIELDS, 4)
+    whole = Request("whole", list(range(12)), SamplingParams())
+    split = Request("split", list(range(6)), SamplingParams())
+    split.output_token_ids += range(6, 12)
+    hasher.extend_request(whole, 12)
+    hasher.extend_request(split, 7)
+    hasher.extend_request(split, 12)
+    assert split.block_hashes == whole.block_hashes
+    assert len(whole.block_hashes) == 3
+
+
+def test_the_fields_of_a_model_tell_block_sizes_apart() -> None:
+    small, large = ScriptedRunner(4, 4), ScriptedRunner(4, 8)
+    assert CacheKeyFields.of(small.model, small.layout) != CacheKeyFields.of(large.model, large.layout)

@@ -1,0 +1,191 @@
+"""Who gets in, who may pass whom, and when the engine may sleep."""
+
+from __future__ import annotations
+
+from baton.engine.request import FinishReason, Leg, RequestStatus
+from tests.support.engine_rig import EngineRig
+
+
+def running(rig: EngineRig) -> list[str]:
+    return [name for name, request in rig.requests.items() if request.status is RequestStatus.RUNNING]
+
+
+def test_admission_takes_the_whole_prompt_though_it_is_computed_in_chunks() -> None:
+    """Two prompts of which the pool holds one: the second must not start."""
+    rig = EngineRig(num_blocks=11, max_num_batched_tokens=8)
+    rig.add("first", 28, max_tokens=4)
+    rig.add("second", 28, max_tokens=4)
+    for _ in range(4):
+        rig.step()
+        assert running(rig) == ["first"]
+    rig.run()
+    assert rig.tokens["first"] == rig.expected("first", 4)
+    assert rig.tokens["second"] == rig.expected("second", 4)
+    assert rig.core.make_stats().num_preemptions == 0
+
+
+def test_a_smaller_request_may_pass_a_bounded_number_of_times() -> None:
+    rig = EngineRig(num_blocks=11, max_times_passed=2)
+    rig.add("holder", 16, max_tokens=12)
+    rig.step()
+    rig.add("big", 32, max_tokens=1)
+    for number in range(5):
+        rig.add(f"small{number}", 2, max_tokens=2)
+    rig.step()
+    assert running(rig) == ["holder", "small0", "small1"], "two passed, the third may not"
+    rig.run()
+    ended = list(rig.ends)
+    assert ended.index("big") < ended.index("small2")
+    assert len(rig.ends) == 7
+
+
+def test_being_passed_is_remembered_over_steps() -> None:
+    rig = EngineRig(num_blocks=11, max_times_passed=3)
+    rig.add("holder", 16, max_tokens=12)
+    rig.step()
+    rig.add("big", 32, max_tokens=1)
+    passed = []
+    for number in range(6):
+        rig.add(f"small{number}", 2, max_tokens=1)
+        rig.step()
+        passed += [name for name in rig.ends if name.startswith("small") and name not in passed]
+        if rig.requests["holder"].is_finished:
+            break
+    assert passed == ["small0", "small1", "small2"]
+
+
+def test_no_more_than_a_few_stuck_requests_are_looked_past() -> None:
+    rig = EngineRig(num_blocks=11, max_stuck_requests=2)
+    rig.add("holder", 16, max_tokens=12)
+    rig.step()
+    for number in range(3):
+        rig.add(f"big{number}", 32, max_tokens=1)
+    rig.add("small", 2, max_tokens=1)
+    rig.step()
+    assert running(rig) == ["holder"]
+    assert "small" not in rig.ends
+
+
+def test_nobody_passes_a_preempted_request() -> None:
+    rig = EngineRig(num_blocks=6)
+    rig.add("old", 8, max_tokens=10)
+    rig.add("new", 7, max_tokens=10)
+    while rig.requests["new"].status is not RequestStatus.PREEMPTED:
+        rig.step()
+    rig.add("tiny", 1, max_tokens=1)
+    while "old" not in rig.ends:
+        assert "tiny" not in rig.ends
+        rig.step()
+    rig.run()
+    assert list(rig.ends) == ["old", "tiny", "new"] or list(rig.ends) == ["old", "new", "tiny"]
+    assert rig.tokens["new"] == rig.expected("new", 10)
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    rig = EngineRig(num_blocks=6)
+    rig.add("old", 8, max_tokens=10)
+    rig.add("new", 7, max_tokens=10)
+    rig.step()
+    rig.add("tiny", 1, max_tokens=1)
+    while rig.core.has_work():
+        before = set(running(rig))
+        output = rig.scheduler.schedule()
+        if output.preempted_req_ids:
+            assert set(running(rig)) <= before
+        rig.commit(output)
+    assert len(rig.ends) == 3
+
+
+def test_newcomers_leave_the_watermark_free_while_others_run() -> None:
+    rig = EngineRig(num_blocks=21, watermark=0.25)
+    rig.add("first", 40, max_tokens=4)
+    rig.step()
+    rig.add("second", 24, max_tokens=4)
+    rig.step()
+    assert running(rig) == ["first"], "6 of the 9 free blocks would leave fewer than 5"
+    rig.run()
+    rig.add("third", 76, max_tokens=1)
+    rig.run()
+    assert rig.reason("third") is FinishReason.LENGTH, "alone it may take nearly everything"
+
+
+def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
+    rig = EngineRig(max_num_batched_tokens=40, max_model_len=40, max_num_seqs=4, enable_chunked_prefill=False)
+    rig.add("stream0", 4, max_tokens=12)
+    rig.add("stream1", 4, max_tokens=12)
+    rig.step()
+    rig.add("whole", 39, max_tokens=1)
+    waiting = rig.scheduler.schedule()
+    assert waiting.num_scheduled_tokens == {"stream0": 1, "stream1": 1}
+    rig.commit(waiting)
+    own = rig.scheduler.schedule()
+    assert own.num_scheduled_tokens == {"whole": 39}
+    rig.commit(own)
+    rig.run()
+    for name, tokens in rig.tokens.items():
+        assert tokens == rig.expected(name, len(tokens))
+    assert len(rig.ends) == 3
+
+
+def test_without_chunks_a_prompt_that_lacks_blocks_does_not_stop_the_others() -> None:
+    rig = EngineRig(
+        num_blocks=11, max_num_batched_tokens=41, max_model_len=64, max_num_seqs=4, enable_chunked_prefill=False
+    )
+    rig.add("stream", 12, max_tokens=12)
+    rig.step()
+    rig.add("whole", 40, max_tokens=1)
+    for _ in range(11):
+        assert "stream" in rig.scheduler.requests
+        rig.step()
+    assert rig.tokens["stream"] == rig.expected("stream", 12), "not one step was lost"
+    rig.run()
+    assert rig.reason("whole") is FinishReason.LENGTH
+
+
+def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
+    rig = EngineRig()
+    assert not rig.core.has_work()
+    rig.add("r", 4, max_tokens=1)
+    assert rig.core.has_work()
+    rig.run()
+    assert not rig.core.has_work()
+
+
+def test_an_engine_whose_requests_all_wait_for_remote_kv_sleeps() -> None:
+    rig = EngineRig()
+    rig.add("r", 8, leg=Leg.DECODE, max_tokens=3)
+    assert rig.core.has_work()
+    rig.step()
+    assert rig.scheduler.has_requests()
+    assert not rig.core.has_work()
+    rig.deliver("r")
+    assert rig.core.has_work()
+
+
+def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_released() -> None:
+    rig = EngineRig(num_blocks=6)
+    rig.add("offered", 16, leg=Leg.PREFILL)
+    rig.step()
+    assert rig.reason("offered") is FinishReason.HANDED_OFF
+    rig.add("next", 16, max_tokens=1)
+    rig.step()
+    assert running(rig) == []
+    assert not rig.core.has_work()
+    rig.transfer(released=["offered"])
+    assert rig.core.has_work()
+    rig.run()
+    assert rig.tokens["next"] == rig.expected("next", 1)
+
+
+def test_an_abort_of_the_one_in_front_wakes_the_engine() -> None:
+    rig = EngineRig(num_blocks=6, max_times_passed=0)
+    rig.add("offered", 12, leg=Leg.PREFILL)
+    rig.step()
+    rig.add("big", 16, max_tokens=1)
+    rig.add("small", 2, max_tokens=1)
+    rig.step()
+    assert not rig.core.has_work()
+    rig.abort("big")
+    assert rig.core.has_work()
+    rig.run()
+    assert rig.reason("small") is FinishReason.LENGTH

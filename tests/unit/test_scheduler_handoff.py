@@ -1,0 +1,464 @@
+"""The two legs of a hand-off, seen from inside one engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.connector import ExternalTokens
+from baton.engine.connector_fake import FakeConnector
+from baton.engine.request import FinishReason, Leg, Request, RequestStatus
+from baton.engine.runner.scripted import prompt_slots
+from baton.errors import DuplicateRequest
+from tests.support.engine_rig import EngineRig, prompt_of
+
+# --- the prefill leg ---
+
+
+def test_a_prefill_leg_offers_as_it_computes_and_hands_off_with_its_first_token() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("p", 18, leg=Leg.PREFILL, max_tokens=50)
+    offered = []
+    while rig.core.has_work():
+        rig.step()
+        if "p" in rig.connector.offers:
+            offered.append(rig.connector.offers["p"])
+    assert offered == [((1, 2, 3, 4, 5), 8), ((1, 2, 3, 4, 5), 16)]
+    assert rig.connector.leased["p"] == ((1, 2, 3, 4, 5), 18)
+    assert rig.tokens["p"] == rig.expected("p", 1)
+    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.requests["p"].status is RequestStatus.HANDED_OFF
+
+
+@pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, FinishReason.LENGTH), ({}, FinishReason.STOP)])
+def test_a_prefill_leg_whose_first_token_stops_is_really_over(params: dict[str, int], reason: FinishReason) -> None:
+    rig = EngineRig()
+    first = EngineRig()
+    first.add("p", prompt_of(10), max_tokens=1)
+    rig.add("p", prompt_of(10), leg=Leg.PREFILL, eos=frozenset(first.expected("p", 1)), **params)
+    if params:
+        rig.requests["p"].eos_token_ids = frozenset()
+    rig.run()
+    assert rig.tokens["p"] == first.expected("p", 1)
+    assert rig.reason("p") is reason
+
+
+def test_leased_blocks_stay_until_released_and_can_be_found_meanwhile() -> None:
+    rig = EngineRig(num_blocks=11)
+    rig.add("p", 18, leg=Leg.PREFILL)
+    rig.run()
+    stats = rig.core.make_stats()
+    assert (stats.leased_blocks, stats.free_blocks) == (5, 5)
+    with pytest.raises(DuplicateRequest):
+        rig.core.add_request(Request("p", [1], rig.requests["p"].sampling_params))
+    rig.add("other", 30, max_tokens=1)
+    rig.step()
+    assert rig.requests["other"].status is RequestStatus.WAITING, "leased blocks are not available"
+    rig.add("same", [*rig.requests["p"].prompt_token_ids, 1], max_tokens=1)
+    rig.run()
+    assert rig.ends["same"].num_cached_tokens == 16
+    block_ids, num_tokens = rig.connector.leased["p"]
+    assert rig.runner.read_slots(block_ids, num_tokens) == prompt_slots(rig.requests["p"].prompt_token_ids)
+    rig.transfer(released=["p"])
+    assert rig.core.make_stats().leased_blocks == 0
+    rig.run()
+    assert rig.tokens["other"] == rig.expected("other", 1)
+
+
+def test_a_prefix_hit_is_offered_like_computed_blocks() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("first", 18, leg=Leg.PREFILL)
+    rig.run()
+    rig.add("second", rig.requests["first"].prompt_token_ids, leg=Leg.PREFILL)
+    rig.run()
+    block_ids, num_tokens = rig.connector.leased["second"]
+    assert num_tokens == 18
+    assert list(block_ids[:4]) == [1, 2, 3, 4]
+    assert rig.ends["second"].num_cached_tokens == 16
+    rig.transfer(released=["first"])
+    assert rig.core.make_stats().leased_blocks == 5
+    rig.transfer(released=["second"])
+    assert rig.core.make_stats().leased_blocks == 0
+
+
+def test_an_aborted_prefill_leg_keeps_what_a_peer_may_be_reading() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("p", 18, leg=Leg.PREFILL)
+    rig.step()
+    rig.abort("p")
+    assert rig.core.make_stats().leased_blocks == 5
+    rig.transfer(released=["p"])
+    assert rig.core.make_stats().leased_blocks == 0
+
+
+def test_a_prefill_leg_is_never_preempted() -> None:
+    """Its blocks are on offer: a peer may be reading them. The stream before it gives way instead."""
+    rig = EngineRig(num_blocks=11, max_num_batched_tokens=4, max_num_seqs=3)
+    rig.add("stream", 3, max_tokens=30)
+    rig.step()
+    rig.add("p", 32, leg=Leg.PREFILL)
+    preempted: list[str] = []
+    while "p" not in rig.ends:
+        rig.step()
+        preempted += [name for kind, name, _ in rig.events() if kind == "preempted"]
+    assert preempted == ["stream"]
+    assert rig.reason("p") is FinishReason.HANDED_OFF
+    rig.transfer(released=["p"])
+    rig.run()
+    assert rig.tokens["stream"] == rig.expected("stream", 30)
+
+
+# --- the decode leg ---
+
+
+def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
+    rig.step()
+    load = rig.connector.loads["d"]
+    assert (len(load.block_ids), load.num_local_tokens, load.num_external_tokens) == (3, 0, 10)
+    assert rig.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    stats = rig.core.make_stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kvs) == (0, 1, 1)
+    assert rig.deliver("d") == [], "the first token is the prefill node's to send"
+    output = rig.scheduler.schedule()
+    (new,) = output.scheduled_new_reqs
+    assert (new.num_computed_tokens, list(new.output_token_ids)) == (10, rig.expected("d", 1))
+    assert output.num_scheduled_tokens == {"d": 1}, "the last prompt token is not computed again"
+    (first,) = rig.commit(output)
+    assert (first.first_index, first.num_external_tokens) == (1, 10)
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 5)[1:]
+    assert rig.reason("d") is FinishReason.LENGTH
+    assert rig.events() == [
+        ("queued", "d", 10),
+        ("remote_kv_requested", "d", 10),
+        ("remote_kv_arrived", "d", 10),
+        ("scheduled", "d", 10),
+        ("finished", "d", 5),
+    ]
+
+
+def test_only_what_is_not_here_is_loaded() -> None:
+    rig = EngineRig()
+    prompt = prompt_of(16)
+    rig.add("before", prompt[:9], max_tokens=1)
+    rig.run()
+    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=4)
+    rig.step()
+    load = rig.connector.loads["d"]
+    assert (load.num_local_tokens, load.num_external_tokens, load.block_ids[:2]) == (8, 8, (1, 2))
+    rig.deliver("d")
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 4)[1:]
+    assert (rig.ends["d"].num_cached_tokens, rig.ends["d"].num_external_tokens) == (8, 8)
+
+
+@pytest.mark.parametrize(("num_tokens", "local"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_prompt_that_is_all_here_still_asks_for_its_last_block(num_tokens: int, local: int) -> None:
+    rig = EngineRig()
+    prompt = prompt_of(num_tokens)
+    rig.add("before", prompt, max_tokens=1)
+    rig.run()
+    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    load = rig.connector.loads["d"]
+    assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
+    rig.deliver("d")
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+
+
+def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
+    rig = EngineRig()
+    prompt = prompt_of(13)
+    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=2)
+    rig.step()
+    rig.add("early", prompt, max_tokens=2)
+    rig.run()
+    assert rig.ends["early"].num_cached_tokens == 0
+    assert rig.tokens["early"] == rig.expected("early", 2)
+    rig.abort("d")
+    rig.transfer(released=["d"])
+    rig.scheduler.reset_prefix_cache()
+
+    rig.add("d2", prompt, leg=Leg.DECODE, max_tokens=2)
+    rig.step()
+    rig.deliver("d2")
+    rig.add("late", prompt, max_tokens=2)
+    rig.run()
+    assert rig.ends["late"].num_cached_tokens == 12
+    assert rig.tokens["late"] == rig.expected("late", 2)
+
+
+def test_an_arrival_joins_the_very_next_step_ahead_of_newcomers() -> None:
+    rig = EngineRig(max_num_seqs=2)
+    rig.add("stream", 4, max_tokens=30)
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
+    rig.step()
+    rig.add("newcomer", 4, max_tokens=5)
+    rig.deliver("d")
+    output = rig.scheduler.schedule()
+    assert list(output.num_scheduled_tokens) == ["stream", "d"]
+    rig.commit(output)
+
+
+def test_a_long_prompt_leaves_room_for_arrivals() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=5)
+    rig.add("long", 60, max_tokens=1)
+    rig.step()
+    rig.deliver("d")
+    assert rig.scheduler.schedule().num_scheduled_tokens == {"long": 7, "d": 1}
+
+
+def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
+    rig = EngineRig(max_num_seqs=1)
+    rig.add("stream", 4, max_tokens=40)
+    rig.step()
+    rig.add("d0", 8, leg=Leg.DECODE, max_tokens=3)
+    rig.add("d1", 8, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    assert list(rig.connector.loads) == ["d0"]
+    rig.deliver("d0")
+    rig.step()
+    assert list(rig.connector.loads) == ["d0"], "it still waits for the seat"
+    rig.run()
+    assert rig.tokens["d0"] == rig.expected("d0", 3)[1:]
+    assert rig.requests["d1"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+@pytest.mark.parametrize("num_tokens", [7, 8])
+def test_loads_whose_prompts_fill_the_pool_do_not_wedge(num_tokens: int) -> None:
+    """Each needs a slot for its first token: it was reserved, so nobody waits for a block held by somebody waiting."""
+    rig = EngineRig(num_blocks=7)
+    for number in range(4):
+        rig.add(f"d{number}", num_tokens, leg=Leg.DECODE, max_tokens=4)
+    for _ in range(20):
+        rig.run()
+        for name in [name for name in rig.connector.loads if name not in rig.ends]:
+            if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                rig.deliver(name)
+    for number in range(4):
+        assert rig.tokens[f"d{number}"] == rig.expected(f"d{number}", 4)[1:]
+
+
+def test_two_loads_that_share_a_prefix_with_a_pool_that_fits_one() -> None:
+    rig = EngineRig(num_blocks=6)
+    prompt = prompt_of(16)
+    rig.add("d0", prompt, leg=Leg.DECODE, max_tokens=3)
+    rig.add("d1", prompt, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    assert list(rig.connector.loads) == ["d0"]
+    assert not rig.core.has_work()
+    rig.deliver("d0")
+    rig.run()
+    assert rig.connector.loads["d1"].num_local_tokens == 12
+    rig.deliver("d1")
+    rig.run()
+    assert rig.tokens["d0"] == rig.tokens["d1"] == rig.expected("d0", 3)[1:]
+
+
+def test_a_preempted_decode_leg_recomputes_here() -> None:
+    rig = EngineRig(num_blocks=8)
+    rig.add("old", 8, max_tokens=16)
+    rig.add("d", 8, leg=Leg.DECODE, max_tokens=16)
+    rig.step()
+    rig.deliver("d")
+    rig.run()
+    assert rig.requests["d"].num_preemptions >= 1
+    assert rig.connector.loads == {}
+    assert rig.tokens["d"] == rig.expected("d", 16)[1:]
+    assert rig.tokens["old"] == rig.expected("old", 16)
+
+
+@pytest.mark.parametrize("how", ["max_tokens", "eos", "stop token"])
+def test_an_arrival_whose_first_token_stops_it_ends_silently(how: str) -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=1 if how == "max_tokens" else 9)
+    (first,) = rig.expected("d", 1)
+    if how == "eos":
+        rig.requests["d"].eos_token_ids = frozenset({first})
+    elif how == "stop token":
+        rig.abort("d")
+        rig.add("d2", prompt_of(10), leg=Leg.DECODE, max_tokens=9, stop_token_ids=frozenset({first}))
+    name = "d2" if how == "stop token" else "d"
+    rig.step()
+    (end,) = rig.deliver(name)
+    assert (end.new_token_ids, end.first_index) == ([], 1)
+    assert end.finish_reason is (FinishReason.LENGTH if how == "max_tokens" else FinishReason.STOP)
+    assert end.stop_reason == (first if how == "stop token" else None)
+    assert not rig.core.has_work()
+    assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
+
+
+def test_an_arrival_without_a_token_fails() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE)
+    rig.step()
+    (end,) = rig.transfer(arrived={"d": []})
+    assert (end.finish_reason, end.kv_lost) == (FinishReason.ERROR, True)
+
+
+@pytest.mark.parametrize("quarantine", [True, False])
+def test_a_failed_transfer_ends_its_request_with_the_reason(quarantine: bool) -> None:
+    rig = EngineRig(connector=FakeConnector(quarantine=quarantine))
+    rig.add("d", 10, leg=Leg.DECODE)
+    rig.step()
+    (end,) = rig.transfer(failed={"d": "peer gone"})
+    assert (end.finish_reason, end.error, end.kv_lost) == (FinishReason.ERROR, "peer gone", True)
+    assert rig.core.make_stats().quarantined_blocks == (3 if quarantine else 0)
+    assert not rig.core.has_work()
+    rig.transfer(released=["d"])
+    assert rig.core.make_stats().free_blocks == 64
+
+
+def test_quarantined_blocks_are_untouchable_until_released() -> None:
+    rig = EngineRig(num_blocks=8)
+    rig.add("d", 12, leg=Leg.DECODE)
+    rig.step()
+    load = rig.connector.loads["d"]
+    rig.abort("d")
+    assert rig.core.make_stats().quarantined_blocks == 3
+    with pytest.raises(DuplicateRequest):
+        rig.core.add_request(Request("d", [1], rig.requests["d"].sampling_params))
+    rig.add("other", 15, max_tokens=2)
+    rig.add("too big", 20, max_tokens=2)
+    rig.step()
+    rig.runner.write_slots(load.block_ids, [0xDEAD] * 12)
+    rig.run()
+    assert rig.tokens["other"] == rig.expected("other", 2), "a late write hurt nobody"
+    assert rig.requests["too big"].status is RequestStatus.WAITING
+    rig.transfer(released=["d"])
+    rig.run()
+    assert rig.tokens["too big"] == rig.expected("too big", 2)
+
+
+def test_an_abort_before_the_load_began_frees_at_once() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE)
+    rig.abort("d")
+    assert rig.connector.finished == ["d"]
+    assert rig.core.make_stats().free_blocks == 64
+
+
+def test_an_abort_after_the_arrival_frees_at_once() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE)
+    rig.step()
+    rig.deliver("d")
+    rig.abort("d")
+    stats = rig.core.make_stats()
+    assert (stats.free_blocks, stats.quarantined_blocks) == (64, 0)
+    assert not rig.core.has_work()
+
+
+def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
+    rig.add("w", 10, max_tokens=3)
+    rig.step()
+    rig.deliver("d")
+    before = rig.scheduler.num_unknown_transfers
+    rig.transfer(arrived={"d": [1], "w": [1], "nobody": [1]}, failed={"d": "late", "w": "?"}, released=["d", "nobody"])
+    assert rig.scheduler.num_unknown_transfers == before + 7
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+    assert rig.tokens["w"] == rig.expected("w", 3)
+    rig.transfer(arrived={"d": [1]}, failed={"w": "later still"})
+    assert len(rig.ends) == 2
+
+
+def test_a_decode_leg_that_never_fits_is_refused() -> None:
+    rig = EngineRig(num_blocks=3)
+    rig.add("d", 9, leg=Leg.DECODE)
+    (end,) = rig.step()
+    assert end.finish_reason is FinishReason.IGNORED
+    assert rig.connector.loads == {}
+
+
+def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
+    rig = EngineRig(num_blocks=3)
+    rig.add("d", 8, leg=Leg.DECODE, max_tokens=9)
+    rig.step()
+    (end,) = rig.deliver("d")
+    assert end.finish_reason is FinishReason.LENGTH
+
+
+# --- the connector's own doing ---
+
+
+def test_a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up() -> None:
+    rig = EngineRig()
+    rig.connector.unknown.add("d")
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
+    rig.add("behind", 6, max_tokens=3)
+    rig.run()
+    assert rig.tokens["behind"] == rig.expected("behind", 3)
+    assert rig.requests["d"].status is RequestStatus.WAITING
+    assert not rig.core.has_work(), "it sleeps until something happens"
+    rig.connector.unknown.clear()
+    rig.transfer()
+    assert rig.core.has_work()
+    rig.step()
+    rig.deliver("d")
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+
+
+def test_a_decode_leg_with_nothing_to_load_computes_its_prompt_here() -> None:
+    rig = EngineRig()
+    rig.connector.unavailable.add("d")
+    rig.add("d", 10, leg=Leg.DECODE, max_tokens=3)
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 3)
+    assert rig.ends["d"].num_external_tokens == 0
+
+
+class HalfConnector(FakeConnector):
+    """Promises less than the prompt."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
+        return ExternalTokens(4, load_async=True)
+
+
+def test_a_promise_that_does_not_complete_the_prompt_is_refused() -> None:
+    rig = EngineRig(connector=HalfConnector())
+    rig.add("d", 10, leg=Leg.DECODE)
+    (end,) = rig.step()
+    assert end.finish_reason is FinishReason.ERROR
+    assert "does not complete a prompt" in (end.error or "")
+    assert rig.core.make_stats().free_blocks == 64
+
+
+@pytest.mark.parametrize(
+    ("method", "leg", "held"),
+    [
+        ("get_num_new_matched_tokens", Leg.DECODE, 0),
+        ("update_state_after_alloc", Leg.DECODE, 3),
+        ("blocks_computed", Leg.PREFILL, 0),
+    ],
+)
+def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: str, leg: Leg, held: int) -> None:
+    rig = EngineRig()
+    rig.connector.raise_in = method
+    rig.add("bad", 10, leg=leg, max_tokens=3)
+    rig.add("good", 6, max_tokens=3)
+    rig.run()
+    assert rig.reason("bad") is FinishReason.ERROR
+    assert f"told to fail in {method}" in (rig.ends["bad"].error or "")
+    assert rig.ends["bad"].kv_lost == (leg is Leg.DECODE)
+    assert rig.tokens["good"] == rig.expected("good", 3)
+    assert rig.core.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
+    assert rig.scheduler.num_connector_errors == 1
+
+
+@pytest.mark.parametrize(("leg", "leased", "quarantined"), [(Leg.PREFILL, 3, 0), (Leg.DECODE, 0, 3), (Leg.WHOLE, 0, 0)])
+def test_blocks_of_unknown_fate_are_kept(leg: Leg, leased: int, quarantined: int) -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("r", 10, leg=leg)
+    rig.step()
+    rig.connector.raise_in = "request_finished"
+    assert rig.abort("r")[0].finish_reason is FinishReason.ABORT
+    stats = rig.core.make_stats()
+    assert (stats.leased_blocks, stats.quarantined_blocks) == (leased, quarantined)
+    assert rig.scheduler.num_connector_errors == 1

@@ -1,0 +1,150 @@
+"""Where a request ends, token by token."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.outputs import ModelRunnerOutput, TokenLogprobs
+from baton.engine.request import FinishReason
+from tests.support.engine_rig import EngineRig, prompt_of
+
+PROMPT = prompt_of(6)
+
+
+def tokens_of(count: int) -> list[int]:
+    rig = EngineRig()
+    rig.add("r", PROMPT, max_tokens=count)
+    rig.run()
+    return rig.tokens["r"]
+
+
+TOKENS = tokens_of(10)
+
+
+def test_the_script_does_not_repeat_itself() -> None:
+    assert len(set(TOKENS)) == 10, "the tests below stop at one token each"
+
+
+@pytest.mark.parametrize(
+    ("params", "eos", "reason", "stop_reason", "length"),
+    [
+        ({}, (), FinishReason.LENGTH, None, 10),
+        ({"max_tokens": 1}, (), FinishReason.LENGTH, None, 1),
+        ({}, TOKENS[3:4], FinishReason.STOP, None, 4),
+        ({}, TOKENS[5:3:-1], FinishReason.STOP, None, 5),
+        ({"ignore_eos": True}, TOKENS[3:4], FinishReason.LENGTH, None, 10),
+        ({"min_tokens": 4}, TOKENS[3:4], FinishReason.STOP, None, 4),
+        ({"min_tokens": 5}, TOKENS[3:4], FinishReason.LENGTH, None, 10),
+        ({"min_tokens": 5}, (TOKENS[3], TOKENS[7]), FinishReason.STOP, None, 8),
+        ({"stop_token_ids": frozenset(TOKENS[2:3])}, (), FinishReason.STOP, TOKENS[2], 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "min_tokens": 4}, (), FinishReason.LENGTH, None, 10),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "ignore_eos": True}, TOKENS[1:2], FinishReason.STOP, TOKENS[2], 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3])}, TOKENS[2:3], FinishReason.STOP, None, 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "max_tokens": 3}, (), FinishReason.STOP, TOKENS[2], 3),
+        ({"max_tokens": 4}, TOKENS[3:4], FinishReason.STOP, None, 4),
+    ],
+)
+def test_stops(
+    params: dict[str, object], eos: tuple[int, ...], reason: FinishReason, stop_reason: int | None, length: int
+) -> None:
+    rig = EngineRig()
+    rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
+    rig.run()
+    assert rig.tokens["r"] == TOKENS[:length], "the token that stops is part of the output"
+    assert (rig.ends["r"].finish_reason, rig.ends["r"].stop_reason) == (reason, stop_reason)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_the_models_length_ends_a_request(min_tokens: int) -> None:
+    rig = EngineRig(max_model_len=9)
+    rig.add("r", PROMPT, max_tokens=10, min_tokens=min_tokens)
+    rig.run()
+    assert rig.tokens["r"] == TOKENS[:3]
+    assert rig.reason("r") is FinishReason.LENGTH
+
+
+def test_the_pool_bounds_the_models_length() -> None:
+    """Two blocks hold eight tokens; the ninth is drawn, but its KV would never be needed."""
+    rig = EngineRig(num_blocks=3)
+    assert rig.scheduler.max_model_len == 9
+    rig.add("r", PROMPT, max_tokens=10)
+    rig.run()
+    assert rig.tokens["r"] == TOKENS[:3]
+    assert rig.reason("r") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("num_tokens", "refused"), [(8, False), (9, True), (40, True)])
+def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: bool) -> None:
+    rig = EngineRig(num_blocks=3)
+    rig.add("huge", num_tokens, max_tokens=4)
+    rig.add("small", 3, max_tokens=1)
+    rig.step()
+    if refused:
+        assert rig.reason("huge") is FinishReason.IGNORED
+        assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
+        assert rig.reason("small") is FinishReason.LENGTH, "nobody waits behind it"
+    else:
+        assert rig.tokens["huge"] == rig.expected("huge", 1)
+
+
+def test_a_refusal_reaches_its_client_though_nothing_runs() -> None:
+    rig = EngineRig(num_blocks=3)
+    rig.add("huge", 40)
+    assert rig.core.has_work()
+    (output,) = rig.step()
+    assert output.finish_reason is FinishReason.IGNORED
+    assert not rig.core.has_work()
+
+
+def test_a_failed_request_ends_alone() -> None:
+    rig = EngineRig()
+    rig.add("bad", 8, max_tokens=5)
+    rig.add("good", PROMPT, max_tokens=10)
+    rig.step()
+    rig.runner.failures["bad"] = "non-finite logits"
+    rig.step()
+    assert (rig.reason("bad"), rig.ends["bad"].error) == (FinishReason.ERROR, "non-finite logits")
+    rig.run()
+    assert rig.tokens["good"] == TOKENS
+
+
+def test_kv_of_a_failed_chunk_is_never_found() -> None:
+    rig = EngineRig()
+    rig.add("bad", PROMPT, max_tokens=5)
+    rig.runner.failures["bad"] = "non-finite logits"
+    rig.step()
+    rig.add("good", PROMPT, max_tokens=10)
+    rig.run()
+    assert rig.ends["good"].num_cached_tokens == 0
+
+
+def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
+    rig = EngineRig(max_num_seqs=2)
+    rig.add("a", 8, max_tokens=5)
+    rig.add("b", 8, max_tokens=5)
+    rig.add("waits", PROMPT, max_tokens=10)
+    rig.step()
+    rig.runner.raise_next = RuntimeError("device lost")
+    rig.step()
+    assert rig.ends["a"].error == rig.ends["b"].error == "the runner failed: RuntimeError('device lost')"
+    assert rig.reason("a") is FinishReason.ERROR
+    assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
+    rig.run()
+    assert rig.tokens["waits"] == TOKENS
+
+
+def test_a_runner_that_forgets_a_request_does_not_hang_it() -> None:
+    rig = EngineRig()
+    rig.add("r", 4, max_tokens=5)
+    output = rig.scheduler.schedule()
+    rig.commit(output, ModelRunnerOutput({}))
+    assert (rig.reason("r"), rig.ends["r"].error) == (FinishReason.ERROR, "the runner returned no token")
+
+
+def test_tokens_behind_a_stop_are_cut_with_their_logprobs() -> None:
+    rig = EngineRig()
+    rig.add("r", PROMPT, max_tokens=10, stop_token_ids=frozenset({2}))
+    output = rig.scheduler.schedule()
+    logprobs = [TokenLogprobs(token, -0.5, 1, ()) for token in (1, 2, 3)]
+    (end,) = rig.commit(output, ModelRunnerOutput({"r": [1, 2, 3]}, logprobs={"r": logprobs}))
+    assert (end.new_token_ids, end.new_logprobs, end.stop_reason) == ([1, 2], logprobs[:2], 2)

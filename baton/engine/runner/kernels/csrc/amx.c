@@ -1,7 +1,9 @@
-/* bfloat16 products on AMX tiles; everything else as on AVX-512.
+/* bfloat16 products on AMX tiles, float32 ones on vectors.
  *
  * tdpbf16ps sums 32 elements of k at once: the even and the odd ones in a chain each from zero, then the two added to the
  * output's sum. So these bits differ from the other paths', but the order is again fixed for each output alone.
+ *
+ * Attention: a probability goes in as the sum of two bfloat16, which keeps 16 of its 24 bits.
  */
 #if defined(__x86_64__) && defined(__linux__)
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
@@ -13,8 +15,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "linear_store.inc.h"
+#define WIDE_PANELS 4
+#define WIDE_ROWS 6
+#define WIDE_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#define TALL_PANELS 2
+#define TALL_ROWS 12
+#define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
+#include "product_float32.inc.h"
+#include "linear_float32.inc.h"
 
+typedef uint32_t bf16_row;
+enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
 enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES };
 
 /* Tile registers: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
@@ -24,92 +35,189 @@ struct tile_config {
     uint8_t rows[16];
 };
 
+/* The compilers' tile intrinsics do not all say which memory they read: what p points to is written before what follows. */
+#define WRITTEN(p) __asm__ volatile("" : : "r"(p) : "memory")
+
+/* Rows of the block that this thread's tiles are configured for; 0 when they are released. */
+static _Thread_local size_t configured;
+
 /* For a block of up to TILE_ROWS rows all sums belong to tile 4, else 0 and 1 to the first 16 rows and 2 and 3 to the rest. */
-INLINE void configure(size_t block) {
+TARGET static void configure(size_t block) {
+    if (configured == block) return;
     uint8_t first = (uint8_t)(block < TILE_ROWS ? block : TILE_ROWS);
     uint8_t second = (uint8_t)(block > TILE_ROWS ? block - TILE_ROWS : first);
+    const uint8_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
     struct tile_config config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
-    const uint8_t rows[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
     for (int i = 0; i < 8; i++) {
         config.rows[i] = rows[i];
         config.row_bytes[i] = 64;
     }
+    WRITTEN(&config);
     _tile_loadconfig(&config);
+    configured = block;
 }
 
+TARGET static void release(void) {
+    _tile_release();
+    configured = 0;
+}
+
+/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements. */
+struct factors {
+    const uint16_t *x, *w;
+    size_t ldx, panel_stride, steps, repeats;
+};
+
+#define LOAD_SUMS(c1, c2, c3)                    \
+    do {                                         \
+        if (accumulate) {                        \
+            _tile_loadd(0, c, ldc * 4);          \
+            _tile_loadd(1, (c1), ldc * 4);       \
+            _tile_loadd(2, (c2), ldc * 4);       \
+            _tile_loadd(3, (c3), ldc * 4);       \
+        } else {                                 \
+            _tile_zero(0);                       \
+            _tile_zero(1);                       \
+            _tile_zero(2);                       \
+            _tile_zero(3);                       \
+        }                                        \
+    } while (0)
+
+#define STORE_SUMS(c1, c2, c3)          \
+    do {                                \
+        _tile_stored(0, c, ldc * 4);    \
+        _tile_stored(1, (c1), ldc * 4); \
+        _tile_stored(2, (c2), ldc * 4); \
+        _tile_stored(3, (c3), ldc * 4); \
+    } while (0)
+
 /* up to 16 rows with four panels */
-TARGET static void multiply_wide(const uint16_t *x, size_t ldx, const uint16_t *w, size_t panel_stride, size_t steps, float *c) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (size_t step = 0; step < steps; step++, x += TILE_K, w += TILE_ELEMENTS) {
-        for (size_t panel = 0; panel < GROUP_PANELS; panel++)
-            for (size_t line = 0; line < TILE_ELEMENTS; line += 32)
-                __builtin_prefetch(w + panel * panel_stride + 2 * TILE_ELEMENTS + line);
-        _tile_loadd(4, x, ldx * 2);
-        _tile_loadd(6, w, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + panel_stride, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, w + 2 * panel_stride, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, w + 3 * panel_stride, 64);
-        _tile_dpbf16ps(3, 4, 7);
+INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const int accumulate) {
+    const uint16_t *x = f->x;
+    LOAD_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
+    for (size_t repeat = 0; repeat < f->repeats; repeat++) {
+        const uint16_t *w = f->w;
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, w += TILE_ELEMENTS) {
+            if (!accumulate) /* weights stream from memory */
+                for (size_t panel = 0; panel < GROUP_PANELS; panel++)
+                    for (size_t line = 0; line < TILE_ELEMENTS; line += 32)
+                        __builtin_prefetch(w + panel * f->panel_stride + 2 * TILE_ELEMENTS + line);
+            _tile_loadd(4, x, f->ldx * 2);
+            _tile_loadd(6, w, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + f->panel_stride, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, w + 2 * f->panel_stride, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, w + 3 * f->panel_stride, 64);
+            _tile_dpbf16ps(3, 4, 7);
+        }
     }
-    _tile_stored(0, c, GROUP_COLUMNS * 4);
-    _tile_stored(1, c + LANES, GROUP_COLUMNS * 4);
-    _tile_stored(2, c + 2 * LANES, GROUP_COLUMNS * 4);
-    _tile_stored(3, c + 3 * LANES, GROUP_COLUMNS * 4);
+    STORE_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
 }
 
 /* 17 to 32 rows with two panels */
-TARGET static void multiply_tall(const uint16_t *x, size_t ldx, const uint16_t *w, size_t panel_stride, size_t steps, float *c) {
-    const uint16_t *below = x + TILE_ROWS * ldx;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (size_t step = 0; step < steps; step++, x += TILE_K, below += TILE_K, w += TILE_ELEMENTS) {
-        _tile_loadd(4, x, ldx * 2);
-        _tile_loadd(6, w, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, w + panel_stride, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, below, ldx * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate) {
+    const uint16_t *x = f->x, *below = x + TILE_ROWS * f->ldx;
+    float *under = c + TILE_ROWS * ldc;
+    LOAD_SUMS(c + LANES, under, under + LANES);
+    for (size_t repeat = 0; repeat < f->repeats; repeat++) {
+        const uint16_t *w = f->w;
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, below += TILE_K, w += TILE_ELEMENTS) {
+            _tile_loadd(4, x, f->ldx * 2);
+            _tile_loadd(6, w, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + f->panel_stride, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, below, f->ldx * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
     }
-    _tile_stored(0, c, GROUP_COLUMNS * 4);
-    _tile_stored(1, c + LANES, GROUP_COLUMNS * 4);
-    _tile_stored(2, c + TILE_ROWS * GROUP_COLUMNS, GROUP_COLUMNS * 4);
-    _tile_stored(3, c + TILE_ROWS * GROUP_COLUMNS + LANES, GROUP_COLUMNS * 4);
+    STORE_SUMS(c + LANES, under, under + LANES);
+}
+
+/* Any number of rows; panels is a multiple of GROUP_PANELS. */
+INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate) {
+    const uint16_t *w = f.w;
+    WRITTEN(f.x);
+    WRITTEN(w);
+    WRITTEN(c);
+    for (size_t row = 0; row < rows; row += BLOCK_ROWS, f.x += BLOCK_ROWS * f.ldx, c += BLOCK_ROWS * ldc) {
+        size_t block = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS, step = block <= TILE_ROWS ? 4 : 2;
+        configure(block);
+        for (size_t panel = 0; panel < panels; panel += step) {
+            f.w = w + panel * f.panel_stride;
+            if (block <= TILE_ROWS)
+                multiply_wide(&f, c + panel * LANES, ldc, accumulate);
+            else
+                multiply_tall(&f, c + panel * LANES, ldc, accumulate);
+        }
+    }
+    WRITTEN(c);
 }
 
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    const uint16_t *w = (const uint16_t *)call->packed + part.column * call->k;
-    size_t panel_stride = call->k * LANES, steps = call->k / TILE_K, configured = 0;
+    struct factors f = {.w = (const uint16_t *)call->packed + part.column * call->k, .ldx = call->k,
+                        .panel_stride = call->k * LANES, .steps = call->k / TILE_K, .repeats = 1};
     float *c = scratch;
     struct epilogue epilogue;
     open_epilogue(&epilogue, call, DTYPE_BFLOAT16, part.column);
-    for (size_t row = part.row; row < part.end;) {
+    for (size_t row = part.row; row < part.end; row += BLOCK_ROWS) {
         size_t block = part.end - row < BLOCK_ROWS ? part.end - row : BLOCK_ROWS;
-        const uint16_t *x = (const uint16_t *)call->x + row * call->k;
-        if (block != configured) configure(configured = block);
-        if (block <= TILE_ROWS) {
-            multiply_wide(x, call->k, w, panel_stride, steps, c);
-        } else {
-            multiply_tall(x, call->k, w, panel_stride, steps, c);
-            multiply_tall(x, call->k, w + 2 * panel_stride, panel_stride, steps, c + 2 * LANES);
-        }
+        f.x = (const uint16_t *)call->x + row * call->k;
+        multiply(block, GROUP_PANELS, f, c, GROUP_COLUMNS, 0);
         store_bfloat16(&epilogue, (uint16_t *)call->out + row * call->n + part.column, call->n, block, c);
-        row += block;
     }
-    _tile_release();
+    release();
+}
+
+INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) { memcpy(row, x, k * 2); }
+
+TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
+                                    size_t panel_stride, size_t pairs, float *c, size_t ldc) {
+    struct factors f = {.x = (const uint16_t *)x, .w = w, .ldx = 2 * ldx, .panel_stride = panel_stride,
+                        .steps = pairs * 2 / TILE_K, .repeats = 1};
+    multiply(rows, panels, f, c, ldc, 0);
+}
+
+#define VALUE_PAIRS
+
+/* Interleaves two keys' values; to steps over panels of KEY_TILE keys. */
+INLINE void load_value_pairs(uint16_t *to, const uint16_t *even, const uint16_t *odd, size_t dim) {
+    for (size_t d = 0; d < dim; d += LANES, to += KEY_TILE * LANES) {
+        __mmask16 mask = dim - d < LANES ? 0xFF : 0xFFFF; /* head_dim is a multiple of 8 */
+        __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + d));
+        __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + d));
+        _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+
+/* halves: the upper 16 bits of each probability, then the rest rounded to bfloat16 */
+INLINE void split_probabilities(const float *probabilities, uint16_t *halves) {
+    for (size_t i = 0; i < KEY_TILE; i += LANES) {
+        v16 p = v_load(probabilities + i);
+        v16 upper = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(p), _mm512_set1_epi32((int)0xFFFF0000u)));
+        v_store_bf16(halves + i, upper);
+        v_store_bf16(halves + KEY_TILE + i, v_sub(p, upper));
+    }
+}
+
+INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, const uint16_t *pairs, float *c, size_t ldc) {
+    struct factors f = {.x = halves, .w = pairs, .ldx = 2 * KEY_TILE, .panel_stride = KEY_TILE * LANES,
+                        .steps = KEY_TILE / TILE_K, .repeats = 2};
+    multiply(rows, panels, f, c, ldc, 1);
+}
+
+#include "attention.inc.h"
+
+TARGET static void attention_bfloat16_and_release(const void *job, size_t task, void *scratch) {
+    attention_bfloat16(job, task, scratch);
+    release();
 }
 
 /* Linux hands the tiles out on request only, once for the process. */
@@ -122,5 +230,5 @@ static int supported(void) {
 }
 
 const struct isa isa_amx_bf16 = {
-    "amx_bf16", supported, {avx512_linear_float32, linear_bfloat16}, {avx512_attention_float32, avx512_attention_bfloat16}, BLOCK_ROWS};
+    "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release}, BLOCK_ROWS};
 #endif

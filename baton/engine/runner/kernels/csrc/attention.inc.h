@@ -1,4 +1,8 @@
-/* Paged attention; included once for each instruction set, after product.inc.h.
+/* Paged attention; included once for each instruction set, after its products.
+ *
+ * The includer's product_bfloat16 makes the scores of bfloat16; it takes queries that widen_row has prepared, with the head
+ * dimension padded to a multiple of QUERY_MULTIPLE. With VALUE_PAIRS it also has load_value_pairs and product_pairs, which take
+ * over where a row sees a whole tile of bfloat16 values.
  *
  * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
  * Gimelshein 2018). Tiles begin at absolute multiples of KEY_TILE, a key's lane is its position modulo 16, and a tile touches
@@ -7,6 +11,12 @@
  * beyond a request's keys never enters a sum.
  */
 #include <math.h>
+
+#ifdef VALUE_PAIRS
+#define VALUE_PAIRS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
+#else
+#define VALUE_PAIRS_OF(dtype) 0
+#endif
 
 #define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
 
@@ -42,9 +52,11 @@ struct attention_state {
     float *sum;     /* [rows][LANES] */
     float *largest; /* [rows] */
     float *values;  /* [panel][KEY_TILE][LANES] */
+    uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
     void *query;    /* [rows] prepared query rows */
-    size_t out_stride, value_panels;
+    uint16_t *halves; /* [rows][2][KEY_TILE]: probabilities as the sum of two bfloat16 */
+    size_t query_dim, out_stride, value_panels;
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */
@@ -60,14 +72,31 @@ INLINE struct key_range visible_keys(const struct attention_call *call, int64_t 
 
 static const uint32_t absent_key[MAX_HEAD_DIM];
 
-/* Transposes the tile's keys into panels and copies its values into panels, as far as the task sees them. */
+INLINE int sees_all(struct key_range range) { return range.start == 0 && range.end == KEY_TILE; }
+
+INLINE void load_values(const enum dtype dtype, struct attention_state *state, const void *value, size_t dim, size_t key) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    for (size_t panel = 0, from = 0; from < dim; panel++, from += LANES) {
+        float *to = state->values + (panel * KEY_TILE + key) * LANES;
+        const char *source = (const char *)value + from * size;
+        uint32_t half[LANES] = {0};
+        if (from + LANES > dim) source = memcpy(half, source, 8 * size); /* head_dim is a multiple of 8 */
+        v_store(to, dtype == DTYPE_FLOAT32 ? v_load((const float *)source) : v_load_bf16((const uint16_t *)source));
+    }
+}
+
+/* Transposes the tile's keys into panels and copies its values into panels, as far as the task sees them: as floats for
+ * the tokens that see a part of them, as pairs for those that see them all. */
 INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
-                      struct attention_state *state, int64_t tile, struct key_range seen) {
+                      struct attention_state *state, int64_t tile, struct key_range seen, int floats, int pairs) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
     const size_t dim = (size_t)call->head_dim, words = dim * size / 4;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_width;
     const char *head = (const char *)call->cache + (size_t)(task->kv_head * call->head_stride) * size;
     const uint32_t *keys[KEY_TILE];
+    const uint16_t *before = NULL; /* the key before's values */
+    (void)before;
+    (void)pairs;
     int64_t block = (tile + seen.start) / call->block_size, offset = (tile + seen.start) % call->block_size;
     for (int64_t j = 0; j < KEY_TILE; j++) {
         if (j < seen.start || j >= seen.end) {
@@ -76,24 +105,18 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
         }
         keys[j] = (const uint32_t *)(head + (size_t)(table[block] * call->block_stride + offset * call->head_dim) * size);
         const char *value = (const char *)keys[j] + (size_t)call->value_offset * size;
-        for (size_t panel = 0; panel < state->value_panels; panel++) {
-            float *to = state->values + (panel * KEY_TILE + (size_t)j) * LANES;
-            size_t from = panel * LANES;
-            if (from + LANES <= dim) {
-                v_store(to, dtype == DTYPE_FLOAT32 ? v_load((const float *)value + from) : v_load_bf16((const uint16_t *)value + from));
-            } else if (from < dim) {
-                uint32_t half[LANES] = {0}; /* head_dim is a multiple of 8 */
-                memcpy(half, value + from * size, 8 * size);
-                v_store(to, dtype == DTYPE_FLOAT32 ? v_load((const float *)half) : v_load_bf16((const uint16_t *)half));
-            }
-        }
+        if (floats) load_values(dtype, state, value, dim, (size_t)j);
+#ifdef VALUE_PAIRS
+        if (pairs && j % 2 != 0) load_value_pairs(state->pairs + (j - 1) * LANES, before, (const uint16_t *)value, dim);
+#endif
+        before = (const uint16_t *)value;
         if (++offset == call->block_size) {
             offset = 0;
             block++;
         }
     }
     for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
-        transpose_rows(keys + panel * LANES, words, (uint32_t *)state->keys + panel * words * LANES);
+        transpose_rows(keys + panel * LANES, words, (uint32_t *)state->keys + panel * LANES * state->query_dim * size / 4);
 }
 
 /* One row's softmax over one tile: scores become probabilities, the row's sum and output are brought to the new maximum. */
@@ -135,18 +158,26 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
     v_store(state->sum + row * LANES, sum);
 }
 
+/* Whether one of the tokens sees the whole tile: those that do stand between the ends of two monotone bounds. */
+INLINE int any_sees_all(const struct attention_call *call, int64_t first_position, int64_t tokens, int64_t tile) {
+    int64_t reaches = tile + KEY_TILE - 1 > first_position ? tile + KEY_TILE - 1 : first_position;
+    return reaches < first_position + tokens && sees_all(visible_keys(call, reaches, tile));
+}
+
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                         struct attention_state *state, int64_t first_position, int64_t tile) {
     const size_t dim = (size_t)call->head_dim, heads = (size_t)task->head_count, rows = (size_t)task->token_count * heads;
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
     struct key_range seen = {first.start, last.end};
-    load_tile(dtype, call, task, state, tile, seen);
+    int pairs = VALUE_PAIRS_OF(dtype) && any_sees_all(call, first_position, task->token_count, tile);
+    int floats = !pairs || !sees_all(first) || !sees_all(last);
+    load_tile(dtype, call, task, state, tile, seen, floats, pairs);
     if (dtype == DTYPE_FLOAT32)
         product_float32(rows, KEY_TILE / LANES, state->query, dim, state->keys, dim * LANES, dim, state->scores, KEY_TILE, 0);
     else
-        product_bfloat16(rows, KEY_TILE / LANES, state->query, dim / 2 * ROW_ITEMS_PER_PAIR, state->keys, dim * LANES, dim / 2,
-                         state->scores, KEY_TILE);
+        product_bfloat16(rows, KEY_TILE / LANES, state->query, state->query_dim / 2 * ROW_ITEMS_PER_PAIR, state->keys,
+                         state->query_dim * LANES, state->query_dim / 2, state->scores, KEY_TILE);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share a product */
@@ -157,6 +188,15 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
         if (range.start < range.end) {
             size_t row = (size_t)token * heads, end = (size_t)next * heads;
             for (size_t r = row; r < end; r++) softmax_row(call, state, r, range);
+#ifdef VALUE_PAIRS
+            if (dtype == DTYPE_BFLOAT16 && sees_all(range)) {
+                for (size_t r = row; r < end; r++) split_probabilities(state->scores + r * KEY_TILE, state->halves + r * 2 * KEY_TILE);
+                product_pairs(end - row, state->value_panels, state->halves + row * 2 * KEY_TILE, state->pairs,
+                              state->output + row * state->out_stride, state->out_stride);
+                token = next;
+                continue;
+            }
+#endif
             product_float32(end - row, state->value_panels, state->scores + row * KEY_TILE + range.start, KEY_TILE,
                             state->values + range.start * LANES, KEY_TILE * LANES, (size_t)(range.end - range.start),
                             state->output + row * state->out_stride, state->out_stride, 1);
@@ -175,8 +215,8 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
             if (dtype == DTYPE_FLOAT32)
                 memcpy((float *)state->query + row * dim, (const float *)call->query + from, dim * sizeof(float));
             else
-                widen_row((bf16_row *)state->query + row * (dim / 2 * ROW_ITEMS_PER_PAIR), (const uint16_t *)call->query + from,
-                          dim);
+                widen_row((bf16_row *)state->query + row * (state->query_dim / 2 * ROW_ITEMS_PER_PAIR),
+                          (const uint16_t *)call->query + from, dim);
         }
     memset(state->output, 0, row * state->out_stride * sizeof(float));
     memset(state->sum, 0, row * LANES * sizeof(float));
@@ -211,16 +251,21 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     const struct attention_call *call = job->call;
     const struct attention_task *task = &job->tasks[index];
     struct attention_state state;
-    state.value_panels = ((size_t)call->head_dim + 2 * LANES - 1) / (2 * LANES) * 2;
-    state.out_stride = state.value_panels * LANES;
+    size_t dim = (size_t)call->head_dim, multiple = dtype == DTYPE_BFLOAT16 ? QUERY_MULTIPLE : 1;
+    state.query_dim = (dim + multiple - 1) / multiple * multiple;
+    state.out_stride = attention_out_stride(call->head_dim);
+    state.value_panels = state.out_stride / LANES;
     state.scores = scratch;
     state.output = state.scores + ATTENTION_ROWS * KEY_TILE;
     state.sum = state.output + ATTENTION_ROWS * state.out_stride;
     state.largest = state.sum + ATTENTION_ROWS * LANES;
     state.values = state.largest + ATTENTION_ROWS;
-    state.keys = state.values + state.value_panels * KEY_TILE * LANES;
-    state.query = (float *)state.keys + KEY_TILE * MAX_HEAD_DIM;
-    memset(state.values, 0, state.value_panels * KEY_TILE * LANES * sizeof(float)); /* the padding panel stays zero */
+    state.pairs = (uint16_t *)(state.values + KEY_TILE * state.out_stride);
+    state.halves = state.pairs + KEY_TILE * state.out_stride;
+    state.keys = state.halves + ATTENTION_ROWS * 2 * KEY_TILE;
+    state.query = (float *)state.keys + KEY_TILE * state.out_stride;
+    size_t used = (size_t)((char *)((float *)state.query + ATTENTION_ROWS * state.out_stride) - (char *)state.values);
+    memset(state.values, 0, used); /* the padding of panels and rows stays zero */
 
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
     int64_t first_row = query_start + task->token_start;

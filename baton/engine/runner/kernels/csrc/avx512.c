@@ -9,12 +9,11 @@
 #define TALL_PANELS 2
 #define TALL_ROWS 12
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
-#include "product.inc.h"
+#include "product_float32.inc.h"
+#include "product_bfloat16.inc.h"
+#include "linear_float32.inc.h"
+#include "linear_bfloat16.inc.h"
 #include "attention.inc.h"
-
-TARGET void avx512_linear_float32(const void *job, size_t task, void *scratch) { linear_float32(job, task, scratch); }
-TARGET void avx512_attention_float32(const void *job, size_t task, void *scratch) { attention_float32(job, task, scratch); }
-TARGET void avx512_attention_bfloat16(const void *job, size_t task, void *scratch) { attention_bfloat16(job, task, scratch); }
 
 static int supported(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
@@ -22,5 +21,5 @@ static int supported(void) {
 }
 
 const struct isa isa_avx512 = {
-    "avx512", supported, {avx512_linear_float32, linear_bfloat16}, {avx512_attention_float32, avx512_attention_bfloat16}, TALL_ROWS};
+    "avx512", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
 #endif

@@ -10,7 +10,10 @@
 #define TALL_PANELS 2
 #define TALL_ROWS 12
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
-#include "product.inc.h"
+#include "product_float32.inc.h"
+#include "product_bfloat16.inc.h"
+#include "linear_float32.inc.h"
+#include "linear_bfloat16.inc.h"
 #include "attention.inc.h"
 
 static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16"); }

@@ -73,9 +73,9 @@ int baton_linear(int isa_index, int dtype, const void *x, const void *packed, co
 }
 
 static size_t attention_scratch(const struct attention_call *call) {
-    size_t out_stride = ((size_t)call->head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
-    return sizeof(float) * (ATTENTION_ROWS * (KEY_TILE + out_stride + LANES + 1) + out_stride * KEY_TILE +
-                            KEY_TILE * MAX_HEAD_DIM + ATTENTION_ROWS * (size_t)call->head_dim);
+    size_t out_stride = attention_out_stride(call->head_dim);
+    size_t rows = ATTENTION_ROWS * (KEY_TILE + out_stride + LANES + 1 + KEY_TILE + out_stride);
+    return sizeof(float) * (rows + KEY_TILE * out_stride * 5 / 2); /* values, their pairs, keys */
 }
 
 /* Appends the tasks of one request, or only counts them when tasks is NULL. */

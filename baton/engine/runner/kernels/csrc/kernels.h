@@ -81,10 +81,10 @@ struct isa {
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;
 
-/* AMX has tiles for bfloat16 products only; the rest of its kernels are these. */
-void avx512_linear_float32(const void *job, size_t task, void *scratch);
-void avx512_attention_float32(const void *job, size_t task, void *scratch);
-void avx512_attention_bfloat16(const void *job, size_t task, void *scratch);
+/* Floats in one output row of attention: the head dimension padded to whole groups of panels. */
+static inline size_t attention_out_stride(int64_t head_dim) {
+    return ((size_t)head_dim + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
+}
 
 /* Upper bound of rows (query tokens x query heads) in one attention task. */
 enum { ATTENTION_ROWS = 64 };

@@ -8,7 +8,10 @@
 #define TALL_PANELS 1
 #define TALL_ROWS 4
 #define TALL_CASES(F) F(1) F(2) F(3) F(4)
-#include "product.inc.h"
+#include "product_float32.inc.h"
+#include "product_bfloat16.inc.h"
+#include "linear_float32.inc.h"
+#include "linear_bfloat16.inc.h"
 #include "attention.inc.h"
 
 static int supported(void) { return 1; }

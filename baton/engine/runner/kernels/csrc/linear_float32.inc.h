@@ -1,4 +1,4 @@
-/* The end of a linear layer: the bias is added to the float32 sums, then they are rounded to the output's dtype. */
+/* Linear layers in float32, and the end that both dtypes share: the bias is added to the float32 sums, then they are rounded to the output's dtype. */
 struct epilogue {
     float bias[GROUP_COLUMNS];
     size_t columns; /* of this group, without the padding */
@@ -46,5 +46,20 @@ INLINE void store_bfloat16(const struct epilogue *e, uint16_t *out, size_t strid
             v_store_bf16(last, finished_lanes(e, c, lane));
             memcpy(out + lane, last, (e->columns - lane) * sizeof(uint16_t));
         }
+    }
+}
+
+TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
+    const struct linear_call *call = job;
+    struct linear_task part = linear_task(call, task);
+    const float *w = (const float *)call->packed + part.column * call->k;
+    float *c = scratch;
+    struct epilogue epilogue;
+    open_epilogue(&epilogue, call, DTYPE_FLOAT32, part.column);
+    for (size_t row = part.row, block; row < part.end; row += block) {
+        block = block_rows(part.end - row);
+        product_float32(block, GROUP_PANELS, (const float *)call->x + row * call->k, call->k, w, call->k * LANES, call->k, c,
+                        GROUP_COLUMNS, 0);
+        store_float32(&epilogue, (float *)call->out + row * call->n + part.column, call->n, block, c);
     }
 }

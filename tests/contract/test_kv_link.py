@@ -1,0 +1,478 @@
+"""Whole hand-offs over a real link, with real bytes: what arrives, what never does, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.engine.connector import BlockFate
+from baton.engine.request import KVSource, RequestStatus
+from baton.ids import AttemptKey
+from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
+from kv_transfer.backends.memory import MemoryFaults
+from kv_transfer.layout import LinkIdentity
+from kv_transfer.lease import LeaseTimes
+from kv_transfer.lease_machine import LeaseState
+from kv_transfer.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
+from kv_transfer.link_messages import Closing, ConfirmRead, LinkHello, LinkWelcome, Offer, ReadConfirmed, SenderMessage, Subscribe
+from kv_transfer.transfer_machine import TransferState
+from tests.support.handoff_rig import BLOCK_BYTES, LAYOUT, NUM_BLOCKS, WITHIN_S, HandoffRig, ReceiverHalf
+
+KEY = "req#1"
+ATTEMPT = AttemptKey("req", 1)
+THEIRS = [5, 6, 7, 20, 21]
+OURS = [40, 41, 42, 43, 10]
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[HandoffRig]:
+    async with HandoffRig() as made:
+        yield made
+
+
+async def test_bytes_and_first_token_arrive_and_the_lease_ends(rig: HandoffRig) -> None:
+    prefill = rig.sender.request(KEY, 18)
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    assert rig.sender.finish(prefill, THEIRS) is BlockFate.LEASED
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    assert rig.receiver.notes.arrived[KEY] == (7,)
+    rig.assert_blocks(KEY, OURS)
+    stats = rig.receiver.connector.stats(ATTEMPT)
+    assert stats is not None
+    assert stats.num_bytes == 5 * BLOCK_BYTES
+    assert rig.sender.notes.released == [KEY]
+    assert "lease_released" in rig.sender.notes.names(KEY)
+    assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 17, 20])
+async def test_any_length_around_block_borders(rig: HandoffRig, num_tokens: int) -> None:
+    num_blocks = -(-num_tokens // 4)
+    rig.receiver.take(KEY, num_tokens, rig.sender.source, OURS[:num_blocks])
+    rig.sender.finish(rig.sender.request(KEY, num_tokens), THEIRS[:num_blocks])
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS[:num_blocks])
+
+
+async def test_full_blocks_are_read_while_the_prompt_is_computed(rig: HandoffRig) -> None:
+    prefill = rig.sender.request(KEY, 18)
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.compute(prefill, THEIRS, 6)
+    await rig.sender.notes.until(lambda: ("read_progress", KEY, 1, "") in rig.sender.notes.events)
+    rig.sender.compute(prefill, THEIRS, 13)
+    await rig.sender.notes.until(lambda: ("read_progress", KEY, 3, "") in rig.sender.notes.events)
+    assert "closing_offered" not in rig.sender.notes.names(KEY)
+    rig.sender.finish(prefill, THEIRS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    started = [value for name, _, value, _ in rig.receiver.notes.events if name == "read_started"]
+    assert started == [1, 2, 2]
+    rig.assert_blocks(KEY, OURS)
+
+
+async def test_blocks_that_are_cached_here_are_not_read(rig: HandoffRig) -> None:
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local=8)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS, first=2)
+
+
+async def test_an_offer_waits_for_its_subscription(rig: HandoffRig) -> None:
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.sender.notes.event("closing_offered", KEY)
+    assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.GRANTED
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS)
+
+
+async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
+    keys = [f"r{i}#1" for i in range(12)]
+    theirs = {key: [5 * i + j for j in range(5)] for i, key in enumerate(keys)}
+    ours = {key: [NUM_BLOCKS - 1 - 5 * i - j for j in range(5)] for i, key in enumerate(keys)}
+    for key in keys:
+        rig.receiver.take(key, 18, rig.sender.source, ours[key])
+        prefill = rig.sender.request(key, 18)
+        rig.sender.compute(prefill, theirs[key], 9)
+        rig.sender.finish(prefill, theirs[key])
+    await rig.receiver.notes.until(lambda: len(rig.receiver.notes.arrived) == len(keys))
+    assert rig.sender.handoff.num_links == 1
+    for key in keys:
+        rig.assert_blocks(key, ours[key])
+
+
+async def test_a_request_that_ended_with_its_first_token_still_brings_valid_blocks(rig: HandoffRig) -> None:
+    # The engine puts arrived blocks into its prefix cache: unread ones would poison it.
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS, RequestStatus.STOPPED)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS)
+
+
+# Aborted by the receiver.
+
+
+async def test_receiver_aborts_while_the_link_is_being_opened(rig: HandoffRig) -> None:
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    assert rig.receiver.intake.book.state(ATTEMPT) is None
+
+
+async def test_receiver_aborts_while_nothing_is_offered(rig: HandoffRig) -> None:
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.event("subscribed", KEY)
+    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    # What is computed later is not kept for a reader that said no.
+    await _settled(rig)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+
+
+async def test_receiver_aborts_while_a_read_is_in_flight(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.read_in_flight()
+    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
+    await rig.sender.notes.event("lease_suspect", KEY)
+    assert rig.receiver.intake.counts().quarantined_blocks == 5
+    assert not rig.receiver.notes.released
+    assert not rig.sender.notes.released
+    rig.thaw_reads()
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    assert KEY not in rig.receiver.notes.arrived
+
+
+# Aborted by the sender.
+
+
+async def test_sender_aborts_before_anything_is_computed(rig: HandoffRig) -> None:
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.event("subscribed", KEY)
+    await _settled(rig)
+    assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "lease_lost" in rig.receiver.notes.failed[KEY]
+
+
+async def test_sender_aborts_while_computing_for_nobody_yet(rig: HandoffRig) -> None:
+    prefill = rig.sender.request(KEY, 18)
+    rig.sender.compute(prefill, THEIRS, 9)
+    assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+
+
+async def test_sender_aborts_while_its_blocks_are_read(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    prefill = rig.sender.request(KEY, 18)
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.compute(prefill, THEIRS, 9)
+    await rig.read_in_flight()
+    assert rig.sender.finish(prefill, THEIRS, RequestStatus.ABORTED) is BlockFate.LEASED
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert rig.receiver.finish(decode, OURS, transferring=True) is BlockFate.QUARANTINED
+    assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
+    assert not rig.sender.notes.released
+    rig.thaw_reads()
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+
+
+async def test_router_gives_up_an_offer_that_nobody_took(rig: HandoffRig) -> None:
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.sender.notes.event("closing_offered", KEY)
+    rig.sender.handoff.withdraw(ATTEMPT, "aborted by the router")
+    assert rig.sender.notes.released == [KEY]
+
+
+# Leases that end.
+
+
+async def test_an_expired_lease_brings_nothing(rig: HandoffRig) -> None:
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.sender.notes.event("closing_offered", KEY)
+    rig.clock.advance(LeaseTimes().unclaimed_s + 1)
+    rig.sender.handoff.tick()
+    assert rig.sender.notes.released == [KEY]
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert KEY not in rig.receiver.notes.arrived
+    assert rig.receiver.notes.names(KEY).count("read_started") == 0
+
+
+async def test_blocks_reused_under_a_read_are_never_delivered(rig: HandoffRig) -> None:
+    # The sender's engine took the blocks back (preemption) while they were read, and finished from others.
+    prefill = rig.sender.request(KEY, 18)
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.compute(prefill, THEIRS, 9)
+    await rig.sender.notes.event("read_progress", KEY)
+    prefill.num_preemptions += 1
+    rig.sender.finish(prefill, THEIRS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    assert KEY not in rig.receiver.notes.arrived
+
+
+async def test_heartbeats_keep_a_lease_and_silence_ends_it(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.read_in_flight()
+    due = rig.sender.handoff.book.next_deadline()
+    assert due is not None
+    rig.clock.advance(9)
+    async with asyncio.timeout(WITHIN_S):
+        while rig.sender.handoff.book.next_deadline() == due:
+            await asyncio.sleep(0)
+    rig.clock.advance(9)
+    rig.sender.handoff.tick()
+    assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
+    rig.clock.advance(20)
+    rig.sender.handoff.tick()
+    assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.SUSPECT
+    rig.thaw_reads()
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+
+
+# Links that end, and peers that are gone.
+
+
+async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRig) -> None:
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    prefill = rig.sender.request(KEY, 18)
+    rig.sender.compute(prefill, THEIRS, 9)
+    await rig.sender.notes.event("read_progress", KEY)
+    await rig.sender.server.stop(None)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+    rig.receiver.finish(decode, OURS, transferring=True)
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+    rig.sender.finish(prefill, THEIRS)
+    await rig.sender.notes.event("lease_suspect", KEY)
+    await _settled(rig)
+    assert not rig.sender.notes.released
+    rig.clock.advance(LeaseTimes().grace_s + 1)
+    rig.sender.handoff.tick()
+    assert rig.sender.notes.released == [KEY]
+
+
+async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.read_in_flight()
+    await rig.sender.server.stop(None)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    rig.receiver.finish(decode, OURS, transferring=True)
+    await _settled(rig)
+    assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.QUARANTINED
+    assert not rig.receiver.notes.released
+    rig.thaw_reads()
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+
+
+async def test_after_a_cut_the_next_request_opens_a_new_link(rig: HandoffRig) -> None:
+    rig.receiver.take("a#1", 18, rig.sender.source, OURS)
+    await rig.receiver.notes.event("subscribed", "a#1")
+    rig.sender.handoff._links.cut(1, "test")
+    await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS)
+
+
+async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.read_in_flight()
+    rig.fabric.kill(rig.sender.identity.incarnation)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    rig.receiver.finish(decode, OURS, transferring=True)
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+
+
+async def test_nobody_listens(rig: HandoffRig) -> None:
+    rig.receiver.take(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+
+
+async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.read_in_flight()
+    identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
+    successor = ReceiverHalf(rig.fabric, identity, rig.clock, MemoryFaults())
+    await successor.start()
+    successor.take("other#1", 18, rig.sender.source, OURS)
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    await successor.stop()
+    rig.thaw_reads()
+
+
+# Refusals.
+
+
+async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
+    rig.receiver.take(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY]
+
+
+async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
+    other = replace(LAYOUT, numerics="cuda-7", block_size=8)
+    async with HandoffRig(receiver_layout=other) as rig:
+        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        story = rig.receiver.notes.failed[KEY]
+        assert "layout_mismatch" in story
+        assert "numerics, block_size" in story
+        assert str(LAYOUT) in story
+        assert str(other) in story
+
+
+async def test_another_cluster_is_refused() -> None:
+    async with HandoffRig(cluster="elsewhere") as rig:
+        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        assert "refused" in rig.receiver.notes.failed[KEY]
+
+
+# Peers that break the rules.
+
+
+class OddSender(kv_link_pb2_grpc.KvLinkServicer):
+    """Greets like a prefill node and then says what the test wants; no heartbeats."""
+
+    def __init__(self, rig: HandoffRig, answers: Callable[[kv_link_pb2.OpenRequest], list[SenderMessage]]) -> None:
+        self._answers = answers
+        self._welcome = LinkWelcome(
+            "p0", "p0.first", LAYOUT, b"memory:p0.first", rig.sender.memory.base_address, NUM_BLOCKS, "DRAM", 0, 50
+        )
+
+    async def Open(self, request_iterator: Any, context: Any) -> None:
+        await context.read()
+        await context.write(write_welcome(self._welcome))
+        while isinstance(request := await context.read(), kv_link_pb2.OpenRequest):
+            for answer in self._answers(request):
+                await context.write(write_sender_message(answer))
+
+
+async def _odd_source(rig: HandoffRig, answers: Callable[[Any], list[SenderMessage]]) -> tuple[KVSource, Any]:
+    server = grpc.aio.server()
+    kv_link_pb2_grpc.add_KvLinkServicer_to_server(OddSender(rig, answers), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return KVSource("p0", "p0.first", f"127.0.0.1:{port}"), server
+
+
+BAD_OFFERS = {
+    "out of the pool": Offer(ATTEMPT, 0, (1, NUM_BLOCKS), 1000),
+    "huge": Offer(ATTEMPT, 0, (2**32 - 1,), 1000),
+    "too many": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5, 6), 1000),
+    "a gap": Offer(ATTEMPT, 1, (1,), 1000),
+    "one block twice": Offer(ATTEMPT, 0, (1, 1), 1000),
+    "closing too early": Offer(ATTEMPT, 0, (1, 2), 1000, Closing(18, (7,), False)),
+    "another prompt": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(17, (7,), False)),
+    "no first token": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(18, (), False)),
+}
+
+
+@pytest.mark.parametrize("offer", BAD_OFFERS.values(), ids=BAD_OFFERS.keys())
+async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, offer: Offer) -> None:
+    def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
+        return [offer] if request.HasField("subscribe") else []
+
+    source, server = await _odd_source(rig, answers)
+    rig.receiver.take(KEY, 18, source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "refused" in rig.receiver.notes.failed[KEY]
+    assert "read_started" not in rig.receiver.notes.names(KEY)
+    await server.stop(None)
+
+
+async def test_a_sender_that_falls_silent_is_taken_for_lost(rig: HandoffRig) -> None:
+    source, server = await _odd_source(rig, lambda request: [])
+    rig.receiver.take(KEY, 18, source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "no heartbeat" in rig.receiver.notes.failed[KEY]
+    await server.stop(None)
+
+
+async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: HandoffRig) -> None:
+    def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
+        if request.HasField("subscribe"):
+            return [Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(18, (7,), False))]
+        if request.HasField("confirm_read"):
+            return [ReadConfirmed(ATTEMPT, False)]
+        return []
+
+    source, server = await _odd_source(rig, answers)
+    rig.receiver.take(KEY, 18, source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert "lease_lost" in rig.receiver.notes.failed[KEY]
+    assert "read_done" in rig.receiver.notes.names(KEY)
+    assert KEY not in rig.receiver.notes.arrived
+    await server.stop(None)
+
+
+async def test_a_reader_that_falls_silent_loses_its_link_and_hears_no(rig: HandoffRig) -> None:
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
+        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
+        hello = LinkHello(1, "c", "d9", "d9.first", "p0.first", LAYOUT)
+        await call.write(write_hello(hello))
+        await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
+        # Somebody else's lease is none of its business, and nonsense is skipped.
+        await call.write(write_reader_message(ConfirmRead(AttemptKey("other", 1))))
+        await call.write(kv_link_pb2.OpenRequest())
+        seen: list[str | None] = []
+        with pytest.raises(grpc.aio.AioRpcError) as lost:
+            async with asyncio.timeout(WITHIN_S):
+                while True:
+                    seen.append((await call.read()).WhichOneof("message"))
+        assert "no heartbeat" in str(lost.value.details())
+        assert [name for name in seen if name != "heartbeat"] == ["welcome", "offer", "read_confirmed"]
+    await rig.sender.notes.event("lease_suspect", KEY)
+    rig.clock.advance(LeaseTimes().grace_s + 1)
+    rig.sender.handoff.tick()
+    assert rig.sender.notes.released == [KEY]
+    assert rig.sender.handoff.book.counters["confirm_read_unknown"] == 1
+
+
+async def test_a_link_begins_with_hello(rig: HandoffRig) -> None:
+    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
+        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
+        subscribe = kv_link_pb2.Subscribe(attempt=node_pb2.Attempt(request_id="req", attempt=1))
+        await call.write(kv_link_pb2.OpenRequest(subscribe=subscribe))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _settled(rig: HandoffRig) -> None:
+    """Return when everything that the receiver said so far was taken in by the sender, and the other way round."""
+    marker = f"marker{len(rig.sender.notes.events)}#1"
+    request = rig.receiver.take(marker, 4, rig.sender.source, [0])
+    if rig.sender.handoff.num_links == 0:
+        await asyncio.sleep(0)
+    else:
+        rig.sender.handoff.withdraw(AttemptKey.parse(marker), "marker")
+        await rig.receiver.notes.until(lambda: marker in rig.receiver.notes.failed)
+    rig.receiver.finish(request, [0], transferring=True)
+    await rig.receiver.notes.until(lambda: marker in rig.receiver.notes.released)
+    rig.receiver.notes.released.remove(marker)

@@ -1,0 +1,249 @@
+"""A sender and a receiver half in one process: a real link on loopback, real bytes, a fake of one-sided reads."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+
+from baton.clock import ManualClock, SystemClock
+from baton.engine.connector import KVTransferOutput
+from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.runner.base import KVMemory
+from baton.ids import AttemptKey
+from decode_node.intake import Intake, IntakeConnector
+from kv_transfer.backends.base import ReadHandle, ReadRange
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.mover import Mover
+from prefill_node.handoff import HandOff, OfferConnector
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 64
+NUM_BLOCKS = 64
+HEARTBEAT_S = 0.05
+WITHIN_S = 20.0
+LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, 1, 1, 2, BLOCK_BYTES, "memory")
+
+
+def new_memory() -> KVMemory:
+    """Zeroed host memory of NUM_BLOCKS blocks."""
+    buffer = (ctypes.c_char * (NUM_BLOCKS * BLOCK_BYTES))()
+    return KVMemory(ctypes.addressof(buffer), NUM_BLOCKS, BLOCK_BYTES, "DRAM", 0, buffer)
+
+
+def write_block(memory: KVMemory, block: int, content: bytes) -> None:
+    ctypes.memmove(memory.base_address + block * BLOCK_BYTES, content, BLOCK_BYTES)
+
+
+def read_block(memory: KVMemory, block: int) -> bytes:
+    return ctypes.string_at(memory.base_address + block * BLOCK_BYTES, BLOCK_BYTES)
+
+
+def content_of(request_id: str, index: int) -> bytes:
+    """What prompt block `index` of a request holds."""
+    return (f"{request_id}/{index};".encode() * BLOCK_BYTES)[:BLOCK_BYTES]
+
+
+@dataclass
+class Notes:
+    """What one half told its engine and its event log, and a way to wait for it."""
+
+    arrived: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    events: list[tuple[str, str, int, str]] = field(default_factory=list)
+    reads_posted: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell_engine(self, news: KVTransferOutput) -> None:
+        self.arrived.update({key: tuple(kv.first_token_ids) for key, kv in news.arrived.items()})
+        self.failed.update(news.failed)
+        self.released.extend(news.released)
+        self._changed.set()
+
+    def record(self, name: str, attempt: AttemptKey, value: int, detail: str) -> None:
+        self.events.append((name, str(attempt), value, detail))
+        self._changed.set()
+
+    def names(self, key: str) -> list[str]:
+        return [name for name, attempt, _, _ in self.events if attempt == key]
+
+    def post_noted(self) -> None:
+        self.reads_posted += 1
+        self._changed.set()
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        """Return when `what` holds; it is looked at whenever something was noted."""
+        async with asyncio.timeout(WITHIN_S):
+            while not what():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def event(self, name: str, key: str) -> None:
+        await self.until(lambda: name in self.names(key))
+
+
+class SenderHalf:
+    """A prefill node without an engine: the test plays the engine."""
+
+    def __init__(self, fabric: MemoryFabric, identity: LinkIdentity, clock: ManualClock) -> None:
+        self.identity = identity
+        self.memory = new_memory()
+        self.notes = Notes()
+        self.handoff = HandOff(
+            identity,
+            self.memory,
+            lambda deliver: Mover(
+                lambda: MemoryBackend(fabric, identity.incarnation, self.memory), deliver, SystemClock()
+            ),
+            self.notes.tell_engine,
+            self.notes.record,
+            clock,
+            heartbeat_s=HEARTBEAT_S,
+        )
+        self.connector = OfferConnector(
+            self.handoff, BLOCK_SIZE, asyncio.get_running_loop().call_soon_threadsafe
+        )
+        self.server = grpc.aio.server()
+        self.source = KVSource(identity.node_id, identity.incarnation, "")
+
+    async def start(self) -> None:
+        await self.handoff.start()
+        self.handoff.add_to_server(self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.source = replace(self.source, address=f"127.0.0.1:{port}")
+
+    async def stop(self) -> None:
+        await self.handoff.stop()
+        await self.server.stop(None)
+
+    def request(self, key: str, num_tokens: int) -> Request:
+        return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.PREFILL)
+
+    def compute(self, request: Request, block_ids: list[int], num_computed: int) -> None:
+        """Write the blocks' bytes and commit a step, as an engine does."""
+        for index in range(-(-num_computed // BLOCK_SIZE)):
+            write_block(self.memory, block_ids[index], content_of(request.request_id, index))
+        self.connector.blocks_computed(request, block_ids, num_computed)
+
+    def finish(self, request: Request, block_ids: list[int], status: RequestStatus = RequestStatus.HANDED_OFF) -> Any:
+        """End the request; a computed one with first token 7."""
+        if status is not RequestStatus.ABORTED:
+            self.compute(request, block_ids, request.num_prompt_tokens)
+            request.output_token_ids.append(7)
+        request.status = status
+        return self.connector.request_finished(request, block_ids, False)
+
+
+class AnnouncingBackend(MemoryBackend):
+    """Says on the loop when a read was posted: from then on it may write."""
+
+    def __init__(self, *args: Any, announce: Callable[[], None]) -> None:
+        super().__init__(*args)
+        self._announce = announce
+
+    def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
+        handle = super().post_read(incarnation, ranges)
+        self._announce()
+        return handle
+
+
+class ReceiverHalf:
+    """A decode node without an engine: the test plays the engine."""
+
+    def __init__(self, fabric: MemoryFabric, identity: LinkIdentity, clock: ManualClock, faults: MemoryFaults) -> None:
+        self.identity = identity
+        self.memory = new_memory()
+        self.notes = Notes()
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        self.intake = Intake(
+            identity,
+            lambda deliver: Mover(
+                lambda: AnnouncingBackend(
+                    fabric,
+                    identity.incarnation,
+                    self.memory,
+                    faults,
+                    announce=lambda: post(self.notes.post_noted),
+                ),
+                deliver,
+                SystemClock(),
+            ),
+            self.notes.tell_engine,
+            self.notes.record,
+            clock,
+            post,
+            heartbeat_s=HEARTBEAT_S,
+        )
+        self.connector = IntakeConnector(self.intake, BLOCK_SIZE, post)
+
+    async def start(self) -> None:
+        await self.intake.start()
+
+    async def stop(self) -> None:
+        await self.intake.stop()
+
+    def take(
+        self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0
+    ) -> Request:
+        """Admit a decode leg whose first `num_local` tokens are cached here."""
+        request = Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
+        external = self.connector.get_num_new_matched_tokens(request, num_local)
+        assert external.num_tokens == num_tokens - num_local
+        assert external.load_async
+        self.connector.update_state_after_alloc(request, block_ids, external.num_tokens)
+        return request
+
+    def finish(self, request: Request, block_ids: list[int], transferring: bool) -> Any:
+        request.status = RequestStatus.ABORTED
+        return self.connector.request_finished(request, block_ids, transferring)
+
+
+class HandoffRig:
+    """One sender and one receiver. `clock` moves the books only by hand; links and movers run in real time."""
+
+    def __init__(
+        self, faults: MemoryFaults | None = None, receiver_layout: LayoutFingerprint = LAYOUT, cluster: str = "c"
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.fabric = MemoryFabric()
+        self.sender = SenderHalf(self.fabric, LinkIdentity("c", "p0", "p0.first", LAYOUT), self.clock)
+        self.receiver = ReceiverHalf(
+            self.fabric, LinkIdentity(cluster, "d0", "d0.first", receiver_layout), self.clock, faults or MemoryFaults()
+        )
+
+    async def __aenter__(self) -> HandoffRig:
+        await self.sender.start()
+        await self.receiver.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.receiver.stop()
+        await self.sender.stop()
+        if exc[0] is None:
+            assert self.receiver.intake.num_links == 0
+            assert self.sender.handoff.num_links == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    def freeze_reads(self) -> None:
+        """Reads stay in flight from now on, as from a stopped sender."""
+        self.fabric.freeze(self.sender.identity.incarnation)
+
+    async def read_in_flight(self) -> None:
+        """Return when a read was posted."""
+        await self.receiver.notes.until(lambda: self.receiver.notes.reads_posted > 0)
+
+    def thaw_reads(self) -> None:
+        self.fabric.thaw(self.sender.identity.incarnation)
+
+    def assert_blocks(self, key: str, block_ids: list[int], first: int = 0) -> None:
+        """The receiver's blocks hold the request's KV from prompt block `first` on, and zeros before."""
+        for index, block in enumerate(block_ids):
+            expected = content_of(key, index) if index >= first else bytes(BLOCK_BYTES)
+            assert read_block(self.receiver.memory, block) == expected, f"block {index}"

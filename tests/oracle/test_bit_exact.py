@@ -1,4 +1,4 @@
-"""A row's bits depend on its own history alone: not on chunks, batch mates, cached prefixes or the number of threads."""
+"""A row's bits depend on its own history alone: not on chunks, batch mates, cached prefixes or threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tests.support.tiny_models import TINY_MODELS
 
 from baton.engine.outputs import NewRequestData
 from baton.engine.request import SamplingParams
@@ -22,6 +21,7 @@ from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.self_check import why_not_bit_exact
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import load_model
+from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
 LENGTH = 300
@@ -64,8 +64,10 @@ class Run:
         self._next_block += own
         return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, len(shared) * BLOCK_SIZE))
 
-    def compute(self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), mate: int = 7) -> Bits:
-        """Compute `main` in chunks (the last one repeats), each mate `mate` tokens a step beside it, before and after."""
+    def compute(
+        self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), mate: int = 7
+    ) -> Bits:
+        """Compute `main` in chunks (the last one repeats), each mate `mate` tokens a step beside it."""
         collected = []
         for index in range(LENGTH):
             share = Scheduled(main, self._left(main, chunks[min(index, len(chunks) - 1)]))
@@ -109,7 +111,9 @@ def load(models: Path, name: str, dtype: str, num_threads: int) -> tuple[Run, st
     layers.register()
     torch.set_num_threads(elementwise_threads(num_threads))
     loaded = load_model(directory, dtype)
-    transformer = Transformer(loaded, choose_operations(num_threads), BLOCK_SIZE, CacheSize(num_blocks=400), num_threads)
+    transformer = Transformer(
+        loaded, choose_operations(num_threads), BLOCK_SIZE, CacheSize(num_blocks=400), num_threads
+    )
     return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
 
 

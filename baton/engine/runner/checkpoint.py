@@ -36,13 +36,7 @@ class Checkpoint:
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Check a model directory and name it; raises ConfigError that says what is wrong and how to fix it."""
-    if not directory.is_dir():
-        raise ConfigError(
-            f"model directory {directory} does not exist; name a directory with config.json and *.safetensors"
-        )
-    config = _read_json(directory / "config.json")
-    if "auto_map" in config and "model_type" not in config:
-        raise ConfigError(f"{directory} needs code of its own to load; Baton runs no code from model directories")
+    config = _checked_config(directory)
     weight_files = _weight_files(directory)
     headers = [_safetensors_header(path) for path in weight_files]
     return Checkpoint(
@@ -52,6 +46,25 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         fingerprint=_fingerprint(directory, config, weight_files, headers),
         eos_token_ids=_eos_token_ids(directory, config),
     )
+
+
+def check_model_dir(directory: Path) -> Mapping[str, Any]:
+    """Its config.json, after the checks of `open_checkpoint` that read no weights; raises ConfigError like it."""
+    config = _checked_config(directory)
+    for path in _weight_files(directory):
+        _safetensors_header(path)
+    return config
+
+
+def _checked_config(directory: Path) -> Mapping[str, Any]:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"model directory {directory} does not exist; name a directory with config.json and *.safetensors"
+        )
+    config = _read_json(directory / "config.json")
+    if "auto_map" in config and "model_type" not in config:
+        raise ConfigError(f"{directory} needs code of its own to load; Baton runs no code from model directories")
+    return config
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

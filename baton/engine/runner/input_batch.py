@@ -24,6 +24,8 @@ class RequestState:
     __slots__ = (
         "_blocks",
         "_num_blocks",
+        "highest_block",
+        "lowest_block",
         "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
@@ -42,12 +44,8 @@ class RequestState:
         self.set_blocks(data.block_ids)
 
     @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        return self.token_ids[: self.num_prompt_tokens]
-
-    @property
-    def output_token_ids(self) -> Sequence[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
@@ -56,12 +54,15 @@ class RequestState:
     def set_blocks(self, block_ids: Sequence[int]) -> None:
         """Replace the block table."""
         self._num_blocks = 0
+        self.lowest_block, self.highest_block = 0, 0
         self.append_blocks(block_ids)
 
     def append_blocks(self, block_ids: Sequence[int]) -> None:
         """Extend the block table."""
         if not block_ids:
             return
+        self.lowest_block = min(self.lowest_block, *block_ids)
+        self.highest_block = max(self.highest_block, *block_ids)
         needed = self._num_blocks + len(block_ids)
         if needed > self._blocks.size:
             grown = np.empty(max(needed, 2 * self._blocks.size, 8), dtype=np.int32)
@@ -156,7 +157,7 @@ class RequestTable:
         table = state.block_table
         if stop > table.size * self._block_size:
             return f"{table.size} blocks don't hold {stop} tokens"
-        if table.size and not 0 <= int(table.min()) <= int(table.max()) < self._num_blocks:
+        if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
         tokens = state.token_ids[start:stop]
         if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:

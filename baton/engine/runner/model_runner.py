@@ -73,7 +73,7 @@ class TorchModelRunner:
             logits,
             [
                 SamplingState(
-                    state.sampling_params, state.prompt_token_ids, state.output_token_ids, self._model.eos_token_ids
+                    state.sampling_params, state.token_ids, state.num_prompt_tokens, self._model.eos_token_ids
                 )
                 for state in samplers
             ],

@@ -29,9 +29,14 @@ class SamplingState:
     """What one row's choice may depend on besides its logits."""
 
     params: SamplingParams
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    """Prompt and output together; the state refers to them, it copies nothing."""
+    num_prompt_tokens: int
     eos_token_ids: frozenset[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
         token_id = int(processed.argmax())
     else:
         token_ids, probabilities = distribution(processed, params)
-        number = uniform(params.seed, len(state.output_token_ids))
+        number = uniform(params.seed, state.num_output_tokens)
         token_id = _draw(token_ids, probabilities, number)
     if params.logprobs is None:
         return Sampled(token_id)
@@ -90,7 +95,7 @@ def _is_processed(state: SamplingState) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
-        or len(state.output_token_ids) < params.min_tokens
+        or state.num_output_tokens < params.min_tokens
     )
 
 
@@ -102,14 +107,14 @@ def process(logits: Row, state: SamplingState) -> Row:
     """
     params = state.params
     row = logits.astype(np.float32, copy=True)
-    output = state.output_token_ids
+    output = state.token_ids[state.num_prompt_tokens :]
     if len(output) < params.min_tokens:
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
         row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
     for token_id, bias in params.logit_bias.items():
         row[token_id] += np.float32(bias)
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.fromiter([*state.prompt_token_ids, *output], dtype=np.int64))
+        seen = np.unique(np.fromiter(state.token_ids, dtype=np.int64))
         penalty = np.float32(params.repetition_penalty)
         row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     if output and (params.frequency_penalty or params.presence_penalty):
@@ -125,7 +130,8 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
     Ties are ordered by token id, and top_k and top_p keep a prefix of the order, so each keeps a set that depends on
     nothing but the row. At least one token is kept.
     """
-    row = logits / np.float32(params.temperature)
+    with np.errstate(over="ignore"):
+        row = logits / np.float32(params.temperature)
     peak = row.max()
     if np.isinf(peak):  # a temperature so small that scaling overflows: the largest logit takes it all
         return np.array([logits.argmax()], dtype=np.int64), np.ones(1)

@@ -158,7 +158,7 @@ class SimulatedRunner:
             token_id = _next_token(
                 self.read(state.block_table, share.stop),
                 state.sampling_params,
-                len(state.output_token_ids),
+                state.num_output_tokens,
                 self._spec,
             )
             tokens[state.request_id] = token_id

@@ -1,0 +1,179 @@
+"""The simulated runner's tokens follow from the KV bytes in its cache, and from nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.request import SamplingParams
+from baton.engine.runner import SimulatedSpec, StepTime, load
+from baton.engine.runner.simulated import SimulatedRunner, expected_kv, expected_tokens
+from tests.support.runner_driver import RunnerDriver
+
+SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
+PROMPTS = {"a": [1, 2, 3], "b": [1, 2, 3, 4], "c": list(range(30)), "d": [5], "e": list(range(100, 117))}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+
+
+def driven(spec: SimulatedSpec = SPEC) -> RunnerDriver:
+    return RunnerDriver(SimulatedRunner(spec))
+
+
+def read(driver: RunnerDriver, name: str, num_tokens: int) -> np.ndarray:
+    assert isinstance(driver.runner, SimulatedRunner)
+    return driver.runner.read(driver.requests[name].block_ids, num_tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 7, 1000])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=9, max_tokens=10)])
+def test_tokens_and_kv_are_those_of_the_reference(chunk: int, params: SamplingParams) -> None:
+    driver = driven()
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt, params)
+    driver.finish(chunk=chunk)
+    for name, prompt in PROMPTS.items():
+        tokens = expected_tokens(prompt, params, SPEC)
+        assert driver.requests[name].output == tokens
+        history = [*prompt, *tokens[:-1]]
+        assert np.array_equal(read(driver, name, len(history)), expected_kv(history, driver.runner.layout))
+
+
+def test_every_request_generates_something_else() -> None:
+    tokens = {tuple(expected_tokens(prompt, GREEDY, SPEC)) for prompt in PROMPTS.values()}
+    assert len(tokens) == len(PROMPTS)
+    seeded = [expected_tokens([1], SamplingParams(seed=seed, max_tokens=4), SPEC) for seed in (1, 2)]
+    assert seeded[0] != seeded[1]
+
+
+@pytest.mark.parametrize("position", [0, 5, 29])
+def test_one_wrong_byte_anywhere_in_the_history_changes_the_tokens(position: int) -> None:
+    driver = driven()
+    request = driver.add("c", PROMPTS["c"], GREEDY)
+    driver.step({"c": 30})
+    memory = driver.runner.memory
+    block = request.block_ids[position // SPEC.block_size]
+    # The last byte of the last head's row of that token: nothing may be left out of the digest.
+    row = SPEC.head_dim * 4
+    address = memory.base_address + block * memory.block_bytes
+    address += memory.block_bytes - (SPEC.block_size - position % SPEC.block_size - 1) * row - 1
+    byte = ctypes.c_uint8.from_address(address)
+    byte.value ^= 1
+    driver.finish()
+    assert request.output[:1] == expected_tokens(PROMPTS["c"], GREEDY, SPEC)[:1]
+    assert request.output[1] != expected_tokens(PROMPTS["c"], GREEDY, SPEC)[1]
+
+
+def test_slots_are_recognisable() -> None:
+    layout = SimulatedRunner(SPEC).layout
+    one, other = expected_kv([1, 2, 3, 9], layout), expected_kv([1, 5, 3, 9], layout)
+    assert np.array_equal(one[0], other[0])
+    # Equal tokens at equal positions differ once anything before them does.
+    assert all((one[i] != other[i]).mean() > 0.9 for i in (1, 2, 3))
+    heads = one.reshape(-1, one.shape[-1])
+    assert len({row.tobytes() for row in heads}) == heads.shape[0]
+
+
+def test_kv_moved_as_raw_memory_is_the_same_kv() -> None:
+    sender, receiver = driven(), driven()
+    prompt, first = PROMPTS["e"], expected_tokens(PROMPTS["e"], GREEDY, SPEC)[:1]
+    sent = sender.add("e", prompt, replace(GREEDY, max_tokens=1))
+    sender.finish(chunk=8)
+    assert sent.output == first
+    receiver.add("other", [7] * 9, GREEDY)
+    taken = receiver.add("e", prompt, GREEDY, output=first, num_computed=len(prompt))
+    source, target = sender.runner.memory, receiver.runner.memory
+    for mine, theirs in zip(taken.block_ids, sent.block_ids, strict=False):
+        ctypes.memmove(
+            target.base_address + mine * target.block_bytes,
+            source.base_address + theirs * source.block_bytes,
+            source.block_bytes,
+        )
+    receiver.finish()
+    assert taken.output == expected_tokens(prompt, GREEDY, SPEC)
+
+
+def test_cached_prefix_and_copied_block() -> None:
+    driver = driven()
+    first = driver.add("c", PROMPTS["c"], GREEDY)
+    driver.finish()
+    driver.requests.clear()
+    shared = driver.add("again", PROMPTS["c"], GREEDY, shared=first.block_ids[:7], num_computed=28)
+    driver.finish()
+    assert shared.output == first.output
+
+    # 26 of the tokens from shared blocks, the seventh block copied before it is written to.
+    fork = NewRequestData("fork", PROMPTS["c"], (), GREEDY, [*first.block_ids[:6], 60, 61, 62], 26)
+    copies = [BlockCopy(first.block_ids[6], 60)]
+    out = driver.runner.execute_model(SchedulerOutput(9, [fork], [], {"fork": 4}, 4, blocks_to_copy=copies))
+    assert out.sampled_token_ids["fork"] == first.output[:1]
+
+
+def test_a_resumed_request_has_new_blocks_and_its_old_tokens() -> None:
+    driver = driven()
+    request = driver.add("c", PROMPTS["c"], GREEDY)
+    for count in (30, 1, 1):
+        driver.step({"c": count})
+    resumed = CachedRequestData("c", list(range(40, 52)), 0, resumed=True)
+    out = driver.runner.execute_model(SchedulerOutput(9, [], [resumed], {"c": 33}, 33))
+    assert [*request.output, *out.sampled_token_ids["c"]] == expected_tokens(PROMPTS["c"], GREEDY, SPEC)[:4]
+
+
+def test_stop_ids_and_min_tokens() -> None:
+    free = expected_tokens([1], GREEDY, SPEC)
+    stopping = replace(GREEDY, stop_token_ids=frozenset({free[3]}))
+    assert expected_tokens([1], stopping, SPEC) == free[:4]
+    barred = expected_tokens([1], replace(stopping, min_tokens=6), SPEC)
+    assert free[3] not in barred[:6]
+    assert barred[:3] == free[:3]
+
+
+def test_finished_requests_are_forgotten() -> None:
+    driver = driven()
+    driver.add("a", [1, 2, 3], GREEDY)
+    driver.step({"a": 3})
+    driver.step({}, finished=["a"])
+    out = driver.runner.execute_model(SchedulerOutput(5, [], [CachedRequestData("a", (), 3)], {"a": 1}, 1))
+    assert out.failed == {"a": "the runner does not know this request"}
+
+
+@pytest.mark.parametrize(
+    ("request_data", "count", "reason"),
+    [
+        (NewRequestData("x", [1, 997], (), GREEDY, [1], 0), 2, "a token id is out of range"),
+        (NewRequestData("x", [1, -1], (), GREEDY, [1], 0), 2, "a token id is out of range"),
+        (NewRequestData("x", [1] * 5, (), GREEDY, [1], 0), 5, "1 blocks don't hold 5 tokens"),
+        (NewRequestData("x", [1] * 5, (), GREEDY, [1, 64], 0), 5, "a block id is out of range"),
+        (NewRequestData("x", [1] * 5, (), GREEDY, [1, 2], 3), 3, "3 tokens scheduled from 3 on, but the request has 5"),
+        (NewRequestData("x", [1] * 257, (), GREEDY, [*range(1, 64), 1, 1], 0), 257, "beyond the model's 256 tokens"),
+    ],
+)
+def test_a_share_out_of_bounds_fails_alone(request_data: NewRequestData, count: int, reason: str) -> None:
+    runner = SimulatedRunner(SPEC)
+    good = NewRequestData("good", [1, 2, 3], (), GREEDY, [63], 0)
+    out = runner.execute_model(SchedulerOutput(1, [request_data, good], [], {"x": count, "good": 3}, count + 3))
+    assert reason in out.failed["x"]
+    assert out.sampled_token_ids == {"good": expected_tokens([1, 2, 3], GREEDY, SPEC)[:1]}
+
+
+def test_step_time_is_given_to_the_injected_sleep() -> None:
+    slept: list[float] = []
+    time = StepTime(per_step=1.0, per_prefill_token=0.125, per_decode_seq=0.5)
+    driver = driven(replace(SPEC, step_time=time, sleep=slept.append))
+    driver.add("c", PROMPTS["c"], GREEDY)
+    driver.add("d", PROMPTS["e"], GREEDY)
+    driver.step({"c": 30})
+    driver.step({"c": 1, "d": 8})
+    driver.step({}, finished=["c"])
+    assert slept == [1.0 + 30 * 0.125, 1.0 + 8 * 0.125 + 0.5]
+
+
+def test_load_gives_a_runner_whose_memory_matches_its_layout() -> None:
+    runner = load(SPEC)
+    assert runner.layout.block_bytes == 2 * 2 * 2 * 4 * 8 * 4
+    assert runner.memory.num_bytes == 64 * runner.layout.block_bytes
+    assert runner.model.bit_exact
+    assert load(replace(SPEC, vocab_size=5)).model.fingerprint != runner.model.fingerprint

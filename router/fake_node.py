@@ -29,6 +29,7 @@ class FakeStream:
             if isinstance(report, NodeLost):
                 raise report
             yield report
+            self._reports.task_done()
 
     async def close(self) -> None:
         self.is_closed = True
@@ -36,6 +37,10 @@ class FakeStream:
     def put(self, report: StepReport | NodeLost) -> None:
         """What the router reads next."""
         self._reports.put_nowait(report)
+
+    async def all_read(self) -> None:
+        """Return once the router has dealt with everything put so far."""
+        await self._reports.join()
 
 
 class FakeNode:
@@ -67,6 +72,11 @@ class FakeNode:
         """One engine step."""
         if self.stream is not None:
             self.stream.put(StepReport(deltas, load or LoadReport()))
+
+    async def all_read(self) -> None:
+        """Return once the router has dealt with every report so far."""
+        if self.stream is not None:
+            await self.stream.all_read()
 
     def die(self) -> None:
         """The process is gone: its stream breaks and nobody answers."""

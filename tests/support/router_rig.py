@@ -1,0 +1,183 @@
+"""A router's core over scripted nodes and hand-moved time: no sockets, no waiting, no registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+from baton.ids import AttemptKey
+from baton.rpc.messages import (
+    Abort,
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    StageTimings,
+    Submit,
+)
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.fake_node import FakeNode, FakeNodes
+from router.node_links import NodeLinks
+from router.timers import ManualTimers
+from router.view import ClusterView
+from tests.support.router_parts import MODEL, record_of
+
+
+class Letters:
+    """A vocabulary in which token 97 is "a": a codec without files."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+    def detokenizer(self) -> LetterDetokenizer:
+        return LetterDetokenizer()
+
+
+class LetterDetokenizer:
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Reader:
+    """A client: reads its stream to the end in a task of its own."""
+
+    def __init__(self, dispatcher: Dispatcher, raw: GenerateRequest, timeout_s: float | None) -> None:
+        self.events: list[GenerateEvent] = []
+        self._changed = asyncio.Event()
+        self.task = asyncio.create_task(self._read(dispatcher, raw, timeout_s))
+
+    async def _read(self, dispatcher: Dispatcher, raw: GenerateRequest, timeout_s: float | None) -> Finished:
+        async for event in dispatcher.generate(raw, timeout_s):
+            self.events.append(event)
+            self._changed.set()
+        last = self.events[-1]
+        assert isinstance(last, Finished)
+        return last
+
+    async def finished(self) -> Finished:
+        """How it ended; raises the stream's error."""
+        return await self.task
+
+    async def tokens_read(self, count: int) -> None:
+        """Return once the client has this many tokens."""
+        while len(self.token_ids) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def accepted_now(self) -> None:
+        """Return once the client has read Accepted."""
+        while not self.events:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return [event for event in self.events if isinstance(event, Chunk)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def accepted(self) -> Accepted:
+        first = self.events[0]
+        assert isinstance(first, Accepted)
+        return first
+
+
+class RouterRig:
+    """What a test holds: the dispatcher, its nodes by name, and time."""
+
+    def __init__(self, limits: DispatchLimits | None) -> None:
+        self.timers = ManualTimers()
+        self.view = ClusterView()
+        self.fakes = FakeNodes()
+        self.links = NodeLinks(self.fakes.connect, "router-1", self.timers, Random(7))
+        card = ModelCard(MODEL, 64, 300)
+        self.dispatcher = Dispatcher(self.view, self.links, Letters(), lambda: card, self.timers, Random(7), limits)
+        self.nodes: dict[str, FakeNode] = {}
+
+    def register(self, *descriptions: NodeDescription) -> None:
+        """These nodes are in the registry from now on, and no others."""
+        for description in descriptions:
+            if description.incarnation not in {node.incarnation for node in self.nodes.values()}:
+                self.nodes[description.node_id] = self.fakes.add(FakeNode(description))
+        records = [record_of(description) for description in descriptions]
+        self.view.registered(records)
+        self.links.update(records)
+
+    async def attached(self, count: int) -> None:
+        """Return once exactly this many nodes are attached."""
+        while len(self.view.descriptions()) != count:
+            self.dispatcher.changed.clear()
+            await self.dispatcher.changed.wait()
+
+    def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
+        return Reader(self.dispatcher, GenerateRequest(prompt, **fields), timeout_s)  # type: ignore[arg-type]
+
+    async def submitted(self, name: str) -> Submit:
+        """The next message to that node, which must be work."""
+        message = await self.nodes[name].inbox.get()
+        assert isinstance(message, Submit), message
+        return message
+
+    async def aborted(self, name: str) -> Abort:
+        """The next message to that node, which must be an abort."""
+        message = await self.nodes[name].inbox.get()
+        assert isinstance(message, Abort), message
+        return message
+
+    def tell(
+        self,
+        name: str,
+        attempt: AttemptKey,
+        first_index: int = 0,
+        text: str = "",
+        outcome: Outcome | None = None,
+        timings: StageTimings | None = None,
+        stop_token_id: int | None = None,
+    ) -> None:
+        """One step of a node that brings these tokens."""
+        tokens = tuple(ord(letter) for letter in text)
+        self.nodes[name].report(
+            RequestDelta(attempt, first_index, tokens, outcome=outcome, timings=timings, stop_token_id=stop_token_id)
+        )
+
+    def in_flight(self) -> float:
+        """Legs that the router believes to be running on attached nodes."""
+        return sum(candidate.load for candidate in self.view.candidates())
+
+
+@asynccontextmanager
+async def router_rig(*descriptions: NodeDescription, limits: DispatchLimits | None = None) -> AsyncIterator[RouterRig]:
+    """A rig with these nodes attached. At the end nothing may be left of it: no request, timer, task or client."""
+    before = asyncio.all_tasks()
+    rig = RouterRig(limits)
+    rig.register(*descriptions)
+    await rig.attached(len(descriptions))
+    try:
+        yield rig
+        assert rig.dispatcher.num_live == 0
+        assert rig.in_flight() == 0
+    finally:
+        await rig.links.close()
+    assert asyncio.all_tasks() == before
+    assert rig.timers.num_pending == 0
+    assert rig.fakes.num_open_clients == 0

@@ -1,0 +1,370 @@
+"""The dispatcher over scripted nodes: both streams, failover, early ends, slow readers, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.engine.request import Leg
+from baton.errors import (
+    AttemptsExhausted,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    DuplicateRequest,
+    EngineFault,
+    InvalidRequest,
+    NoCapacity,
+    RequestNotFound,
+    SlowReader,
+)
+from baton.ids import AttemptKey
+from baton.rpc.messages import Chunk, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
+from router.dispatcher import DispatchLimits
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import Reader, RouterRig, router_rig
+
+
+async def start_pair(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
+    reader = rig.ask(**fields)  # type: ignore[arg-type]
+    to_prefill, to_decode = await rig.submitted("p1"), await rig.submitted("d1")
+    assert (to_prefill.leg, to_decode.leg) == (Leg.PREFILL, Leg.DECODE)
+    assert to_decode.kv_source == rig.nodes["p1"].description.kv_source
+    assert to_prefill.attempt == to_decode.attempt
+    return reader, to_prefill.attempt
+
+
+async def test_a_request_through_a_pair() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, seed=5, max_tokens=4)
+        rig.timers.advance(0.25)
+        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF, StageTimings(1, 2, 0, cached_tokens=3))
+        await reader.tokens_read(1)
+        rig.timers.advance(0.5)
+        rig.tell("d1", attempt, 1, "or")
+        rig.tell("d1", attempt, 3, "d", Outcome.LENGTH, StageTimings(transfer_ms=4, kv_bytes=99, queue_ms=50))
+        finished = await reader.finished()
+        assert reader.text == "word"
+        assert [chunk.first_index for chunk in reader.chunks] == [0, 1, 3]
+        assert (reader.accepted.seed, reader.accepted.prompt_tokens) == (5, 5)
+        assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("length", None, 4)
+        assert (finished.queue_ms, finished.prefill_ms, finished.transfer_ms) == (1, 2, 4)
+        assert (finished.cached_tokens, finished.kv_bytes) == (3, 99)
+        assert (finished.ttft_ms, finished.total_ms) == (pytest.approx(250), pytest.approx(750))
+        assert (finished.path.prefill_node, finished.path.decode_node, finished.path.attempts) == ("p1", "d1", 1)
+
+
+async def test_the_two_streams_overlap_in_any_order() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, max_tokens=3)
+        rig.tell("d1", attempt, 1, "bc", Outcome.LENGTH)
+        # Another request's answer proves that the decode node's message was read before.
+        other = rig.ask("x", max_tokens=1)
+        second = await rig.submitted("p1")
+        await rig.submitted("d1")
+        rig.tell("d1", second.attempt, 0, "z", Outcome.LENGTH)
+        await other.finished()
+        assert reader.chunks == []
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await reader.finished()
+        assert reader.text == "abc"
+
+
+async def test_the_text_of_a_stop_token_is_left_out_but_the_token_is_not() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "b!", Outcome.STOP, stop_token_id=ord("!"))
+        finished = await reader.finished()
+        assert (reader.text, reader.token_ids) == ("ab", [97, 98, 33])
+        assert (finished.finish_reason, finished.stop_reason) == ("stop", 33)
+
+
+async def test_stop_string_ends_the_text_and_the_leg() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, stop=("END",), max_tokens=12)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "bE")
+        rig.tell("d1", attempt, 3, "NDxyz")
+        finished = await reader.finished()
+        assert reader.text == "ab"
+        assert reader.token_ids == [ord(letter) for letter in "abEND"]
+        assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("stop", "END", 5)
+        assert (await rig.aborted("d1")).attempt == attempt
+
+
+async def test_stop_string_wins_over_the_length_in_the_same_step() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, stop=("b",), max_tokens=3)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "bc", Outcome.LENGTH)
+        finished = await reader.finished()
+        assert (reader.text, finished.stop_reason, finished.completion_tokens) == ("a", "b", 2)
+
+
+async def test_held_back_text_comes_at_the_end() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, stop=("END",), max_tokens=3)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "EN", Outcome.LENGTH)
+        assert (await reader.finished()).finish_reason == "length"
+        assert reader.text == "aEN"
+
+
+async def test_min_tokens_keeps_a_stop_string_from_ending_it() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, stop=("b",), min_tokens=3, max_tokens=6)
+        rig.tell("p1", attempt, 0, "b", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "bbab")
+        finished = await reader.finished()
+        assert (reader.text, finished.completion_tokens) == ("bbba", 5)
+        await rig.aborted("d1")
+
+
+async def test_prefill_node_dies_before_the_first_token() -> None:
+    async with router_rig(prefill("p1"), decode("d1"), prefill("p2")) as rig:
+        reader, first = await start_pair(rig, max_tokens=2)
+        rig.nodes["p1"].die()
+        assert (await rig.aborted("d1")).attempt == first
+        second = (await rig.submitted("p2")).attempt
+        assert (await rig.submitted("d1")).kv_source == rig.nodes["p2"].description.kv_source
+        assert second == (first.request_id, 2)
+        rig.tell("d1", first, 1, "?", Outcome.KV_LOST)
+        rig.tell("p2", second, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", second, 1, "b", Outcome.LENGTH)
+        finished = await reader.finished()
+        assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
+
+
+async def test_decode_node_dies_in_mid_stream_and_no_prefill_node_is_needed_twice() -> None:
+    async with router_rig(prefill("p1"), decode("d1"), decode("d2")) as rig:
+        reader, first = await start_pair(rig, max_tokens=5)
+        rig.tell("p1", first, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", first, 1, "bc")
+        await reader.tokens_read(3)
+        rig.nodes["d1"].die()
+        assert (await rig.aborted("p1")).attempt == first
+        second = (await rig.submitted("p1")).attempt
+        await rig.submitted("d2")
+        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d2", second, 1, "bcde", Outcome.LENGTH)
+        finished = await reader.finished()
+        assert (reader.text, finished.path.attempts) == ("abcde", 2)
+        assert [chunk.first_index for chunk in reader.chunks] == [0, 1, 3]
+
+
+async def test_the_last_prefill_node_dies_and_the_decode_node_does_it_all() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, _ = await start_pair(rig, max_tokens=2)
+        rig.nodes["p1"].die()
+        await rig.aborted("d1")
+        whole = await rig.submitted("d1")
+        assert (whole.leg, whole.kv_source) == (Leg.WHOLE, None)
+        rig.tell("d1", whole.attempt, 0, "ab", Outcome.LENGTH)
+        path = (await reader.finished()).path
+        assert (path.prefill_node, path.decode_node, path.reason) == ("", "d1", "no prefill node is left")
+
+
+async def test_three_losses_are_the_end() -> None:
+    async with router_rig(decode("d1"), decode("d2"), decode("d3"), decode("d4")) as rig:
+        reader = rig.ask()
+        for name in ("d1", "d2", "d3"):
+            await rig.submitted(name)
+            rig.nodes[name].die()
+        with pytest.raises(AttemptsExhausted, match="3 attempts failed; the last: node d3 is gone"):
+            await reader.finished()
+
+
+async def test_a_silent_node_is_as_good_as_dead() -> None:
+    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
+        reader, first = await start_pair(rig, max_tokens=1)
+        rig.nodes["d1"].is_silent = True
+        rig.timers.advance(2.9)
+        for name in ("p1", "d2"):
+            rig.nodes[name].report()
+            await rig.nodes[name].all_read()
+        rig.timers.advance(0.2)
+        assert (await rig.aborted("p1")).attempt == first
+        again = (await rig.submitted("p1")).attempt
+        assert (await rig.submitted("d2")).attempt == again
+        lost = next(node for node in rig.view.statuses(0, 0) if node.name == "d1")
+        assert (lost.status, lost.detail) == ("Suspect", "node d1 said nothing for 3 s")
+        rig.tell("p1", again, 0, "a", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "a"
+
+
+async def test_a_router_that_slept_does_not_blame_the_nodes() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, max_tokens=1)
+        rig.timers.advance(60)
+        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        await reader.finished()
+        assert rig.nodes["p1"].num_attachments == 1
+
+
+@pytest.mark.parametrize("stage", ["placing", "prefilling", "handed off", "streaming"])
+@pytest.mark.parametrize("how", ["rpc", "client gone", "deadline"])
+async def test_an_early_end_in_each_stage_reaches_both_nodes(stage: str, how: str) -> None:
+    nodes = () if stage == "placing" else (prefill(), decode())
+    async with router_rig(*nodes) as rig:
+        reader = rig.ask(request_id="mine", timeout_s=1.0 if how == "deadline" else None)
+        await reader.accepted_now()
+        if stage != "placing":
+            attempt = (await rig.submitted("p1")).attempt
+            await rig.submitted("d1")
+        if stage in ("handed off", "streaming"):
+            rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+            await reader.tokens_read(1)
+        if stage == "streaming":
+            rig.tell("d1", attempt, 1, "b")
+            await reader.tokens_read(2)
+        if how == "rpc":
+            rig.dispatcher.cancel("mine")
+        elif how == "deadline":
+            rig.timers.advance(1.0)
+        else:
+            reader.task.cancel()
+        if stage != "placing":
+            assert (await rig.aborted("p1")).attempt == attempt
+            assert (await rig.aborted("d1")).attempt == attempt
+        expected = {"rpc": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}[how]
+        with pytest.raises(expected):
+            await reader.finished()
+
+
+async def test_two_requests_at_once_of_which_one_fails() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        good, first = await start_pair(rig, max_tokens=2)
+        bad, second = await start_pair(rig, max_tokens=2)
+        rig.nodes["p1"].report(
+            RequestDelta(second, outcome=Outcome.ERROR, error="logits are not finite"),
+            RequestDelta(first, 0, (97,), outcome=Outcome.HANDED_OFF),
+        )
+        with pytest.raises(EngineFault, match="logits are not finite"):
+            await bad.finished()
+        assert (await rig.aborted("d1")).attempt == second
+        rig.tell("d1", first, 1, "b", Outcome.LENGTH)
+        await good.finished()
+        assert good.text == "ab"
+
+
+async def test_a_fault_of_the_router_ends_one_request_only() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        good, first = await start_pair(rig, max_tokens=1)
+        bad, second = await start_pair(rig, max_tokens=1)
+        rig.nodes["p1"].report(
+            RequestDelta(second, 0, (-1,)),  # no character has this code
+            RequestDelta(first, 0, (97,), outcome=Outcome.LENGTH),
+        )
+        await good.finished()
+        with pytest.raises(Exception, match="the router failed at this request"):
+            await bad.finished()
+
+
+async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
+    limits = DispatchLimits(max_backlog_tokens=3, stall_s=2.0)
+    async with router_rig(prefill(), decode(), limits=limits) as rig:
+        slow = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=20))
+        await anext(slow)
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        quick, other = await start_pair(rig, max_tokens=1)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "bcd")
+        rig.tell("p1", other, 0, "z", Outcome.LENGTH)
+        await quick.finished()
+        await rig.aborted("d1")
+        await rig.nodes["d1"].all_read()
+        # Reading in time is forgiven, ...
+        assert isinstance(await anext(slow), Chunk)
+        rig.timers.advance(2.0)
+        rig.tell("d1", attempt, 4, "ef")
+        await rig.nodes["d1"].all_read()
+        # ... not reading is not.
+        rig.timers.advance(2.0)
+        assert (await rig.aborted("p1")).attempt == attempt
+        assert (await rig.aborted("d1")).attempt == attempt
+        with pytest.raises(SlowReader, match="unread"):
+            async for _ in slow:
+                pass
+
+
+async def test_waits_for_a_node_that_comes_back() -> None:
+    async with router_rig(decode("d1")) as rig:
+        reader = rig.ask(max_tokens=1)
+        await rig.submitted("d1")
+        rig.nodes["d1"].die()
+        await rig.attached(0)
+        rig.register(decode("d1", run=2))
+        whole = await rig.submitted("d1")
+        assert whole.attempt.attempt == 2
+        rig.tell("d1", whole.attempt, 0, "a", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 2
+
+
+async def test_waits_for_a_node_but_not_for_ever() -> None:
+    async with router_rig() as rig:
+        reader = rig.ask()
+        await reader.accepted_now()
+        rig.timers.advance(9.9)
+        assert rig.dispatcher.num_waiting == 1
+        rig.timers.advance(0.2)
+        with pytest.raises(NoCapacity, match="no node that serves demo is up"):
+            await reader.finished()
+
+
+async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:
+    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
+        reader, first = await start_pair(rig, max_tokens=2)
+        rig.tell("d1", first, outcome=Outcome.REFUSED)
+        rig.nodes["d1"].report(load=LoadReport(draining=True))
+        await rig.aborted("p1")
+        second = (await rig.submitted("p1")).attempt
+        await rig.submitted("d2")
+        await rig.nodes["d1"].all_read()
+        assert [c.node.node_id for c in rig.view.candidates()] == ["d2", "p1"]
+        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d2", second, 1, "b", Outcome.LENGTH)
+        await reader.finished()
+
+
+async def test_load_spreads_over_nodes_before_they_report() -> None:
+    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
+        readers = [rig.ask(max_tokens=1, request_id=f"r{n}") for n in range(4)]
+        keys = [(await rig.submitted("p1")).attempt for _ in readers]
+        for name in ("d1", "d2", "d1", "d2"):
+            await rig.submitted(name)
+        for attempt in keys:
+            rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
+
+
+async def test_duplicates_bad_requests_and_a_draining_router_are_refused() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, request_id="mine", max_tokens=1)
+        with pytest.raises(DuplicateRequest):
+            await rig.ask(request_id="mine").finished()
+        with pytest.raises(InvalidRequest, match="prompt: is empty"):
+            await rig.ask(prompt="").finished()
+        with pytest.raises(DeadlineExceeded):
+            await rig.ask(timeout_s=0.0).finished()
+        with pytest.raises(RequestNotFound):
+            rig.dispatcher.cancel("nobody")
+        rig.dispatcher.drain()
+        with pytest.raises(Draining):
+            await rig.ask().finished()
+        assert rig.dispatcher.num_live == 1
+        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        await reader.finished()
+        await rig.dispatcher.idle()
+        assert rig.dispatcher.counters.accepted == 1
+
+
+async def test_a_long_text_is_tokenized_in_a_thread_to_the_same_end() -> None:
+    async with router_rig(prefill(), decode(), limits=DispatchLimits(thread_text_chars=2)) as rig:
+        reader, attempt = await start_pair(rig, max_tokens=1)
+        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        assert (await reader.finished()).prompt_tokens == 5

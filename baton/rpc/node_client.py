@@ -43,7 +43,8 @@ class NodeStream:
 
     async def __aiter__(self) -> AsyncIterator[StepReport]:
         try:
-            async for response in self._call:
+            # read() throughout: grpc.aio does not let a call be read both ways, and the welcome was read so.
+            while isinstance(response := await self._call.read(), node.AttachResponse):
                 if response.WhichOneof("message") == "report":
                     yield report_from_pb(response.report)
         except grpc.RpcError as error:

@@ -31,6 +31,10 @@ class AttentionParameters:
     softcap: float | None
 
 
+class UnsupportedAttention(ConfigError):
+    """The model attends in a way that the paged cache or the kernels can't do yet."""
+
+
 class Attend(Protocol):
     """Takes one layer's query [T, H, D], key and value [T, KH, D]; returns [T, H, D]."""
 
@@ -83,7 +87,7 @@ class PagedAttention:
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Computes nothing and remembers which layers there are; raises ConfigError when they don't fit one cache."""
+    """Computes nothing, remembers which layers there are; raises UnsupportedAttention if they don't fit one cache."""
 
     num_layers: int = 0
     num_kv_heads: int = 0
@@ -93,10 +97,10 @@ class ProbeAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionParameters
     ) -> torch.Tensor:
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise ConfigError("keys and values of different widths (latent attention) are not supported yet")
+            raise UnsupportedAttention("keys and values of different widths (latent attention) are not supported yet")
         shape = (key.shape[1], key.shape[2])
         if self.num_layers and shape != (self.num_kv_heads, self.head_dim):
-            raise ConfigError("layers with different key and value shapes are not supported yet")
+            raise UnsupportedAttention("layers with different key and value shapes are not supported yet")
         self.num_kv_heads, self.head_dim = shape
         self.num_layers = max(self.num_layers, layer + 1)
         return torch.zeros_like(query)
@@ -124,7 +128,7 @@ def _forward(
     """transformers' calling convention: query [1, H, T, D], key and value [1, KH, T, D]; returns [1, T, H, D]."""
     for name, meaning in _UNSUPPORTED_KEYWORDS.items():
         if keywords.get(name) is not None:
-            raise ConfigError(f"a model with {meaning} is not supported yet")
+            raise UnsupportedAttention(f"a model with {meaning} is not supported yet")
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window or None,

@@ -8,6 +8,7 @@ import torch
 
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.runner import attention, layers
+from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
 from baton.engine.runner.input_batch import RequestTable, flatten
 from baton.engine.runner.kernel_choice import choose_operations
@@ -114,6 +115,8 @@ def load_runner(
     try:
         transformer = Transformer(loaded, chosen, block_size, CacheSize(num_blocks, cache_bytes), num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
     return TorchModelRunner(info, transformer)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner.attention import PagedAttention, ProbeAttention, StepLayout, bind
+from baton.engine.runner.attention import PagedAttention, ProbeAttention, StepLayout, UnsupportedAttention, bind
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.layers import ProductWatch, replace_products
@@ -72,7 +72,7 @@ class Transformer:
         with watch:
             self._probe()
         if probe.num_layers != model.config.num_hidden_layers:
-            raise ConfigError(
+            raise UnsupportedAttention(
                 f"{model.architecture} has {model.config.num_hidden_layers} layers, {probe.num_layers} with attention; "
                 "layers without attention are not supported yet"
             )

@@ -1,0 +1,312 @@
+"""A model directory is loaded whole or refused with one line that says what is wrong and how to fix it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.runner import TorchSpec, attention, layers, load
+from baton.engine.runner import weights as weights_module
+from baton.engine.runner.checkpoint import open_checkpoint
+from baton.engine.runner.model_runner import load_runner
+from baton.engine.runner.random_model import write_random_model, write_shape
+from baton.engine.runner.transformer import CacheSize, row_quantum
+from baton.engine.runner.weights import load_model, resolve_dtype
+from baton.errors import ConfigError
+from tests.support.runner_driver import RunnerDriver
+from tests.support.tiny_models import TINY_MODELS
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(directory, {**TINY_MODELS["qwen2"], "eos_token_id": [3, 7]}, seed=1)
+    return directory
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "broken-model"))
+
+
+def refuse(directory: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_runner(directory, dtype="float32", num_blocks=16)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert directory.name in message
+    return message
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def remove_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def pickle_only(directory: Path) -> None:
+    remove_weights(directory)
+    (directory / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:12] = b"\xff\xff\xff\xff"
+    path.write_bytes(content)
+
+
+def huge_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes((2**63).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def drop_a_tensor(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def name_a_missing_shard(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (shutil.rmtree, "does not exist"),
+        (lambda d: (d / "config.json").unlink(), "has no config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "can't be read as JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "not a JSON object"),
+        (remove_weights, "has no model.safetensors"),
+        (pickle_only, "only pickled weights.*convert them"),
+        (truncate, "is truncated.*copy it again"),
+        (garble_header, "not a sound safetensors file"),
+        (huge_header, "not a sound safetensors file"),
+        (drop_a_tensor, "lack 1 tensors.*down_proj"),
+        (name_a_missing_shard, "lacks model-00002-of-00002.safetensors"),
+        (lambda d: edit_config(d, hidden_size=32), "don't fit its config.json"),
+        (lambda d: edit_config(d, model_type="no_such_model"), "'no_such_model', which this version of transformers"),
+        (lambda d: edit_config(d, model_type="t5"), "'t5', which is not supported.*decoder-only"),
+        (lambda d: edit_config(d, model_type="bloom"), "'bloom', which is not supported.*attention"),
+        (
+            lambda d: (d / "config.json").write_text('{"model_type": "mamba"}'),
+            "'mamba', which is not supported.*attention",
+        ),
+    ],
+)
+def test_a_bad_directory_is_refused_in_one_line(directory: Path, damage: Callable[[Path], object], words: str) -> None:
+    damage(directory)
+    assert re.search(words, refuse(directory))
+
+
+def test_remote_code_is_never_run(directory: Path) -> None:
+    marker = directory / "ran"
+    (directory / "modeling_evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    auto_map = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
+    edit_config(directory, auto_map=auto_map, model_type="evil")
+    refuse(directory)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {
+                "model_type": "gpt_oss",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "vocab_size": 64,
+            },
+            "attention sinks",
+        ),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "moe_intermediate_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+                "vocab_size": 64,
+            },
+            "latent attention",
+        ),
+    ],
+)
+def test_attention_that_the_cache_cannot_hold_is_refused(tmp_path: Path, model: dict[str, object], words: str) -> None:
+    write_random_model(tmp_path / "broken-model", model, seed=0)
+    assert words in refuse(tmp_path / "broken-model")
+
+
+def test_a_head_width_that_the_kernels_lack_is_refused(tmp_path: Path) -> None:
+    write_random_model(tmp_path / "broken-model", {**TINY_MODELS["llama"], "head_dim": 12}, seed=0)
+    assert "kernels can't compute" in refuse(tmp_path / "broken-model")
+
+
+def test_model_info_layout_and_memory(pristine: Path) -> None:
+    runner = load(TorchSpec(pristine, dtype="bfloat16", num_blocks=9, name="served"))
+    assert (runner.model.name, runner.model.architecture) == ("served", "Qwen2ForCausalLM")
+    assert (runner.model.vocab_size, runner.model.max_model_len) == (256, 512)
+    assert runner.model.eos_token_ids == {3, 7}
+    layout = runner.layout
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (3, 2, 16, "bfloat16")
+    cache: torch.Tensor = runner.memory.owner
+    assert cache.shape == (9, 3, 2, 2, 16, 16)
+    assert runner.memory.base_address == cache.data_ptr()
+    assert runner.memory.num_bytes == cache.numel() * 2
+    assert load_runner(pristine, dtype="bfloat16", num_blocks=9).model.name == "tiny"
+
+
+def test_the_fingerprint_names_the_model(pristine: Path, directory: Path) -> None:
+    original = open_checkpoint(pristine).fingerprint
+    assert open_checkpoint(directory).fingerprint == original
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    changed = {open_checkpoint(directory).fingerprint}
+    edit_config(directory, rms_norm_eps=1e-4)
+    changed.add(open_checkpoint(directory).fingerprint)
+    (directory / "tokenizer.json").write_text("{}")
+    changed.add(open_checkpoint(directory).fingerprint)
+    assert len(changed | {original}) == 4
+
+
+def test_eos_ids_of_the_generation_config_come_first(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert open_checkpoint(directory).eos_token_ids == {5}
+    (directory / "generation_config.json").unlink()
+    assert open_checkpoint(directory).eos_token_ids == {3, 7}
+
+
+def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_module, "_cpu_flags", lambda: frozenset({"avx2", "avx512_bf16"}))
+    assert resolve_dtype("auto") == "bfloat16"
+    monkeypatch.setattr(weights_module, "_cpu_flags", lambda: frozenset({"avx2"}))
+    assert resolve_dtype("auto") == "float32"
+    with pytest.raises(ConfigError, match="float16"):
+        resolve_dtype("float16")
+
+
+def test_cache_size() -> None:
+    assert CacheSize(num_blocks=5).blocks(100) == 5
+    assert CacheSize(cache_bytes=599).blocks(100) == 5
+    for wrong in (CacheSize(), CacheSize(5, 500), CacheSize(num_blocks=1), CacheSize(cache_bytes=199)):
+        with pytest.raises(ConfigError):
+            wrong.blocks(100)
+
+
+def test_rows_fill_vectors_on_each_thread() -> None:
+    assert row_quantum([896, 4864, 64], num_threads=1) == 1
+    assert row_quantum([896, 4864, 64], num_threads=2) == 2
+    assert row_quantum([256, 704, 32], num_threads=1) == 2
+    assert row_quantum([24, 120], num_threads=16) == 16
+
+
+def test_the_same_seed_writes_the_same_model(tmp_path: Path, pristine: Path) -> None:
+    config = {**TINY_MODELS["qwen2"], "eos_token_id": [3, 7]}
+    write_random_model(tmp_path / "same", config, seed=1)
+    write_random_model(tmp_path / "other", config, seed=2)
+    original = open_checkpoint(pristine).fingerprint
+    assert open_checkpoint(tmp_path / "same").fingerprint == original
+    assert open_checkpoint(tmp_path / "other").fingerprint != original
+    with pytest.raises(ConfigError, match=r"0\.5b"):
+        write_shape(tmp_path / "shape", "9000b")
+
+
+def test_every_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_random_model(tmp_path, {**TINY_MODELS["llama"], "vocab_size": 300}, seed=0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "def f(x): # größe\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len({tokenizer.decode([token_id]) for token_id in range(256, 300)}) == 44
+
+
+def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
+    attention.register()
+    layers.register()
+    loaded = load_model(pristine, "float32")
+    runner = load_runner(pristine, dtype="float32", num_blocks=16)
+    assert runner.model.bit_exact
+    kinds = [torch.nn.Linear]
+    module = runner._transformer._module
+    assert not [part for part in module.modules() if isinstance(part, tuple(kinds))]
+    # The embedding stays as a table; everything else two-dimensional is packed.
+    left = {name for name, parameter in module.named_parameters() if parameter.dim() >= 2}
+    assert left == {"model.embed_tokens.weight"}
+    assert sum(p.numel() for p in loaded.module.parameters()) > 2 * sum(p.numel() for p in module.parameters())
+
+
+def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2 import modeling_qwen2
+
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.Module.get_submodule(self, "down_proj")(x.matmul(torch.ones(64, 128)))
+
+    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", forward)
+    model = load_runner(pristine, dtype="float32", num_blocks=16).model
+    assert not model.bit_exact
+    assert "outside of Baton's kernels" in model.bit_exact_reason
+
+
+def test_batch_dependent_rotary_embeddings_make_the_model_inexact(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    write_random_model(tmp_path, {**TINY_MODELS["llama"], "rope_parameters": rope}, seed=0)
+    model = load_runner(tmp_path, dtype="float32", num_blocks=16).model
+    assert not model.bit_exact
+    assert "dynamic" in model.bit_exact_reason
+
+
+def test_non_finite_logits_fail_that_request_alone(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][9, 0] = float("nan")
+    # Untied, so that the broken row reaches those who have token 9 in their history and nobody else.
+    tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
+    save_file(tensors, path, metadata={"format": "pt"})
+    edit_config(directory, tie_word_embeddings=False)
+    driver = RunnerDriver(load_runner(directory, dtype="float32", num_blocks=32))
+    good, bad = driver.add("good", [1, 2, 4]), driver.add("bad", [1, 9, 4])
+    driver.step({"bad": 3, "good": 3})
+    assert bad.failed == "the model produced non-finite logits"
+    assert good.failed is None
+    assert len(good.output) == 1
+    driver.step({"good": 1}, finished=["bad"])
+    assert len(good.output) == 2

@@ -1,0 +1,265 @@
+"""Anything in any order on small pools: books agree after every call, everybody ends once, with the right tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.engine.request import FinishReason, Leg, Request, RequestStatus
+from baton.engine.runner.scripted import prompt_slots
+from tests.support.engine_rig import EngineRig, prompt_of
+
+EOS = frozenset(range(25))
+GARBAGE = 0xDEADBEEF
+
+
+class Sketch(NamedTuple):
+    """A request to be. Those of one family share a prefix, those with an even `own` part share that too."""
+
+    leg: Leg
+    family: int
+    prefix: int
+    own: int
+    max_tokens: int
+    seed: int
+
+
+SKETCHES = st.builds(
+    Sketch,
+    leg=st.sampled_from([Leg.WHOLE, *Leg]),
+    family=st.integers(0, 2),
+    prefix=st.integers(0, 16),
+    own=st.integers(1, 10),
+    max_tokens=st.integers(1, 24),
+    seed=st.integers(0, 1),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine, its clients, its peers: all of them impatient."""
+
+    rig: EngineRig
+
+    @initialize(
+        num_blocks=st.integers(5, 14),
+        budget=st.integers(5, 24),
+        seats=st.integers(1, 5),
+        threshold=st.sampled_from([0, 3]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        times_passed=st.integers(0, 3),
+        caching=st.booleans(),
+        chunked=st.booleans(),
+        faulty_runner=st.booleans(),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        budget: int,
+        seats: int,
+        threshold: int,
+        watermark: float,
+        times_passed: int,
+        caching: bool,
+        chunked: bool,
+        faulty_runner: bool,
+    ) -> None:
+        self.rig = EngineRig(
+            num_blocks,
+            max_num_batched_tokens=budget if chunked else 100,
+            max_num_seqs=seats,
+            max_model_len=64,
+            long_prefill_token_threshold=threshold,
+            watermark=watermark,
+            max_times_passed=times_passed,
+            enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked,
+        )
+        self.faulty_runner = faulty_runner
+        self.added = 0
+
+    @rule(sketches=st.lists(SKETCHES, min_size=1, max_size=4))
+    def add(self, sketches: list[Sketch]) -> None:
+        for sketch in sketches:
+            name = f"r{self.added}"
+            self.added += 1
+            own = prompt_of(sketch.own, self.added if sketch.own % 2 else 2000)
+            self.rig.add(
+                name,
+                prompt_of(sketch.prefix, 1000 + sketch.family) + own,
+                leg=sketch.leg,
+                eos=EOS,
+                max_tokens=sketch.max_tokens,
+                seed=sketch.seed,
+                client_index=self.added % 3,
+            )
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+
+    @rule(data=st.data())
+    def end_one_during_a_step(self, data: st.DataObject) -> None:
+        output = self.rig.scheduler.schedule()
+        computed = self.rig.runner.execute_model(output)
+        self._abort_some(data)
+        self.rig.commit(output, computed)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self._abort_some(data)
+
+    @precondition(lambda self: self.loading())
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        self.rig.deliver(data.draw(st.sampled_from(self.loading())))
+
+    @precondition(lambda self: self.loading())
+    @rule(data=st.data())
+    def fail_a_transfer(self, data: st.DataObject) -> None:
+        self.rig.transfer(failed={data.draw(st.sampled_from(self.loading())): "peer gone"})
+
+    @precondition(lambda self: self.loading() or self.rig.connector.quarantined)
+    @rule(data=st.data())
+    def a_read_is_half_way(self, data: st.DataObject) -> None:
+        """It may write to every block that it was given and that was not released, however dead its request is."""
+        loads = self.rig.connector.loads | self.rig.connector.quarantined
+        names = [*self.loading(), *self.rig.connector.quarantined]
+        load = loads[data.draw(st.sampled_from(names))]
+        self.rig.runner.write_slots(load.block_ids, [GARBAGE] * load.num_external_tokens, start=load.num_local_tokens)
+
+    @precondition(lambda self: self.rig.connector.quarantined)
+    @rule(data=st.data())
+    def a_read_is_over(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.rig.connector.quarantined)))
+        del self.rig.connector.quarantined[name]
+        self.rig.transfer(released=[name])
+
+    @precondition(lambda self: self.rig.connector.leased)
+    @rule(data=st.data())
+    def a_peer_has_read(self, data: st.DataObject) -> None:
+        self._read_leased(data.draw(st.sampled_from(sorted(self.rig.connector.leased))))
+
+    @precondition(lambda self: self.rig.connector.offers)
+    @rule(data=st.data())
+    def a_peer_reads_early(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.rig.connector.offers)))
+        block_ids, num_tokens = self.rig.connector.offers[name]
+        slots = prompt_slots(self.rig.requests[name].prompt_token_ids)[:num_tokens]
+        assert self.rig.runner.read_slots(block_ids, num_tokens) == slots
+
+    @rule(names=st.lists(st.sampled_from(["r0", "r1", "r2", "stranger"]), max_size=2))
+    def a_stale_report(self, names: list[str]) -> None:
+        stale = [name for name in names if name not in self.loading()]
+        held = self.rig.connector.leased.keys() | self.rig.connector.quarantined.keys()
+        released = [name for name in names if name not in held]
+        self.rig.transfer(arrived={name: [1] for name in stale}, failed=dict.fromkeys(stale, "?"), released=released)
+
+    @precondition(lambda self: self.faulty_runner and self.rig.scheduler.requests)
+    @rule(data=st.data())
+    def non_finite_logits(self, data: st.DataObject) -> None:
+        self.rig.runner.failures[data.draw(st.sampled_from(sorted(self.rig.scheduler.requests)))] = "non-finite logits"
+
+    @precondition(lambda self: self.faulty_runner)
+    @rule()
+    def the_runner_breaks(self) -> None:
+        self.rig.runner.raise_next = RuntimeError("broken")
+        self.rig.step()
+        self.rig.runner.raise_next = None
+
+    @rule(data=st.data())
+    def the_connector_is_unsure(self, data: st.DataObject) -> None:
+        self.rig.connector.unknown ^= {f"r{data.draw(st.integers(0, self.added))}"}
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        idle = self.rig.core.make_stats().free_blocks == self.rig.config.num_blocks - 1
+        assert self.rig.scheduler.reset_prefix_cache() == idle
+
+    @invariant()
+    def everybody_is_somewhere(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        alive = set(self.rig.scheduler.requests)
+        assert alive | self.rig.ends.keys() == self.rig.requests.keys()
+        assert not alive & self.rig.ends.keys()
+        running = [name for name in alive if self.rig.requests[name].status is RequestStatus.RUNNING]
+        assert self.rig.scheduler.get_request_counts() == (len(running), len(alive) - len(running))
+        assert len(running) <= self.rig.config.max_num_seqs
+
+    @invariant()
+    def leased_kv_is_intact(self) -> None:
+        if hasattr(self, "rig"):
+            for name, (block_ids, num_tokens) in self.rig.connector.leased.items():
+                slots = prompt_slots(self.rig.requests[name].prompt_token_ids)[:num_tokens]
+                assert self.rig.runner.read_slots(block_ids, num_tokens) == slots
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        rig = self.rig
+        rig.connector.unknown.clear()
+        rig.runner.failures.clear()
+        for _ in range(4 * self.added + 4):
+            for name in sorted(rig.connector.leased):
+                self._read_leased(name)
+            rig.transfer(released=sorted(rig.connector.quarantined))
+            rig.connector.quarantined.clear()
+            for name in self.loading():
+                rig.deliver(name)
+            rig.run(2000)
+        assert not rig.scheduler.has_requests(), list(rig.scheduler.requests.values())
+        assert rig.ends.keys() == rig.requests.keys()
+        assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+        for name in rig.requests:
+            self._check_tokens(name)
+
+    def loading(self) -> list[str]:
+        """Requests that wait for remote KV."""
+        waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return sorted(name for name, request in self.rig.scheduler.requests.items() if request.status is waiting)
+
+    def _abort_some(self, data: st.DataObject) -> None:
+        names = st.sampled_from(sorted(self.rig.requests) or ["nobody"])
+        status = data.draw(st.sampled_from([RequestStatus.ABORTED, RequestStatus.ERROR]))
+        self.rig.abort(*data.draw(st.lists(names, max_size=2)), status=status)
+
+    def _read_leased(self, name: str) -> None:
+        del self.rig.connector.leased[name]
+        self.rig.transfer(released=[name])
+
+    def _check_tokens(self, name: str) -> None:
+        rig, request, end = self.rig, self.rig.requests[name], self.rig.ends[name]
+        undisturbed, reason = self._undisturbed(request)
+        skipped = 1 if request.num_external_tokens else 0
+        got = rig.tokens[name]
+        assert got == undisturbed[skipped : skipped + len(got)], f"{request!r}"
+        if end.finish_reason is FinishReason.HANDED_OFF:
+            assert len(got) == 1
+            assert len(undisturbed) > 1
+        elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert end.finish_reason is reason
+            assert len(got) == len(undisturbed) - skipped
+        elif end.finish_reason is FinishReason.IGNORED:
+            assert not undisturbed
+        else:
+            assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def _undisturbed(self, request: Request) -> tuple[list[int], FinishReason]:
+        """The request's whole output on an engine of its own."""
+        room = self.rig.scheduler.max_model_len - request.num_prompt_tokens
+        limit = max(0, min(request.sampling_params.max_tokens, room))
+        tokens = self.rig.expected(request.request_id, limit)
+        for index, token_id in enumerate(tokens):
+            if token_id in EOS:
+                return tokens[: index + 1], FinishReason.STOP
+        return tokens, FinishReason.LENGTH
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
+)

@@ -1,0 +1,191 @@
+"""One incarnation of a node, from STARTING to STOPPED: start, ready, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import SystemRandom
+
+import structlog
+
+from baton import __version__
+from baton.clock import SystemClock
+from baton.config import NodeConfig
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.connector import KVTransferOutput
+from baton.engine.core import EngineCore
+from baton.engine.runner.base import ModelRunner
+from baton.engine.scheduler import Scheduler
+from baton.errors import ConfigError, EngineFault, Unreachable
+from baton.ids import new_incarnation
+from baton.node.driver import EngineDriver, StepNews
+from baton.node.event_log import EventLog
+from baton.node.lifecycle import NodeEvent, node_lifecycle
+from baton.node.role import NodeRole, RoleContext
+from baton.node.runner_spec import scheduler_config
+from baton.node.service import NodeService
+from baton.registry import Membership, NodeRecord
+from baton.rpc.messages import NodeDescription, Role
+from baton.rpc.node_service import SERVICE_NAME, NodeServicer
+from baton.rpc.server import RpcServer, join_address
+
+_log = structlog.get_logger(__name__)
+
+
+class NodeStop:
+    """How a node is told to stop: once to drain, twice to stop without waiting for the running work."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+
+    def __call__(self) -> None:
+        if self.asked.is_set():
+            self.forced.set()
+        self.asked.set()
+
+
+class Node:
+    """One incarnation. `serve` runs it; the parts are attributes for tests to look at."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        runner: ModelRunner,
+        make_role: Callable[[RoleContext], NodeRole],
+        membership: Membership,
+    ) -> None:
+        self.incarnation = new_incarnation(config.node_id, SystemRandom())
+        self.scheduler: Scheduler
+        self.role: NodeRole
+        self._config = config
+        self._runner = runner
+        self._make_role = make_role
+        self._membership = membership
+        self._life = node_lifecycle(config.node_id)
+        self._crash: BaseException | None = None
+
+    async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
+        """Run until told to stop. Raises ConfigError before anything is started, EngineFault when the engine died."""
+        try:
+            await self._membership.ping()
+        except Unreachable as error:
+            raise ConfigError(f"{error}; start Redis there or name another one with --registry") from error
+        async with AsyncExitStack() as cleanup:
+            service = await self._start(cleanup, stop)
+            self._life.feed(NodeEvent.STARTED)
+            ready(service.describe())
+            await stop.asked.wait()
+            self._life.feed(NodeEvent.DRAIN)
+            await self._drain(service, stop)
+        self._life.feed(NodeEvent.STOP)
+        if self._crash is not None:
+            raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
+
+    async def _start(self, cleanup: AsyncExitStack, stop: NodeStop) -> NodeService:
+        """Bring everything up, each part after those that it needs; `cleanup` undoes it backwards."""
+        config, loop, clock, log = self._config, asyncio.get_running_loop(), SystemClock(), EventLog()
+
+        def post(action: Callable[[], None]) -> None:
+            # The engine's thread may outlive the loop by its last step.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(action)
+
+        def tell_engine(news: KVTransferOutput) -> None:
+            driver.tell_transfer(news)
+
+        def publish(news: StepNews) -> None:
+            post(lambda: service.on_step(news))
+
+        def crashed(error: BaseException) -> None:
+            self._crash = error
+            post(stop)
+            post(stop)
+
+        rpc = RpcServer((SERVICE_NAME,))
+        port = rpc.bind(config.host, config.port)
+        context = RoleContext(config, self.incarnation, self._runner, clock, post, tell_engine, log.record)
+        self.role = role = self._make_role(context)
+        await role.start()
+        cleanup.push_async_callback(role.stop)
+
+        key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
+        limits = scheduler_config(config, self._runner)
+        self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
+        driver = EngineDriver(EngineCore(self.scheduler, self._runner), publish, crashed)
+        description = self._describe(config.advertise or join_address(config.host, port))
+        service = NodeService(description, role, driver, log, stop)
+        for servicer in (NodeServicer(service), *role.servicers):
+            servicer.add_to_server(rpc.server)
+
+        driver.start()
+        cleanup.push_async_callback(asyncio.to_thread, driver.stop)
+        await rpc.start()
+        cleanup.push_async_callback(rpc.stop, 1.0)
+        cleanup.callback(service.close)
+        heartbeat = asyncio.create_task(service.heartbeat(), name=f"heartbeat-{config.node_id}")
+        cleanup.callback(heartbeat.cancel)
+        await rpc.set_ready(True)
+        lease = await self._membership.lease(_record(description, clock.wall(), config.lease_s))
+        cleanup.push_async_callback(lease.close)
+        return service
+
+    async def _drain(self, service: NodeService, stop: NodeStop) -> None:
+        """Refuse new work and let the running work end, bounded by drain_s or the second request to stop."""
+        service.refuse_new_work()
+        idle = asyncio.create_task(service.wait_idle())
+        forced = asyncio.create_task(stop.forced.wait())
+        try:
+            await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            idle.cancel()
+            forced.cancel()
+            await asyncio.gather(idle, forced, return_exceptions=True)
+
+    def _describe(self, address: str) -> NodeDescription:
+        model = self._runner.model
+        return NodeDescription(
+            node_id=self._config.node_id,
+            incarnation=self.incarnation,
+            role=Role(self._config.role),
+            address=address,
+            pid=os.getpid(),
+            version=__version__,
+            model=model.name,
+            model_fingerprint=model.fingerprint,
+            dtype=model.dtype,
+            numerics=model.numerics,
+            bit_exact=model.bit_exact,
+            vocab_size=model.vocab_size,
+            max_model_len=self._config.max_model_len or model.max_model_len,
+            block_size=self._runner.layout.block_size,
+            num_blocks=self._runner.memory.num_blocks,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+
+def _record(description: NodeDescription, started_at: float, lease_s: float) -> NodeRecord:
+    """What the node publishes of itself."""
+    return NodeRecord(
+        name=description.node_id,
+        role=description.role.value,
+        incarnation=description.incarnation,
+        address=description.address,
+        pid=description.pid,
+        version=description.version,
+        started_at=started_at,
+        lease_s=lease_s,
+        model=description.model,
+        model_fingerprint=description.model_fingerprint,
+        dtype=description.dtype,
+        numerics=description.numerics,
+        bit_exact=description.bit_exact,
+        vocab_size=description.vocab_size,
+        max_model_len=description.max_model_len,
+        block_size=description.block_size,
+        num_blocks=description.num_blocks,
+        eos_token_ids=description.eos_token_ids,
+    )

@@ -19,6 +19,7 @@ from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.link_messages import Heartbeat, ReaderMessage
 from kv_transfer.mover import Mover
 from prefill_node.handoff import HandOff, OfferConnector
 
@@ -58,6 +59,7 @@ class Notes:
     released: list[str] = field(default_factory=list)
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
+    heartbeats: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell_engine(self, news: KVTransferOutput) -> None:
@@ -72,6 +74,10 @@ class Notes:
 
     def names(self, key: str) -> list[str]:
         return [name for name, attempt, _, _ in self.events if attempt == key]
+
+    def heard(self, message: ReaderMessage) -> None:
+        self.heartbeats += isinstance(message, Heartbeat)
+        self._changed.set()
 
     def post_noted(self) -> None:
         self.reads_posted += 1
@@ -88,6 +94,18 @@ class Notes:
         await self.until(lambda: name in self.names(key))
 
 
+class NotingHandOff(HandOff):
+    """Notes what it hears, so that a test can wait for it."""
+
+    def __init__(self, *args: Any, notes: Notes, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._notes = notes
+
+    def link_received(self, link: int, message: ReaderMessage) -> None:
+        super().link_received(link, message)
+        self._notes.heard(message)
+
+
 class SenderHalf:
     """A prefill node without an engine: the test plays the engine."""
 
@@ -95,7 +113,7 @@ class SenderHalf:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
-        self.handoff = HandOff(
+        self.handoff = NotingHandOff(
             identity,
             self.memory,
             lambda deliver: Mover(
@@ -105,10 +123,9 @@ class SenderHalf:
             self.notes.record,
             clock,
             heartbeat_s=HEARTBEAT_S,
+            notes=self.notes,
         )
-        self.connector = OfferConnector(
-            self.handoff, BLOCK_SIZE, asyncio.get_running_loop().call_soon_threadsafe
-        )
+        self.connector = OfferConnector(self.handoff, BLOCK_SIZE, asyncio.get_running_loop().call_soon_threadsafe)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -189,9 +206,7 @@ class ReceiverHalf:
     async def stop(self) -> None:
         await self.intake.stop()
 
-    def take(
-        self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0
-    ) -> Request:
+    def take(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
         """Admit a decode leg whose first `num_local` tokens are cached here."""
         request = Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
         external = self.connector.get_num_new_matched_tokens(request, num_local)

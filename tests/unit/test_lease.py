@@ -1,0 +1,308 @@
+"""Leases: every transition, the conversations that matter, and the bounds."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.ids import AttemptKey
+from baton.machine import IllegalEvent, Machine, render_mermaid
+from kv_transfer.lease import LeaseBook, LeaseTimes
+from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
+from kv_transfer.link_messages import Abandon, Closing, ConfirmRead, Heartbeat, ReadProgress, Subscribe
+from tests.support.conversation import lines, names
+
+A = AttemptKey("a", 1)
+B = AttemptKey("b", 1)
+CLOSING = Closing(10, (7,), False)
+TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5, early_s=100, max_early=2, max_remembered=4)
+FINAL = {LeaseState.RELEASED, LeaseState.EXPIRED}
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def book(clock: ManualClock) -> LeaseBook:
+    made = LeaseBook(clock, TIMES)
+    made.link_opened(1, "d0", "d0.x")
+    return made
+
+
+PATHS: dict[LeaseState, list[LeaseEvent]] = {
+    LeaseState.GRANTED: [],
+    LeaseState.READING: [LeaseEvent.SUBSCRIBE],
+    LeaseState.SUSPECT: [LeaseEvent.SUBSCRIBE, LeaseEvent.LINK_LOST],
+    LeaseState.RELEASED: [LeaseEvent.SUBSCRIBE, LeaseEvent.CONFIRM],
+    LeaseState.EXPIRED: [LeaseEvent.DEADLINE],
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(LeaseState, LeaseEvent)))
+def test_every_pair_moves_as_the_table_says_or_changes_nothing(state: LeaseState, event: LeaseEvent) -> None:
+    machine = Machine("lease", LeaseState.GRANTED, LEASE_TABLE)
+    for step in PATHS[state]:
+        machine.feed(step)
+    assert machine.state is state
+    if (state, event) in LEASE_TABLE:
+        assert machine.feed(event) is LEASE_TABLE[state, event]
+    else:
+        with pytest.raises(IllegalEvent):
+            machine.feed(event)
+        assert machine.state is state
+
+
+def test_final_states_are_final_and_a_possible_reader_is_never_skipped() -> None:
+    assert not any(state in FINAL for state, _ in LEASE_TABLE)
+    into_final = {(state, event) for (state, event), after in LEASE_TABLE.items() if after in FINAL}
+    told = {event for state, event in into_final if state is not LeaseState.GRANTED}
+    assert told == {LeaseEvent.CONFIRM, LeaseEvent.ABANDON, LeaseEvent.READER_GONE, LeaseEvent.GRACE_OVER}
+    assert "SUSPECT --> RELEASED" in render_mermaid(LeaseState.GRANTED, LEASE_TABLE)
+
+
+def test_a_whole_hand_off(book: LeaseBook) -> None:
+    assert lines(book.received(1, Subscribe(A, 0))) == []
+    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None)"]
+    assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
+    assert lines(book.offer(A, 2, (9,), CLOSING)) == ["TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False))"]
+    assert lines(book.ended(A)) == []
+    assert lines(book.received(1, ConfirmRead(A))) == [
+        "TellReader 1 (ReadConfirmed a#1 True)",
+        "OpenLeases 0",
+        "Released a#1",
+    ]
+    assert book.state(A) is None
+    assert book.next_deadline() is None
+
+
+def test_a_late_subscription_gets_everything_from_its_first_block_on(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 6))
+    book.offer(A, 2, (9,), CLOSING)
+    assert lines(book.received(1, Subscribe(A, 1))) == [
+        "OpenLeases 1",
+        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False))",
+    ]
+
+
+def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
+    book.received(1, Subscribe(A, 3))
+    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
+    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None)"]
+
+
+def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: ManualClock) -> None:
+    book.offer(A, 0, (5, 6))
+    assert book.next_deadline() is None
+    clock.advance(1000)
+    assert book.tick() == []
+    book.offer(A, 2, (9,), CLOSING)
+    book.ended(A)
+    clock.advance(29.9)
+    assert book.tick() == []
+    clock.advance(0.1)
+    effects = book.tick()
+    assert lines(effects) == ["Released a#1"]
+    assert names(effects) == ["lease_expired"]
+    assert lines(book.received(1, Subscribe(A, 0))) == ["TellReader 1 (OfferLost a#1 it is over here)"]
+    assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False)"]
+
+
+def _reading(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 6, 9), CLOSING)
+    book.ended(A)
+    book.received(1, Subscribe(A, 0))
+    assert book.state(A) is LeaseState.READING
+
+
+def test_heartbeats_renew_and_never_shorten(book: LeaseBook, clock: ManualClock) -> None:
+    _reading(book)
+    for _ in range(5):
+        clock.advance(9)
+        assert book.received(1, Heartbeat(1)) == []
+        assert book.tick() == []
+        assert book.next_deadline() == clock.monotonic() + 10
+    clock.advance(10)
+    assert names(book.tick()) == ["lease_suspect"]
+
+
+def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: ManualClock) -> None:
+    _reading(book)
+    clock.advance(10)
+    book.tick()
+    clock.advance(10_000)
+    assert book.tick() == []
+    assert book.state(A) is LeaseState.SUSPECT
+    # The blocks were kept all the time, so what was read is good.
+    assert "TellReader 1 (ReadConfirmed a#1 True)" in lines(book.received(1, ConfirmRead(A)))
+
+
+def test_a_lost_link_releases_after_the_grace_and_not_before(book: LeaseBook, clock: ManualClock) -> None:
+    _reading(book)
+    assert names(book.link_closed(1)) == ["lease_suspect"]
+    clock.advance(4.9)
+    assert book.tick() == []
+    clock.advance(0.1)
+    assert lines(book.tick()) == ["OpenLeases 0", "Released a#1"]
+
+
+def test_a_suspect_whose_link_dies_later_gets_its_grace_then(book: LeaseBook, clock: ManualClock) -> None:
+    _reading(book)
+    book.received(1, Abandon(A, True))
+    assert book.next_deadline() is None
+    book.link_closed(1)
+    assert book.next_deadline() == clock.monotonic() + 5
+
+
+def test_an_abandon_with_reads_in_flight_waits_for_the_second(book: LeaseBook) -> None:
+    _reading(book)
+    assert lines(book.received(1, Abandon(A, True))) == []
+    assert book.state(A) is LeaseState.SUSPECT
+    assert lines(book.received(1, Abandon(A, False))) == ["OpenLeases 0", "Released a#1"]
+
+
+def test_the_second_abandon_may_come_on_a_new_link_of_the_same_process(book: LeaseBook) -> None:
+    _reading(book)
+    book.link_closed(1)
+    book.link_opened(2, "d0", "d0.x")
+    assert lines(book.received(2, Abandon(A, False))) == ["OpenLeases 0", "Released a#1"]
+
+
+def test_a_withdrawn_offer_that_may_be_read_is_lost_and_suspect(book: LeaseBook) -> None:
+    _reading(book)
+    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted)"]
+    assert book.state(A) is LeaseState.SUSPECT
+    assert lines(book.withdraw(A, "aborted")) == []
+
+
+def test_a_withdrawn_offer_that_nobody_reads_is_released(book: LeaseBook) -> None:
+    book.offer(A, 0, (5,))
+    assert names(book.withdraw(A, "aborted")) == ["lease_released"]
+    assert lines(book.offer(A, 1, (6,))) == []
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def test_a_broken_promise_is_admitted(book: LeaseBook) -> None:
+    _reading(book)
+    book.withdraw(A, "preempted", promise_broken=True)
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False)"
+
+
+def test_nobody_confirms_what_is_not_computed(book: LeaseBook) -> None:
+    book.offer(A, 0, (5,))
+    book.received(1, Subscribe(A, 0))
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False)"
+
+
+def test_the_release_waits_for_the_engine(book: LeaseBook) -> None:
+    book.offer(A, 0, (5,))
+    book.received(1, Subscribe(A, 0))
+    assert lines(book.received(1, Abandon(A, False))) == ["OpenLeases 0"]
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def test_only_its_reader_ends_a_lease(book: LeaseBook) -> None:
+    _reading(book)
+    book.link_opened(2, "d1", "d1.x")
+    assert lines(book.received(2, Subscribe(A, 0))) == ["TellReader 2 (OfferLost a#1 it has another reader)"]
+    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False)"]
+    assert lines(book.received(2, Abandon(A, False))) == []
+    assert book.received(2, Heartbeat(1)) == []
+    assert book.state(A) is LeaseState.READING
+    assert book.counters == {
+        "duplicate_subscribe": 1,
+        "confirm_read_not_the_reader": 1,
+        "abandon_not_the_reader": 1,
+    }
+
+
+def test_a_newer_process_of_the_same_node_ends_the_older_ones_leases(book: LeaseBook) -> None:
+    _reading(book)
+    assert lines(book.link_opened(2, "d0", "d0.y")) == [
+        "CutLink 1 d0 has restarted as d0.y",
+        "OpenLeases 0",
+        "Released a#1",
+    ]
+    assert book.received(1, Heartbeat(2)) == []
+    assert book.counters["message_on_closed_link"] == 1
+
+
+def test_a_newer_link_of_the_same_process_replaces_the_older(book: LeaseBook) -> None:
+    _reading(book)
+    assert lines(book.link_opened(2, "d0", "d0.x")) == ["CutLink 1 the reader opened a newer link"]
+    assert book.state(A) is LeaseState.SUSPECT
+
+
+def test_early_subscriptions_are_bounded_in_number_and_time(book: LeaseBook, clock: ManualClock) -> None:
+    book.received(1, Subscribe(AttemptKey("x", 1), 0))
+    book.received(1, Subscribe(AttemptKey("y", 1), 0))
+    refused = lines(book.received(1, Subscribe(AttemptKey("z", 1), 0)))
+    assert refused == ["TellReader 1 (OfferLost z#1 too many subscriptions wait for their request)"]
+    clock.advance(100)
+    assert len(lines(book.tick())) == 2
+    assert book.next_deadline() is None
+
+
+def test_an_early_subscription_ends_with_its_link(book: LeaseBook) -> None:
+    book.received(1, Subscribe(A, 0))
+    book.link_closed(1)
+    assert lines(book.offer(A, 0, (5,))) == []
+    assert book.state(A) is LeaseState.GRANTED
+
+
+def test_an_early_subscription_that_was_abandoned_keeps_nothing(book: LeaseBook) -> None:
+    book.received(1, Subscribe(A, 0))
+    assert lines(book.received(1, Abandon(A, False))) == []
+    assert lines(book.offer(A, 0, (5,), CLOSING)) == []
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def test_late_duplicate_and_unknown_messages_change_nothing(book: LeaseBook) -> None:
+    _reading(book)
+    assert lines(book.received(1, Subscribe(A, 0))) == []
+    assert lines(book.received(1, Abandon(B, False))) == []
+    assert lines(book.received(1, ReadProgress(B, 1))) == []
+    assert lines(book.received(9, Heartbeat(1))) == []
+    assert book.state(A) is LeaseState.READING
+    book.received(1, ConfirmRead(A))
+    assert lines(book.received(1, Abandon(A, False))) == []
+    assert sum(book.counters.values()) == 5
+
+
+def test_every_end_is_released_once_whatever_came_before(clock: ManualClock) -> None:
+    readers = [
+        lambda book: book.received(1, ConfirmRead(A)),
+        lambda book: book.received(1, Abandon(A, False)),
+        lambda book: book.received(1, Abandon(A, True)),
+        lambda book: book.link_closed(1),
+        lambda book: book.reader_gone("d0.x"),
+        lambda book: book.withdraw(A, "aborted"),
+        lambda book: book.ended(A),
+        lambda book: (clock.advance(50), book.tick())[1],
+    ]
+    for order in itertools.permutations(readers, 5):
+        book = LeaseBook(clock, TIMES)
+        book.link_opened(1, "d0", "d0.x")
+        book.offer(A, 0, (5,), CLOSING)
+        book.received(1, Subscribe(A, 0))
+        said = [line for act in order for line in lines(act(book))]
+        ended = readers[6] in order
+        said += [] if ended else lines(book.ended(A))
+        said += lines(book.link_closed(1))
+        clock.advance(50)
+        said += lines(book.tick())
+        assert said.count("Released a#1") == 1
+        assert book.stats().reading == book.stats().suspect == 0
+        open_counts = [line for line in said if line.startswith("OpenLeases")]
+        assert open_counts == ["OpenLeases 0"]
+
+
+def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
+    _reading(book)
+    clock.advance(3)
+    book.offer(B, 0, (1,))
+    stats = book.stats()
+    assert (stats.granted, stats.reading, stats.suspect, stats.oldest_s) == (1, 1, 0, 3.0)

@@ -1,0 +1,69 @@
+"""The link's messages survive the wire, and what is unknown there reads as nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.ids import AttemptKey
+from baton.v1 import kv_link_pb2
+from kv_transfer import link_codec
+from kv_transfer.layout import LayoutFingerprint
+from kv_transfer.link_messages import (
+    Abandon,
+    Closing,
+    ConfirmRead,
+    Heartbeat,
+    LinkHello,
+    LinkWelcome,
+    Offer,
+    OfferLost,
+    ReadConfirmed,
+    ReaderMessage,
+    ReadProgress,
+    SenderMessage,
+    Subscribe,
+)
+
+A = AttemptKey("req-1", 3)
+LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, 2, 4, 32, 4096, "nixl")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [Subscribe(A, 4), ReadProgress(A, 2), ConfirmRead(A), Abandon(A, True), Abandon(A, False), Heartbeat(9)],
+)
+def test_reader_messages(message: ReaderMessage) -> None:
+    data = link_codec.write_reader_message(message).SerializeToString()
+    assert link_codec.read_reader_message(kv_link_pb2.OpenRequest.FromString(data)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Offer(A, 4, (1, 2**32 - 1), 10_000),
+        Offer(A, 0, (), 1, Closing(17, (5,), False)),
+        Offer(A, 0, (3,), 1, Closing(17, (5, 6), True)),
+        ReadConfirmed(A, True),
+        ReadConfirmed(A, False),
+        OfferLost(A, "why"),
+        Heartbeat(1),
+    ],
+)
+def test_sender_messages(message: SenderMessage) -> None:
+    data = link_codec.write_sender_message(message).SerializeToString()
+    assert link_codec.read_sender_message(kv_link_pb2.OpenResponse.FromString(data)) == message
+
+
+def test_greetings() -> None:
+    hello = LinkHello(1, "c", "d0", "d0.x", "p0.y", LAYOUT)
+    assert link_codec.read_hello(link_codec.write_hello(hello)) == hello
+    welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"\x00agent", 2**63, 1000, "DRAM", 0, 1000)
+    assert link_codec.read_welcome(link_codec.write_welcome(welcome)) == welcome
+
+
+def test_what_is_unknown_reads_as_nothing() -> None:
+    assert link_codec.read_reader_message(kv_link_pb2.OpenRequest()) is None
+    assert link_codec.read_sender_message(kv_link_pb2.OpenResponse()) is None
+    assert link_codec.read_hello(kv_link_pb2.OpenRequest()) is None
+    assert link_codec.read_welcome(kv_link_pb2.OpenResponse()) is None
+    assert link_codec.read_reader_message(link_codec.write_hello(LinkHello(1, "", "", "", "", LAYOUT))) is None

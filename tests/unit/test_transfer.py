@@ -1,0 +1,354 @@
+"""Transfers: every transition, the conversations that matter, and what a peer can't make them do."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.request import KVSource
+from baton.errors import TransferCause
+from baton.ids import AttemptKey
+from baton.machine import IllegalEvent, Machine
+from kv_transfer.link_messages import Closing, Offer, OfferLost, ReadConfirmed
+from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook
+from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
+from tests.support.conversation import lines, names
+
+A = AttemptKey("a", 1)
+B = AttemptKey("b", 1)
+SOURCE = KVSource("p0", "p0.x", "host:1")
+PLAN = Plan(A, SOURCE, 18, (40, 41, 42, 43, 10), 0)
+CLOSING = Closing(18, (7,), False)
+S, E = TransferState, TransferEvent
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(0.0)
+
+
+@pytest.fixture
+def book(clock: ManualClock) -> TransferBook:
+    return TransferBook(clock, max_quarantined_blocks=4)
+
+
+PATHS: dict[TransferState, list[TransferEvent]] = {
+    S.PLANNED: [],
+    S.RESERVED: [E.SUBSCRIBED],
+    S.READING: [E.SUBSCRIBED, E.OFFER],
+    S.CONFIRMING: [E.SUBSCRIBED, E.OFFER, E.ALL_READ],
+    S.QUARANTINED: [E.SUBSCRIBED, E.OFFER, E.FAIL_READING],
+    S.ARRIVED: [E.SUBSCRIBED, E.OFFER, E.ALL_READ, E.HELD],
+    S.FAILED: [E.FAIL],
+    S.ABANDONED: [E.ABANDON],
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(TransferState, TransferEvent)))
+def test_every_pair_moves_as_the_table_says_or_changes_nothing(state: TransferState, event: TransferEvent) -> None:
+    machine = Machine("transfer", S.PLANNED, TRANSFER_TABLE)
+    for step in PATHS[state]:
+        machine.feed(step)
+    assert machine.state is state
+    if (state, event) in TRANSFER_TABLE:
+        assert machine.feed(event) is TRANSFER_TABLE[state, event]
+    else:
+        with pytest.raises(IllegalEvent):
+            machine.feed(event)
+        assert machine.state is state
+
+
+def test_the_one_way_to_arrive_is_a_confirmed_lease() -> None:
+    assert [pair for pair, after in TRANSFER_TABLE.items() if after is S.ARRIVED] == [(S.CONFIRMING, E.HELD)]
+    assert not any(state in (S.ARRIVED, S.FAILED, S.ABANDONED) for state, _ in TRANSFER_TABLE)
+
+
+def test_the_one_way_out_of_quarantine_is_the_end_of_the_reads() -> None:
+    out = {event for (state, event), after in TRANSFER_TABLE.items() if state is S.QUARANTINED and after is not state}
+    assert out == {E.READS_ENDED_FAILED, E.READS_ENDED_ABANDONED}
+
+
+def test_a_whole_transfer(book: TransferBook, clock: ManualClock) -> None:
+    assert lines(book.plan(PLAN)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Subscribe a#1 0)"]
+    assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == ["StartRead 1 p0.x [(ReadRange 40 5 2)]"]
+    clock.advance(2)
+    assert lines(book.read_done(1, 128)) == ["TellSender p0.x (ReadProgress a#1 2)"]
+    assert lines(book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING))) == [
+        "StartRead 2 p0.x [(ReadRange 42 7 1), (ReadRange 43 20 1), (ReadRange 10 21 1)]"
+    ]
+    clock.advance(3)
+    assert lines(book.read_done(2, 192)) == [
+        "TellSender p0.x (ReadProgress a#1 5)",
+        "TellSender p0.x (ConfirmRead a#1)",
+    ]
+    effects = book.received("p0.x", ReadConfirmed(A, True))
+    assert names(effects) == ["confirmed", "kv_arrived"]
+    (arrived,) = (effect for effect in effects if isinstance(effect, Arrived))
+    assert arrived.first_token_ids == (7,)
+    assert (arrived.stats.num_bytes, arrived.stats.num_blocks, arrived.stats.read_s) == (320, 5, 5.0)
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def _reading(book: TransferBook, closing: Closing | None = None) -> None:
+    """Five blocks offered, read 1 in flight."""
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 8, 9), 1000, closing))
+    assert book.state(A) is S.READING
+
+
+def _confirming(book: TransferBook) -> None:
+    _reading(book, CLOSING)
+    book.read_done(1, 320)
+    assert book.state(A) is S.CONFIRMING
+
+
+def test_a_second_plan_for_a_peer_uses_the_same_link(book: TransferBook) -> None:
+    book.plan(PLAN)
+    second = Plan(B, SOURCE, 4, (1,), 0)
+    assert lines(book.plan(second)) == []
+    assert len(lines(book.peer_ready("p0.x", 100))) == 2
+    third = Plan(AttemptKey("c", 1), SOURCE, 4, (2,), 0)
+    assert lines(book.plan(third)) == ["TellSender p0.x (Subscribe c#1 0)"]
+
+
+def test_cached_blocks_are_neither_asked_for_nor_read(book: TransferBook) -> None:
+    book.peer_ready("p0.x", 100)
+    assert lines(book.plan(Plan(A, SOURCE, 18, PLAN.block_ids, 3))) == ["TellSender p0.x (Subscribe a#1 3)"]
+    assert lines(book.received("p0.x", Offer(A, 3, (5, 6), 1000, CLOSING))) == [
+        "StartRead 1 p0.x [(ReadRange 43 5 1), (ReadRange 10 6 1)]"
+    ]
+
+
+def test_nothing_is_confirmed_before_the_last_of_several_reads(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000))
+    book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING))
+    assert lines(book.read_done(2, 192)) == ["TellSender p0.x (ReadProgress a#1 3)"]
+    assert "TellSender p0.x (ConfirmRead a#1)" in lines(book.read_done(1, 128))
+
+
+def test_a_closing_offer_without_blocks_confirms_what_was_read(book: TransferBook) -> None:
+    _reading(book)
+    book.read_done(1, 320)
+    assert lines(book.received("p0.x", Offer(A, 5, (), 1000, CLOSING))) == ["TellSender p0.x (ConfirmRead a#1)"]
+
+
+def test_a_lease_that_was_not_held_brings_nothing(book: TransferBook) -> None:
+    _confirming(book)
+    effects = book.received("p0.x", ReadConfirmed(A, False))
+    failed = [effect for effect in effects if isinstance(effect, Failed)]
+    assert [effect.cause for effect in failed] == [TransferCause.LEASE_LOST]
+    assert not [effect for effect in effects if isinstance(effect, Arrived)]
+
+
+@pytest.mark.parametrize("closing", [None, CLOSING])
+def test_a_lost_offer_under_a_read_goes_into_quarantine(book: TransferBook, closing: Closing | None) -> None:
+    _reading(book, closing)
+    effects = book.received("p0.x", OfferLost(A, "aborted"))
+    assert lines(effects) == [
+        "Failed a#1 LEASE_LOST aborted",
+        "TellSender p0.x (Abandon a#1 True)",
+        "CancelRead 1",
+    ]
+    assert names(effects) == ["kv_failed", "quarantined"]
+    assert book.counts().quarantined_blocks == 5
+    assert lines(book.ended(A)) == []
+    assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+    assert book.counts().quarantined == 0
+
+
+def test_quarantine_ends_with_the_last_read_and_not_before(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000))
+    book.received("p0.x", Offer(A, 2, (7,), 1000))
+    assert lines(book.ended(A)) == ["TellSender p0.x (Abandon a#1 True)", "CancelRead 1", "CancelRead 2"]
+    assert lines(book.read_failed(2, TransferCause.CANCELLED, "")) == []
+    assert lines(book.read_done(1, 128)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+
+
+def test_the_release_waits_for_the_engine(book: TransferBook) -> None:
+    _reading(book)
+    book.received("p0.x", OfferLost(A, "aborted"))
+    assert "Released a#1" not in lines(book.read_done(1, 320))
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: TransferBook) -> None:
+    _reading(book, CLOSING)
+    other = Plan(B, KVSource("p1", "p1.x", "host:2"), 4, (1,), 0)
+    book.plan(other)
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == [
+        "Failed a#1 PEER_GONE cut",
+        "CancelRead 1",
+    ]
+    assert book.state(A) is S.QUARANTINED
+    assert book.state(B) is S.PLANNED
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == []
+    book.read_failed(1, TransferCause.PEER_GONE, "gone")
+    assert book.state(A) is None
+
+
+def test_a_link_that_can_not_be_opened_fails_its_plans_and_the_next_tries_again(book: TransferBook) -> None:
+    book.plan(PLAN)
+    failed = lines(book.peer_lost("p0.x", TransferCause.LAYOUT_MISMATCH, "differ"))
+    assert failed == ["Failed a#1 LAYOUT_MISMATCH differ"]
+    assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (KVSource p0 p0.x host:1)"]
+
+
+def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: TransferBook) -> None:
+    _reading(book)
+    assert lines(book.read_failed(1, TransferCause.PEER_GONE, "gone")) == [
+        "Failed a#1 PEER_GONE gone",
+        "TellSender p0.x (Abandon a#1 False)",
+        "CutLink p0.x gone",
+    ]
+
+
+def test_one_of_two_sibling_reads_fails(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000))
+    book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING))
+    assert "Failed a#1 REFUSED bad" in lines(book.read_failed(1, TransferCause.REFUSED, "bad"))
+    assert book.state(A) is S.QUARANTINED
+    assert "ConfirmRead" not in "".join(lines(book.read_done(2, 192)))
+
+
+def test_abandon_in_each_state_tells_the_sender_and_keeps_what_may_be_written(book: TransferBook) -> None:
+    book.plan(PLAN)
+    assert lines(book.ended(A)) == ["Released a#1"]
+    book.peer_ready("p0.x", 100)
+    book.plan(PLAN)
+    assert lines(book.ended(A)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+    _reading(book)
+    book.read_done(1, 320)
+    assert lines(book.ended(A)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+    book.plan(PLAN)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 8, 9), 1000, CLOSING))
+    book.read_done(2, 320)
+    assert book.state(A) is S.CONFIRMING
+    assert lines(book.ended(A)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+    assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
+    assert book.counters["ReadConfirmed_unknown"] == 1
+
+
+def test_the_router_may_give_up_before_the_engine(book: TransferBook) -> None:
+    _reading(book)
+    assert lines(book.abandon(A)) == ["TellSender p0.x (Abandon a#1 True)", "CancelRead 1"]
+    assert lines(book.abandon(A)) == []
+    assert lines(book.ended(A)) == []
+    assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+
+
+def test_messages_from_another_incarnation_change_nothing(book: TransferBook) -> None:
+    _confirming(book)
+    assert book.received("p0.old", ReadConfirmed(A, True)) == []
+    assert book.received("p0.old", OfferLost(A, "stale")) == []
+    assert book.state(A) is S.CONFIRMING
+    assert book.counters == {"ReadConfirmed_unknown": 1, "OfferLost_unknown": 1}
+
+
+def test_an_earlier_attempt_changes_nothing(book: TransferBook) -> None:
+    book.peer_ready("p0.x", 100)
+    book.plan(Plan(AttemptKey("a", 2), SOURCE, 18, PLAN.block_ids, 0))
+    assert book.received("p0.x", Offer(A, 0, (5,), 1000)) == []
+    assert book.state(AttemptKey("a", 2)) is S.RESERVED
+
+
+def test_late_and_duplicate_messages_change_nothing(book: TransferBook) -> None:
+    _reading(book)
+    assert book.received("p0.x", Offer(A, 0, (5, 6), 1000)) == []
+    assert book.received("p0.x", ReadConfirmed(A, True)) == []
+    book.received("p0.x", Offer(A, 5, (), 1000, CLOSING))
+    assert book.received("p0.x", Offer(A, 5, (), 1000, CLOSING)) == []
+    book.read_done(1, 320)
+    assert book.read_done(1, 320) == []
+    assert book.read_failed(1, TransferCause.PEER_GONE, "") == []
+    assert book.received("p0.x", Offer(A, 0, (5, 6), 1000)) == []
+    assert book.state(A) is S.CONFIRMING
+    assert sum(book.counters.values()) == 6
+
+
+def test_a_peer_with_too_much_in_quarantine_gets_nothing_more(book: TransferBook) -> None:
+    _reading(book)
+    book.ended(A)
+    effects = lines(book.plan(Plan(B, SOURCE, 4, (1,), 0)))
+    assert effects == ["Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x"]
+    book.read_done(1, 320)
+    assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["TellSender p0.x (Subscribe b#1 0)"]
+
+
+def test_a_plan_for_a_live_attempt_is_a_fault_of_the_caller(book: TransferBook) -> None:
+    book.plan(PLAN)
+    with pytest.raises(ValueError, match="being transferred"):
+        book.plan(PLAN)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(seed: int) -> None:
+    rng, book = Random(seed), TransferBook(ManualClock(), max_quarantined_blocks=1000)
+    flying: dict[int, int] = {}
+    told: list[str] = []
+    ended = released = False
+
+    def take(effects: list) -> None:  # type: ignore[type-arg]
+        nonlocal released
+        for effect in effects:
+            if isinstance(effect, StartRead):
+                flying[effect.read_id] = sum(r.count for r in effect.ranges)
+            elif type(effect).__name__ in ("Arrived", "Failed"):
+                told.append(type(effect).__name__)
+            elif type(effect).__name__ == "Released":
+                assert ended
+                assert not released
+                assert not flying
+                released = True
+
+    def end_a_read(done: bool) -> None:
+        if flying:
+            read_id = rng.choice(list(flying))
+            num_blocks = flying.pop(read_id)
+            ok = book.read_done(read_id, num_blocks * 64) if done else book.read_failed(read_id, rng.choice(causes), "")
+            take(ok)
+
+    causes = list(TransferCause)
+    next_block = 0
+    take(book.plan(PLAN))
+    for _ in range(rng.randrange(4, 40)):
+        match rng.randrange(9):
+            case 0 | 1:
+                take(book.peer_ready("p0.x", 100))
+            case 2 | 3:
+                count = rng.randrange(0, 6 - next_block)
+                closing = CLOSING if next_block + count == 5 else None
+                ids = tuple(range(next_block + 5, next_block + 5 + count))
+                if book.state(A) in (S.RESERVED, S.READING):
+                    take(book.received("p0.x", Offer(A, next_block, ids, 1000, closing)))
+                    next_block += count
+            case 4 | 5:
+                end_a_read(rng.random() < 0.9)
+            case 6:
+                take(book.received("p0.x", ReadConfirmed(A, rng.random() < 0.8)))
+            case 7 if rng.random() < 0.3:
+                take(book.received("p0.x", OfferLost(A, "")))
+            case 8 if rng.random() < 0.3:
+                take(book.peer_lost("p0.x", TransferCause.PEER_GONE, ""))
+    if not told or rng.random() < 0.5:
+        ended = True
+        take(book.ended(A))
+    while flying:
+        assert not released
+        end_a_read(rng.random() < 0.5)
+    if not ended:
+        ended = True
+        take(book.ended(A))
+    assert released
+    assert len(told) <= 1
+    assert book.counts().live == book.counts().quarantined == 0

@@ -70,6 +70,7 @@ class ManualTimers:
         self._now = start
         self._order = itertools.count()
         self._due: list[tuple[float, int, _ManualHandle]] = []
+        self._scheduled = asyncio.Event()
 
     def monotonic(self) -> float:
         return self._now
@@ -77,7 +78,14 @@ class ManualTimers:
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         handle = _ManualHandle(callback)
         heapq.heappush(self._due, (when, next(self._order), handle))
+        self._scheduled.set()
         return handle
+
+    async def is_due(self, within: float) -> None:
+        """Return once a callback is due within so many seconds from now."""
+        while not any(h.callback is not None and when <= self._now + within for when, _, h in self._due):
+            self._scheduled.clear()
+            await self._scheduled.wait()
 
     @property
     def num_pending(self) -> int:

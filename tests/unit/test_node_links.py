@@ -1,0 +1,141 @@
+"""Links over scripted nodes: attach, loss, reconnect, a registry that changes its mind, an end that leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+from baton.rpc.messages import Abort, NodeDescription, StepReport
+from router.fake_node import FakeNode, FakeNodes
+from router.node_links import NodeLinks
+from router.timers import ManualTimers
+from tests.support.router_parts import decode, key, prefill, record_of
+
+
+class Listener:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def on_attached(self, description: NodeDescription) -> None:
+        self.heard.put_nowait(("attached", description.incarnation))
+
+    def on_report(self, incarnation: str, report: StepReport) -> None:
+        self.heard.put_nowait(("report", incarnation))
+
+    def on_lost(self, incarnation: str, reason: str) -> None:
+        self.heard.put_nowait(("lost", reason))
+
+
+class Rig:
+    def __init__(self, *nodes: NodeDescription) -> None:
+        self.timers = ManualTimers()
+        self.listener = Listener()
+        self.fakes = FakeNodes()
+        self.nodes = {node.node_id: self.fakes.add(FakeNode(node)) for node in nodes}
+        self.links = NodeLinks(self.fakes.connect, "router-1", self.timers, Random(1))
+        self.links.listen(self.listener)
+
+    async def hear(self) -> tuple[str, str]:
+        return await self.listener.heard.get()
+
+    async def retry_is_due(self) -> None:
+        """Let the link reach its back-off, then let the back-off pass."""
+        await self.timers.is_due(within=2.0)
+        self.timers.advance(2.0)
+
+    async def close(self) -> None:
+        await self.links.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert self.timers.num_pending == 0
+        assert self.fakes.num_open_clients == 0
+
+
+async def test_attach_send_and_lose_once() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    assert not rig.links.send("d1.1", Abort(key(), "too early"))
+    assert await rig.hear() == ("attached", "d1.1")
+    for number in range(3):
+        assert rig.links.send("d1.1", Abort(key(number), "x"))
+    assert [(await rig.nodes["d1"].inbox.get()).attempt.attempt for _ in range(3)] == [0, 1, 2]
+    rig.nodes["d1"].report()
+    assert await rig.hear() == ("report", "d1.1")
+    rig.nodes["d1"].die()
+    assert await rig.hear() == ("lost", "node d1 is gone: connection reset")
+    assert not rig.links.send("d1.1", Abort(key(), "too late"))
+    assert not rig.links.send("nobody", Abort(key(), "x"))
+    await rig.close()
+    assert rig.listener.heard.empty()
+
+
+async def test_comes_back_after_a_back_off() -> None:
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    node.die()
+    await rig.hear()
+    await rig.retry_is_due()
+    await rig.retry_is_due()
+    await rig.timers.is_due(within=2.0)
+    node.is_up = True
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    assert node.num_attachments == 2
+    await rig.close()
+
+
+async def test_a_node_that_takes_the_connection_but_never_answers() -> None:
+    rig = Rig(decode())
+    rig.nodes["d1"].is_silent = True
+    rig.links.update([record_of(decode())])
+    await rig.timers.is_due(within=5.0)
+    rig.nodes["d1"].is_silent = False
+    rig.timers.advance(5.0)
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    await rig.close()
+
+
+async def test_another_incarnation_at_the_address_is_not_taken() -> None:
+    rig = Rig(decode(run=1))
+    stale = record_of(decode(run=1))
+    rig.nodes["d1"].description = decode(run=2)
+    rig.links.update([stale])
+    await rig.retry_is_due()
+    await rig.retry_is_due()
+    await rig.timers.is_due(within=2.0)
+    assert rig.nodes["d1"].num_attachments == 3
+    assert rig.nodes["d1"].stream is not None
+    assert rig.nodes["d1"].stream.is_closed
+    assert rig.listener.heard.empty()
+    await rig.close()
+
+
+async def test_the_registry_forgets_a_working_node_and_a_dead_one() -> None:
+    rig = Rig(decode(), prefill())
+    rig.links.update([record_of(decode()), record_of(prefill())])
+    assert {(await rig.hear())[1], (await rig.hear())[1]} == {"d1.1", "p1.1"}
+    rig.links.update([])
+    assert rig.links.send("d1.1", Abort(key(), "still there"))
+    rig.nodes["p1"].die()
+    assert (await rig.hear())[0] == "lost"
+    rig.links.update([])
+    assert rig.links.send("d1.1", Abort(key(), "still there"))
+    rig.nodes["p1"].is_up = True
+    rig.links.update([record_of(prefill())])
+    assert await rig.hear() == ("attached", "p1.1")
+    await rig.close()
+
+
+async def test_closing_tells_the_listener_and_the_node() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    await rig.close()
+    assert await rig.hear() == ("lost", "the router let go of it")
+    stream = rig.nodes["d1"].stream
+    assert stream is not None
+    assert stream.is_closed

@@ -1,0 +1,150 @@
+"""Placement's choice and its reason; the view that feeds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.errors import InvalidRequest, NoCapacity
+from baton.ids import AttemptKey
+from baton.rpc.messages import LoadReport, NodeDescription
+from router.placement import Candidate, Demand, Placement, choose
+from router.view import LOST_SHOWN_S, ClusterView
+from tests.support.router_parts import MODEL, decode, key, prefill, record_of
+
+DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)
+
+
+def at(node: NodeDescription, load: float = 0.0, last_chosen: int = 0) -> Candidate:
+    return Candidate(node, load, last_chosen)
+
+
+def names(placement: Placement) -> tuple[str | None, str]:
+    return (placement.prefill.node_id if placement.prefill else None, placement.decode.node_id)
+
+
+def test_the_least_loaded_pair() -> None:
+    nodes = [at(prefill("p1"), 3), at(prefill("p2"), 1), at(decode("d1"), 2), at(decode("d2"), 5)]
+    placement = choose(nodes, DEMAND)
+    assert names(placement) == ("p2", "d1")
+    assert (placement.reason, placement.candidates) == ("least loaded pair", nodes)
+
+
+def test_among_equals_the_longest_unchosen() -> None:
+    nodes = [at(prefill("p1"), 0, 7), at(prefill("p2"), 0, 3), at(decode("d1"), 0, 2), at(decode("d2"), 0, 8)]
+    assert names(choose(nodes, DEMAND)) == ("p2", "d1")
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [{"model_fingerprint": "other"}, {"numerics": "cuda"}, {"dtype": "bfloat16"}, {"block_size": 8}],
+    ids=lambda d: next(iter(d)),
+)
+def test_a_pair_agrees_on_its_kv(difference: dict[str, object]) -> None:
+    odd, even = prefill("p1", **difference), prefill("p2")
+    assert names(choose([at(odd), at(even, 9), at(decode())], DEMAND)) == ("p2", "d1")
+    lonely = choose([at(odd), at(decode())], DEMAND)
+    assert names(lonely) == (None, "d1")
+    assert lonely.reason.startswith("no pair agrees on its KV")
+
+
+def test_one_kind_alone_serves_and_says_why() -> None:
+    alone = choose([at(decode())], DEMAND)
+    assert (names(alone), alone.reason) == ((None, "d1"), "no prefill node is left")
+    failed = choose([at(decode()), at(prefill())], DEMAND, {"p1.1"})
+    assert (names(failed), failed.reason) == ((None, "d1"), "no prefill node is left (1 failed this request)")
+    last = choose([at(prefill())], DEMAND)
+    assert (names(last), last.reason) == ((None, "p1"), "no decode node is left")
+
+
+def test_a_node_that_is_too_small_is_passed_over() -> None:
+    small, large = decode("d1", num_blocks=4), decode("d2", num_blocks=5)
+    assert names(choose([at(small), at(large, 9)], DEMAND)) == (None, "d2")
+    short = decode("d1", max_model_len=17)
+    assert names(choose([at(short), at(large, 9)], DEMAND)) == (None, "d2")
+    with pytest.raises(InvalidRequest, match="prompt: with max_tokens comes to 18 tokens"):
+        choose([at(small)], DEMAND)
+    # Of 17 tokens the last one's KV is never stored: 16 fill four blocks.
+    assert names(choose([at(small)], Demand(MODEL, 10, 7))) == (None, "d1")
+
+
+def test_nobody_and_why() -> None:
+    with pytest.raises(NoCapacity, match="no node that serves demo is up"):
+        choose([], DEMAND)
+    with pytest.raises(NoCapacity, match="no node that serves demo is up"):
+        choose([at(decode(model="other"))], DEMAND)
+    with pytest.raises(NoCapacity, match=r"every node that is up \(1\) failed"):
+        choose([at(decode())], DEMAND, {"d1.1"})
+
+
+def word(view: ClusterView, incarnation: str) -> str | None:
+    state = view.state(incarnation)
+    return None if state is None else state.value
+
+
+def test_a_nodes_life_in_an_operators_words() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    assert word(view, "d1.1") == "Starting"
+    assert view.candidates() == ()
+    view.attached(node, now=1)
+    assert word(view, "d1.1") == "Ready"
+    view.reported("d1.1", LoadReport(running=2, waiting=1, waiting_for_remote_kvs=1, total_blocks=4, free_blocks=1), 2)
+    (status,) = view.statuses(now=2, wall=5)
+    assert (status.running, status.waiting, status.kv_usage, status.age_s) == (2, 2, 0.75, 4)
+    view.reported("d1.1", LoadReport(draining=True), now=3)
+    assert word(view, "d1.1") == "Draining"
+    assert view.candidates() == ()
+    view.detached("d1.1", "reset", now=4)
+    assert word(view, "d1.1") == "Suspect"
+    view.registered([])
+    assert word(view, "d1.1") == "Lost"
+    assert [s.status for s in view.statuses(now=4 + LOST_SHOWN_S - 1, wall=0)] == ["Lost"]
+    assert view.statuses(now=4 + LOST_SHOWN_S, wall=0) == ()
+
+
+def test_an_empty_registry_takes_nobody_who_is_attached() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+    view.registered([])
+    assert [c.node for c in view.candidates()] == [node]
+
+
+def test_a_successor_replaces_the_lost_run() -> None:
+    view, first, second = ClusterView(), decode(run=1), decode(run=2)
+    view.registered([record_of(first)])
+    view.attached(first, now=1)
+    view.detached("d1.1", "reset", now=2)
+    view.registered([record_of(second, started_at=3)])
+    assert [s.incarnation for s in view.statuses(now=2, wall=9)] == ["d1.2"]
+
+
+def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+
+    def load() -> float:
+        return view.candidates()[0].load
+
+    for number in (1, 2):
+        view.dispatched("d1.1", AttemptKey(f"r{number}", 1))
+    assert load() == 2
+    view.reported("d1.1", LoadReport(running=0), now=2)
+    assert load() == 2, "the report is older than what was sent"
+    view.reported("d1.1", LoadReport(running=5), now=3)
+    assert load() == 5, "three of another router"
+    view.dispatched("d1.1", key())
+    view.released("d1.1", AttemptKey("r1", 1))
+    view.released("d1.1", AttemptKey("r1", 1))
+    assert load() == 5
+
+
+def test_strangers_change_nothing() -> None:
+    view = ClusterView()
+    view.attached(decode(), now=1)
+    view.reported("d1.1", LoadReport(running=1), now=1)
+    view.detached("d1.1", "reset", now=1)
+    view.dispatched("d1.1", key())
+    view.released("d1.1", key())
+    assert (view.state("d1.1"), view.candidates(), view.statuses(1, 1)) == (None, (), ())

@@ -1,0 +1,116 @@
+"""Every bound, by the field's name; and what a request without a word about it gets."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, UnknownModel
+from baton.rpc.messages import GenerateRequest, ModelCard
+from router.request import ValidRequest
+from router.validation import validate
+
+CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) % 100 for letter in text.strip("-")]
+
+
+def check(prompt: Any = (1, 2, 3), **fields: Any) -> ValidRequest:
+    return validate(GenerateRequest(prompt, **fields), CARD, encode, Random(3))
+
+
+def test_defaults() -> None:
+    valid = check()
+    sampling = valid.sampling_params
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, -1, 0.0)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs) == (16, 0, None)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert valid.model == "demo"
+    assert valid.request_id.startswith("req-")
+    assert 0 < sampling.seed < 2**53
+    assert check() == valid, "chance comes from the rng alone"
+
+
+def test_default_length_is_cut_to_what_is_left() -> None:
+    assert check(tuple(range(30))).sampling_params.max_tokens == 2
+    assert check(tuple(range(31))).sampling_params.max_tokens == 1
+
+
+def test_everything_at_its_bound_passes() -> None:
+    valid = check(
+        "text",
+        request_id="a" * 64,
+        model="demo",
+        temperature=2.0,
+        top_p=1e-9,
+        top_k=100,
+        min_p=1.0,
+        seed=2**64 - 1,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=2.0,
+        logit_bias=dict.fromkeys(range(100), -1e9),
+        max_tokens=28,
+        min_tokens=28,
+        stop=["é" * 128] * 16,
+        stop_token_ids=[0, 99],
+        logprobs=20,
+        priority=-(2**31),
+        cache_salt="salt",
+    )
+    assert valid.prompt_token_ids == (16, 1, 20, 16)
+    assert valid.sampling_params.seed == 2**64 - 1
+    assert valid.sampling_params.is_greedy is False
+    assert check(temperature=0.0).sampling_params.is_greedy
+
+
+NAN, INF = float("nan"), float("inf")
+BAD: list[tuple[str, dict[str, Any]]] = [
+    *[("prompt", {"prompt": p}) for p in (None, "", (), [], "--", "\0", "\ud800", [100], [-1], [1.5], [True])],
+    ("prompt", {"prompt": tuple(range(32))}),
+    ("prompt", {"prompt": "x" * 32}),
+    ("prompt", {"prompt": "x" * (1 << 20) + "y"}),
+    *[("request_id", {"request_id": i}) for i in ("a" * 65, "a b", "ä", "a#1", "a\n")],
+    *[("temperature", {"temperature": t}) for t in (NAN, INF, -INF, -0.1, 2.1)],
+    *[("top_p", {"top_p": p}) for p in (NAN, 0.0, -1.0, 1.01)],
+    *[("top_k", {"top_k": k}) for k in (0, -2, 101)],
+    *[("min_p", {"min_p": p}) for p in (NAN, -0.1, 1.1)],
+    *[("seed", {"seed": s}) for s in (-1, 2**64)],
+    *[(f"{name}_penalty", {f"{name}_penalty": p}) for name in ("presence", "frequency") for p in (NAN, -2.1, 2.1)],
+    *[("repetition_penalty", {"repetition_penalty": p}) for p in (NAN, 0.0, 2.1)],
+    *[("max_tokens", {"max_tokens": n}) for n in (0, -1, 30, 2**31)],
+    *[("min_tokens", {"min_tokens": n}) for n in (-1, 17)],
+    *[("logprobs", {"logprobs": n}) for n in (-1, 21)],
+    *[("stop", {"stop": s}) for s in (["x"] * 17, [""], ["x" * 257], ["é" * 129], ["\0"], ["\udfff"])],
+    *[("stop_token_ids", {"stop_token_ids": s}) for s in ([100], [-1], [0] * 257)],
+    *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],
+    *[("priority", {"priority": p}) for p in (2**31, -(2**31) - 1)],
+    *[("cache_salt", {"cache_salt": s}) for s in ("\0", "x" * 257)],
+    *[("model", {"model": m}) for m in ("other", "Demo", "x" * 10_000)],
+]
+
+
+@pytest.mark.parametrize(("field", "fields"), BAD, ids=[f"{n}-{f}" for n, (f, _) in enumerate(BAD)])
+def test_out_of_bounds_names_the_field(field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(**fields)
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 400
+    assert isinstance(caught.value, UnknownModel) == (field == "model")
+
+
+def test_too_many_biases() -> None:
+    card = ModelCard("demo", 32, 1000)
+    with pytest.raises(InvalidRequest, match="logit_bias: has 301 entries"):
+        validate(GenerateRequest([1], logit_bias=dict.fromkeys(range(301), 0.0)), card, encode, Random(1))
+
+
+def test_without_a_tokenizer_only_ids_are_taken() -> None:
+    assert validate(GenerateRequest([1]), CARD, None, Random(1)).prompt_token_ids == (1,)
+    for field, fields in {"prompt": {"prompt": "text"}, "stop": {"prompt": [1], "stop": ["x"]}}.items():
+        with pytest.raises(InvalidRequest, match=f"{field}: this model is served without a tokenizer"):
+            validate(GenerateRequest(**fields), CARD, None, Random(1))

@@ -1,0 +1,42 @@
+"""Tokens through router, prefill node, NIXL and decode node equal the naive path's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.rpc.messages import GenerateRequest
+from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
+from tests.support.mini_cluster import mini_cluster
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 16
+CHUNK = 24
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        return load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96)
+
+    prompts = make_prompts(256)
+    expected = generate_with_transformers(tmp_path, prompts)
+    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+        requests = [
+            GenerateRequest(prompt, request_id=key, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+            for key, prompt in prompts.items()
+        ]
+        answers = await asyncio.gather(*(cluster.generate(request) for request in requests))
+        await cluster.idle()
+    for key, answer in zip(prompts, answers, strict=True):
+        assert answer.token_ids == expected[key], key
+        assert answer.indices == list(range(NEW_TOKENS))
+        path = answer.end.path
+        assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
+        assert answer.end.kv_bytes > 0

@@ -1,0 +1,254 @@
+"""A whole cluster in one process: real gRPC, real NIXL, real engines, a registry in memory.
+
+Every part runs the code that the processes run; only the processes themselves are missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from random import Random
+
+import grpc
+
+from baton.config import NodeConfig
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.runner.base import ModelRunner
+from baton.node.serve import Node, NodeStop
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.rpc import status
+from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, NodeDescription, TraceEvent
+from baton.rpc.node_client import NodeClient
+from baton.rpc.operator_service import status_from_pb
+from baton.v1 import generation_pb2, generation_pb2_grpc, operator_pb2, operator_pb2_grpc
+from router.app import RouterAddresses, RouterConfig, run_router
+
+CLUSTER = "mini"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    seed: int = 0
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        assert self.finished is not None
+        return self.finished
+
+
+@dataclass(slots=True)
+class RunningNode:
+    """One node of the cluster, and the handle that ends it."""
+
+    node: Node
+    description: NodeDescription
+    stop: NodeStop
+    task: asyncio.Task[None]
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are neither free nor idle in the prefix cache."""
+        stats = self.node.scheduler.make_stats()
+        return stats.total_blocks - stats.free_blocks
+
+
+class MiniCluster:
+    """Started by `mini_cluster`."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.nodes: dict[str, RunningNode] = {}
+        self.router = RouterAddresses("", "", "")
+        self._channel: grpc.aio.Channel
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        timeout_s: float = 60.0,
+        on_event: Callable[[Accepted | Chunk], None] = lambda event: None,
+    ) -> Answer:
+        """Run one request to its end; raises what the server meant."""
+        answer = Answer()
+        call = self.call(request, timeout_s)
+        try:
+            while isinstance(response := await call.read(), generation_pb2.GenerateResponse):
+                event = event_from_pb(response)
+                if isinstance(event, generation_pb2.Finished):
+                    metadata = [(key, value) for key, value in await call.trailing_metadata()]
+                    answer.finished = finished_from_pb(event, metadata)
+                    continue
+                if isinstance(event, Chunk):
+                    answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
+                    answer.token_ids += event.token_ids
+                    answer.text += event.text
+                    answer.logprobs += event.logprobs
+                else:
+                    answer.seed = event.seed
+                on_event(event)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error, "router") from error
+        finally:
+            call.cancel()
+        code = await call.code()
+        if code is not grpc.StatusCode.OK:
+            raise status.from_rpc_error(await _as_error(call), "router")
+        return answer
+
+    def call(
+        self, request: GenerateRequest, timeout_s: float = 60.0
+    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
+        """The bare call, for tests that leave in the middle."""
+        stub = generation_pb2_grpc.GenerationStub(self._channel)
+        call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+        call = stub.Generate(request_to_pb(request), timeout=timeout_s)
+        return call
+
+    async def trace(self, node_id: str) -> Sequence[TraceEvent]:
+        """A node's events, oldest first."""
+        client = NodeClient(self.nodes[node_id].description.address)
+        try:
+            return await client.trace()
+        finally:
+            await client.close()
+
+    async def idle(self, *node_ids: str) -> None:
+        """Wait until no node (of those named, or all) uses a block; the test's own time limit bounds it."""
+        for node_id in node_ids or tuple(self.nodes):
+            running = self.nodes[node_id]
+            client = NodeClient(running.description.address)
+            try:
+                stream = await client.attach("test-watcher")
+                async for report in stream:
+                    load = report.load
+                    if load.free_blocks == load.total_blocks and not (load.running or load.waiting):
+                        break
+                await stream.close()
+            finally:
+                await client.close()
+
+
+async def _as_error(call: grpc.aio.UnaryStreamCall[object, object]) -> grpc.RpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+@asynccontextmanager
+async def mini_cluster(
+    make_runner: Callable[[str], ModelRunner],
+    model_dir: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    token_ids_only: bool = False,
+    **node_settings: object,
+) -> AsyncIterator[MiniCluster]:
+    """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit."""
+    store = MemoryStore()
+    cluster = MiniCluster(store)
+    async with AsyncExitStack() as stack:
+        names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
+        for name in names:
+            runner = make_runner(name)
+            cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
+        cluster.router = await _start_router(stack, store, runner.model.name, model_dir, token_ids_only)
+        cluster._channel = grpc.aio.insecure_channel(cluster.router.grpc)
+        stack.push_async_callback(cluster._channel.close, None)
+        await _until_placeable(cluster, len(names))
+        yield cluster
+    for running in cluster.nodes.values():
+        running.node.scheduler.check_invariant()
+
+
+async def _start_node(
+    stack: AsyncExitStack,
+    store: MemoryStore,
+    name: str,
+    runner: ModelRunner,
+    model_dir: Path,
+    settings: dict[str, object],
+) -> RunningNode:
+    role = name.partition("-")[0]
+    values: dict[str, object] = {
+        "role": role,
+        "node_id": name,
+        "registry": "memory://",
+        "cluster": CLUSTER,
+        "model": model_dir,
+        "block_size": runner.layout.block_size,
+        "drain_s": 5.0,
+        **settings,
+    }
+    config = NodeConfig.model_validate(values)
+    membership = MemoryRegistry(store, CLUSTER)
+    stack.push_async_callback(membership.close)
+    node, stop = Node(config, runner, import_module(f"{role}_node.app").make_role, membership), NodeStop()
+    ready: asyncio.Future[NodeDescription] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(node.serve(ready.set_result, stop), name=name)
+    stack.push_async_callback(_end, task, stop)
+    await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    return RunningNode(node, ready.result(), stop, task)
+
+
+async def _end(task: asyncio.Task[None], stop: NodeStop) -> None:
+    stop()
+    stop()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def _start_router(
+    stack: AsyncExitStack, store: MemoryStore, model_name: str, model_dir: Path, token_ids_only: bool
+) -> RouterAddresses:
+    config = RouterConfig(
+        registry_url="memory://",
+        cluster=CLUSTER,
+        router_id="router-0",
+        model_dir=model_dir,
+        model_name=model_name,
+        grpc_port=0,
+        skip_tokenizer_init=token_ids_only,
+        drain_s=0.0,
+    )
+    membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()
+    stack.push_async_callback(membership.close)
+    ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(run_router(config, ready.set_result, stop, membership), name="router")
+
+    async def end() -> None:
+        stop.set()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(end)
+    await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    return ready.result()
+
+
+async def _until_placeable(cluster: MiniCluster, num_nodes: int) -> None:
+    """Wait until the router is attached to every node; each question is a round trip, so nothing spins."""
+    async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        while True:
+            answer = status_from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
+            if sum(node.status == "Ready" and node.role != "router" for node in answer.nodes) == num_nodes:
+                return
+
+
+def random_prompt(rng: Random, length: int, vocab_size: int) -> list[int]:
+    """Token ids without meaning."""
+    return [rng.randrange(vocab_size) for _ in range(length)]

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from baton.config.model import NodeConfig, RouterConfig, UpConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UsageError
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -36,12 +36,20 @@ class Loaded(Generic[C]):
     origins: Mapping[str, str]
 
 
-def load(model: type[C], flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> Loaded[C]:
+def load(
+    model: type[C],
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+    fallbacks: Mapping[str, Any] | None = None,
+) -> Loaded[C]:
     """Put a configuration together. Flags that are None were not given; `file` is read only when it is named.
 
-    Raises ConfigError with the key, its origin, and what is wrong with it.
+    `fallbacks` are defaults that the caller knows better than the model, such as a name made from the host's.
+
+    Raises ConfigError with the key, its origin, and what is wrong with it; UsageError when only flags are to blame.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(fallbacks or {})
     origins = dict.fromkeys(model.model_fields, "default")
     layers = (
         _from_file(model, file) if file is not None else {},
@@ -54,7 +62,8 @@ def load(model: type[C], flags: Mapping[str, Any], environ: Mapping[str, str], f
     try:
         return Loaded(model.model_validate(values), origins)
     except ValidationError as error:
-        raise ConfigError(_explain(error, model, origins)) from None
+        blame = UsageError if all(_is_usage(dict(problem), origins) for problem in error.errors()) else ConfigError
+        raise blame(_explain(error, model, origins)) from None
 
 
 def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -124,6 +133,12 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> dic
 
 def _known_keys() -> frozenset[str]:
     return frozenset(key for owner in _TABLES.values() for key in owner.model_fields) - _NOT_FROM_OUTSIDE
+
+
+def _is_usage(problem: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+    """Whether the command line is to blame: a bad flag, or a flag that lacks."""
+    key = str(problem["loc"][0]) if problem["loc"] else ""
+    return problem["type"] == "missing" or origins.get(key, "").startswith("--")
 
 
 def _explain(error: ValidationError, model: type[BaseModel], origins: Mapping[str, str]) -> str:

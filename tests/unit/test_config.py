@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir, config_file, load
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UsageError
 
 NODE = {"role": "prefill", "node_id": "p0", "registry": "redis://r"}
 
@@ -82,12 +82,19 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, compla
         ({"node_id": "a b"}, "node_id 'a b'"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
         ({"bloc_size": 1}, "unknown key 'bloc_size' (did you mean block_size?)"),
-        ({"node_id": None}, "--node-id is required"),
+        ({"node_id": None}, "--node-id is required"), ({"registry": None}, "--registry is required"),
     ],
 )
 def test_what_is_wrong_with_a_value_is_named_with_its_origin(flags: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(complaint)):
+    with pytest.raises((ConfigError, UsageError), match=re.escape(complaint)):
         load(NodeConfig, NODE | flags, {})
+
+
+def test_a_bad_flag_is_bad_usage_and_a_bad_variable_bad_configuration() -> None:
+    with pytest.raises(UsageError):
+        load(NodeConfig, NODE | {"block_size": "x"}, {})
+    with pytest.raises(ConfigError):
+        load(NodeConfig, NODE | {"block_size": "x"}, {"BATON_DTYPE": "int4"})
 
 
 def test_a_misspelt_variable_is_an_error_and_a_strangers_is_not() -> None:

@@ -1,0 +1,98 @@
+"""What a router and a supervisor know about a cluster, put together. Pure but for the one call to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.cli.state import ClusterState, ProcessState
+from baton.cli.target import local_cluster
+from baton.errors import Unreachable
+from baton.rpc.messages import ClusterStatus, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The cluster as an operator sees it."""
+
+    cluster: str
+    health: str
+    """ok, degraded or unavailable."""
+    detail: str
+    nodes: Sequence[NodeStatus]
+    supervisor: ClusterState | None
+    """None for a cluster that was named by address."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; `nodes` as `baton get nodes -o json` has them."""
+        return asdict(self)
+
+
+def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) -> ClusterView:
+    """Ask the router, and the supervisor's state beside it.
+
+    Raises Unreachable when there is nothing to ask. When the router of a live supervisor's cluster does not answer, the
+    health is `unavailable`.
+    """
+    from baton.client import OperatorClient
+
+    state = None if address is not None else local_cluster(run_dir).state
+    where = address if address is not None else state.operator_address if state is not None else ""
+    if not where:
+        return combine(None, "the router is not ready", state)
+    client = OperatorClient(where)
+    try:
+        return combine(client.status(timeout_s), "", state)
+    except Unreachable as error:
+        if state is None:
+            raise Unreachable(f"{error}: is this the router's operator address?") from None
+        return combine(None, str(error), state)
+    finally:
+        client.close()
+
+
+def combine(router: ClusterStatus | None, problem: str, state: ClusterState | None) -> ClusterView:
+    """The router's view, corrected by the supervisor's: it knows of deaths and restarts that routers can't see."""
+    nodes = {node.name: node for node in (router.nodes if router is not None else ())}
+    trouble = []
+    for process in state.processes if state is not None else ():
+        known = nodes.get(process.name)
+        if process.status != "Ready":
+            again = f" after {process.restarts} restarts" if process.restarts else ""
+            trouble.append(f"{process.name} is {process.status}{again}")
+        if process.role == "redis":
+            continue
+        if known is None:
+            nodes[process.name] = _from_process(process, state)
+        elif process.status == "CrashLoop":
+            nodes[process.name] = replace(known, status="CrashLoop", detail=process.last_exit)
+    health = router.health if router is not None else "unavailable"
+    if health == "ok" and trouble:
+        health = "degraded"
+    details = [part for part in (router.detail if router is not None else problem, *trouble) if part]
+    cluster = router.cluster if router is not None else state.cluster if state is not None else ""
+    return ClusterView(cluster, health, "; ".join(details), sorted(nodes.values(), key=_order), state)
+
+
+def _from_process(process: ProcessState, state: ClusterState | None) -> NodeStatus:
+    return NodeStatus(
+        name=process.name,
+        role=process.role,
+        # Ready to its supervisor, but not yet to a router.
+        status="Starting" if process.status == "Ready" else process.status,
+        incarnation=process.incarnation,
+        address=process.address,
+        pid=process.pid,
+        model=state.model if state is not None else "",
+        running=0,
+        waiting=0,
+        kv_usage=0.0,
+        detail=process.last_exit,
+    )
+
+
+def _order(node: NodeStatus) -> tuple[int, str]:
+    roles = ("prefill", "decode", "router")
+    return (roles.index(node.role) if node.role in roles else len(roles)), node.name

@@ -1,0 +1,169 @@
+"""`baton generate`: one request, from the shell."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.output import Format, note, print_json, print_yaml, say, size
+from baton.cli.target import AddressOption, RunDirOption, grpc_address
+from baton.cli.usage import ClientUsageError
+from baton.errors import BatonError
+from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(generate)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A stream, collected."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def take(self, event: GenerateEvent) -> str:
+        """Add an event; returns its text."""
+        if isinstance(event, Finished):
+            self.finished = event
+        if not isinstance(event, Chunk):
+            return ""
+        self.text += event.text
+        self.token_ids += event.token_ids
+        return event.text
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole answer; raises BatonError when the stream ended without its last event."""
+        end = self.finished
+        if end is None:
+            raise BatonError("the stream ended before the request did")
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": end.finish_reason,
+            "usage": {
+                "prompt_tokens": end.prompt_tokens,
+                "completion_tokens": end.completion_tokens,
+                "cached_tokens": end.cached_tokens,
+            },
+            "path": {
+                "prefill_node": end.path.prefill_node,
+                "decode_node": end.path.decode_node,
+                "attempts": end.path.attempts,
+                "reason": end.path.reason,
+            },
+            "timings": {
+                "queue_ms": end.queue_ms,
+                "prefill_ms": end.prefill_ms,
+                "transfer_ms": end.transfer_ms,
+                "ttft_ms": end.ttft_ms,
+                "total_ms": end.total_ms,
+            },
+            "kv_bytes": end.kv_bytes,
+        }
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(help="The prompt as token ids, like 1,2,3, instead of text.", metavar="IDS")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", metavar="N")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy, up to 2. Default: 1.", metavar="X", show_default=False)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling, (0, 1].", metavar="X")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the K likeliest tokens; -1: all.", metavar="K")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the likeliest token, [0, 1].", metavar="X")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal tokens.", metavar="N")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be repeated.", metavar="TEXT")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
+    model: Annotated[
+        str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
+    ] = "",
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds until the request is given up.", metavar="SECONDS", min=0)
+    ] = None,
+    run_dir: RunDirOption = None,
+    address: AddressOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Send a prompt and print what the model makes of it."""
+    from baton.client import GenerationClient
+
+    request = GenerateRequest(
+        prompt=_prompt(prompt, token_ids),
+        model=model,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=tuple(stop or ()),
+    )
+    client = GenerationClient(grpc_address(address, run_dir))
+    try:
+        answer = _collect(client.generate(request, timeout), show=stream and output is Format.TEXT)
+    finally:
+        client.close()
+    result = answer.to_json()
+    if output is Format.JSON:
+        print_json(result)
+    elif output is Format.YAML:
+        print_yaml(result)
+    else:
+        say("" if stream else answer.text)
+        if answer.finished is not None and sys.stderr.isatty():
+            note(summary(answer.finished))
+
+
+def summary(end: Finished) -> str:
+    """What happened to a request, in one line."""
+    path = end.path
+    came = f"{path.prefill_node} → {path.decode_node}" if path.prefill_node else path.decode_node
+    moved = f", {size(end.kv_bytes)} of KV in {end.transfer_ms:.1f} ms" if path.prefill_node else ""
+    return (
+        f"[{came}{moved}; {end.prompt_tokens} + {end.completion_tokens} tokens, "
+        f"first after {end.ttft_ms:.0f} ms, {tokens_per_second(end):.0f} tokens/s, {end.finish_reason}]"
+    )
+
+
+def tokens_per_second(end: Finished) -> float:
+    """Tokens after the first, by the time after the first."""
+    seconds = (end.total_ms - end.ttft_ms) / 1e3
+    return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
+
+
+def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
+    if (text is None) == (token_ids is None):
+        raise ClientUsageError("give either a PROMPT or --token-ids")
+    if text is not None:
+        return sys.stdin.read() if text == "-" else text
+    words = [word for word in re.split(r"[\s,]+", token_ids or "") if word]
+    if not all(word.isdigit() for word in words):
+        raise ClientUsageError("--token-ids: use numbers with commas between, like 1,2,3")
+    return [int(word) for word in words]
+
+
+def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:
+    answer = Answer()
+    for event in events:
+        text = answer.take(event)
+        if show and text:
+            say(text, end="")
+    return answer

@@ -1,0 +1,100 @@
+"""How results are printed: tables for people; JSON, YAML and names for programs, clean of everything else."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Format(enum.StrEnum):
+    """-o of commands that print one thing."""
+
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+
+
+class ListFormat(enum.StrEnum):
+    """-o of commands that print a list."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+
+
+def print_json(value: Any) -> None:
+    """One JSON document."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))  # noqa: T201
+
+
+def print_yaml(value: Any) -> None:
+    """One YAML document; strings are quoted as in JSON, which YAML 1.2 contains."""
+    print("\n".join(_yaml(value)))  # noqa: T201
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True) -> None:
+    """Left-aligned columns three spaces apart, as kubectl prints them: nothing a shell would stumble on."""
+    lines = [list(columns), *map(list, rows)] if headers else list(map(list, rows))
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
+    for line in lines:
+        print("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())  # noqa: T201
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Text for a person, or a program that asked for text, on stdout."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Something beside the result, on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m12s`, `5h07m`, `2d4h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600}h"
+
+
+def size(count: int) -> str:
+    """Bytes with a binary unit, like `1.5 MiB`."""
+    value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
+    rank = 0 if count < 1 else min(int(math.log2(count) // 10), len(units) - 1)
+    return f"{count} B" if rank == 0 else f"{value / 1024**rank:.1f} {units[rank]}"
+
+
+def _yaml(value: Any) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        lines = []
+        for key, inner in value.items():
+            nested = _yaml(inner)
+            if _is_scalar(inner):
+                lines.append(f"{key}: {nested[0]}")
+            else:
+                lines += [f"{key}:", *("  " + line for line in nested)]
+        return lines
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        return [("- " if first else "  ") + line for item in value for first, line in _firsts(_yaml(item))]
+    return [json.dumps(value, ensure_ascii=False, default=str)]
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str) or not isinstance(value, Mapping | Sequence) or not value
+
+
+def _firsts(lines: Sequence[str]) -> list[tuple[bool, str]]:
+    return [(index == 0, line) for index, line in enumerate(lines)]

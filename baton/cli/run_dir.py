@@ -1,0 +1,150 @@
+"""The directory of one running cluster: its lock, its state, its logs. A private place of one user.
+
+The lock is an flock that the supervisor holds as long as it lives, so a crash leaves nothing that has to be cleaned up,
+and waiting for the lock is waiting for the supervisor's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.cli.state import ClusterState
+from baton.errors import ConfigError
+
+_LOCK = "lock"
+_STATE = "cluster.json"
+
+
+def default_run_dir(environ: Mapping[str, str]) -> Path:
+    """BATON_RUN_DIR, else a directory of this user's: under XDG_RUNTIME_DIR, else under the temporary directory."""
+    if environ.get("BATON_RUN_DIR"):
+        return Path(environ["BATON_RUN_DIR"])
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "baton"
+    return Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"
+
+
+class RunDir:
+    """One cluster's directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock: int | None = None
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, process: str) -> Path:
+        """Where the process's output goes."""
+        return self.logs / f"{process}.log"
+
+    def create(self) -> None:
+        """Make the directory with mode 700; raises ConfigError when it can't be made or is not this user's alone."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.path.mkdir(mode=0o700)
+            self._check()
+            self.logs.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run directory {self.path} can't be used ({error.strerror}): name another with --run-dir"
+            ) from None
+
+    def exists(self) -> bool:
+        """Whether it is there; raises ConfigError when it is somebody else's."""
+        if not self.path.exists():
+            return False
+        self._check()
+        return True
+
+    def _check(self) -> None:
+        found = self.path.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"run directory {self.path} is not a directory: name another with --run-dir")
+        if found.st_uid != os.getuid():
+            raise ConfigError(f"run directory {self.path} belongs to user {found.st_uid}: name another with --run-dir")
+        if found.st_mode & 0o022:
+            raise ConfigError(f"run directory {self.path} can be written by others: chmod 700 {self.path}")
+
+    def take(self) -> None:
+        """Hold the directory until `release` or this process's end; raises ConfigError when a live cluster holds it."""
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"a cluster is already running in {self.path}: stop it with `baton down`, "
+                "or start another beside it with --run-dir"
+            ) from None
+        self._lock = descriptor
+        self.sign()
+
+    def sign(self) -> None:
+        """Write this process's id into the lock that it holds."""
+        assert self._lock is not None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let the directory go and remove the state."""
+        if self._lock is not None:
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / _STATE).unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def holder(self) -> int | None:
+        """Process id of the supervisor that holds the directory; None when nobody does."""
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            said = os.pread(descriptor, 32, 0).strip()
+            return int(said) if said.isdigit() else None
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def wait_free(self, timeout_s: float) -> bool:
+        """Wait until no supervisor holds the directory; returns whether that came about in time."""
+        freed = threading.Event()
+
+        def wait() -> None:
+            with contextlib.suppress(OSError), open(self.path / _LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            freed.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        return freed.wait(timeout_s)
+
+    def write_state(self, state: ClusterState) -> None:
+        """Replace the state in one piece; readable by this user alone."""
+        descriptor, name = tempfile.mkstemp(dir=self.path, prefix=".cluster-", suffix=".json")
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(state.to_json(), file, indent=2)
+            file.write("\n")
+        os.replace(name, self.path / _STATE)
+
+    def read_state(self) -> ClusterState | None:
+        """The last state that a supervisor wrote; None without one. Raises ConfigError when it can't be read."""
+        try:
+            return ClusterState.from_json(json.loads((self.path / _STATE).read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self.path / _STATE} can't be read ({error}): stop the cluster and remove it") from None

@@ -1,0 +1,101 @@
+"""Which processes a cluster is made of, and their command lines. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import UpConfig
+
+ROUTER = "router-0"
+REDIS = "redis"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process to keep running."""
+
+    name: str
+    role: str
+    """redis, prefill, decode or router."""
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """What is set on top of the supervisor's own environment."""
+    announces: bool
+    """Whether it announces itself on a descriptor; otherwise it says so in its output."""
+    keep_ports: Sequence[str] = ()
+    """Flags that get the ports of its first run when it is started again: clients know them by then."""
+
+
+def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
+    """The nodes and the router of a cluster, in the order in which they are shown."""
+    threads = config.threads_per_node(cores)
+    shared = {
+        "--host": config.host,
+        "--registry": registry,
+        "--cluster": config.cluster,
+        "--model": str(config.model.absolute()),
+        "--runner": config.runner,
+        "--drain-s": f"{config.drain_s:g}",
+    }
+    if config.model_name:
+        shared["--model-name"] = config.model_name
+    if file is not None:
+        shared["--config"] = str(file.absolute())
+    node = {
+        "--port": "0",
+        "--dtype": config.dtype,
+        "--block-size": str(config.block_size),
+        "--kv-cache-memory": str(int(config.kv_cache_memory)),
+        "--max-num-batched-tokens": str(config.max_num_batched_tokens),
+        "--max-num-seqs": str(config.max_num_seqs),
+        "--threads": str(threads),
+    }
+    if config.max_model_len is not None:
+        node["--max-model-len"] = str(config.max_model_len)
+    children = [
+        ChildSpec(
+            name=f"{role}-{index}",
+            role=role,
+            command=_baton("node", shared | node | {"--role": role, "--node-id": f"{role}-{index}"}),
+            environment={"OMP_NUM_THREADS": str(threads)},
+            announces=True,
+        )
+        for role, count in (("prefill", config.prefill), ("decode", config.decode))
+        for index in range(count)
+    ]
+    ports = {"--grpc-port": str(config.grpc_port), "--operator-port": "0"}
+    children.append(
+        ChildSpec(
+            name=ROUTER,
+            role="router",
+            command=_baton("router", shared | ports | {"--router-id": ROUTER}),
+            environment={"OMP_NUM_THREADS": "1"},
+            announces=True,
+            keep_ports=("--grpc-port", "--operator-port"),
+        )
+    )
+    return children
+
+
+def plan_redis(command: Sequence[str]) -> ChildSpec:
+    """The private Redis."""
+    return ChildSpec(REDIS, "redis", command, {}, announces=False)
+
+
+def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
+    """The command with other values for flags that it has, and with those that it lacks."""
+    words = list(command)
+    for flag, value in flags.items():
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        else:
+            words += [flag, value]
+    return words
+
+
+def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
+    # -P: a directory named like one of ours, where the user happens to be, is not ours.
+    return [sys.executable, "-P", "-m", "baton.cli.main", command, *(word for pair in flags.items() for word in pair)]

@@ -1,0 +1,74 @@
+"""What can be found wrong before anything is started. Each finding is one line: what, and how to fix it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.config import UpConfig
+from baton.engine.runner.checkpoint import check_model_dir
+from baton.errors import ConfigError, Unreachable
+from baton.registry.registry import Registry
+
+
+def check_up(config: UpConfig) -> None:
+    """Raises ConfigError for a model, a port or a registry that the cluster could not start with."""
+    if config.runner == "torch":
+        check_architecture(config.model, check_model_dir(config.model))
+    check_port_free(config.host, config.grpc_port, "--grpc-port")
+    if config.registry:
+        check_registry(config.registry, config.cluster)
+
+
+def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless config.json names a decoder-only language model; the node itself looks closer."""
+    named = config.get("architectures") or []
+    causal = [name for name in named if str(name).endswith(("ForCausalLM", "LMHeadModel"))]
+    if not causal or config.get("is_encoder_decoder"):
+        said = ", ".join(map(str, named)) or "no architecture"
+        raise ConfigError(
+            f"model directory {directory} holds {said}, which is not supported: "
+            "choose a decoder-only language model (…ForCausalLM)"
+        )
+
+
+def check_port_free(host: str, port: int, flag: str) -> None:
+    """Raises ConfigError when something else listens there or the address is not this machine's."""
+    if not port:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use: choose another with {flag}, 0 takes a free one"
+            ) from None
+        raise ConfigError(
+            f"can't listen on {host}:{port} ({error.strerror}): choose another with --host or {flag}"
+        ) from None
+
+
+def check_registry(url: str, cluster: str) -> None:
+    """Raises ConfigError when no Redis answers there."""
+
+    async def ping() -> None:
+        registry = Registry.connect(url, cluster)
+        try:
+            await registry.ping()
+        finally:
+            await registry.close()
+
+    try:
+        asyncio.run(ping())
+    except Unreachable as error:
+        raise ConfigError(f"{error}: start Redis there, or leave --registry away for a private one") from None

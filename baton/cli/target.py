@@ -1,0 +1,61 @@
+"""Which cluster a client command means: the one in a run directory, or the one at an address."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.run_dir import RunDir, default_run_dir
+from baton.cli.state import ClusterState
+from baton.errors import Unreachable
+
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option(help="Directory of the running cluster. Default: this user's own.", show_default=False, metavar="DIR"),
+]
+AddressOption = Annotated[
+    str | None, typer.Option(help="HOST:PORT of the router's gRPC port instead of a run directory.", metavar="ADDRESS")
+]
+OperatorAddressOption = Annotated[
+    str | None,
+    typer.Option(help="HOST:PORT of the router's operator port instead of a run directory.", metavar="ADDRESS"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """A cluster of this machine."""
+
+    run_dir: RunDir
+    state: ClusterState
+
+
+def run_dir_of(flag: Path | None) -> RunDir:
+    """The run directory that a command means."""
+    return RunDir(flag or default_run_dir(os.environ))
+
+
+def local_cluster(flag: Path | None) -> LocalCluster:
+    """The live cluster of a run directory; raises Unreachable with a hint when there is none."""
+    run_dir = run_dir_of(flag)
+    state = run_dir.read_state() if run_dir.exists() and run_dir.holder() is not None else None
+    if state is None:
+        raise Unreachable(
+            f"no cluster is running in {run_dir.path}: start one with `baton up`, "
+            "or name one with --run-dir or --address"
+        )
+    return LocalCluster(run_dir, state)
+
+
+def grpc_address(address: str | None, run_dir: Path | None) -> str:
+    """Where to send requests; raises Unreachable."""
+    if address is not None:
+        return address
+    cluster = local_cluster(run_dir)
+    if not cluster.state.grpc_address:
+        raise Unreachable(f"the router of the cluster in {cluster.run_dir.path} is not ready yet: see `baton status`")
+    return cluster.state.grpc_address

@@ -1,0 +1,134 @@
+"""`baton up`: a cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from baton.cli.options import config_flags, option
+from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.run_dir import RunDir, default_run_dir
+from baton.cli.state import ClusterState
+from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor
+from baton.cli.supervisor.daemon import serve_detached
+from baton.cli.supervisor.plan import plan_nodes, plan_redis
+from baton.cli.supervisor.preflight import check_up
+from baton.cli.target import run_dir_of
+from baton.clock import SystemClock
+from baton.config import Loaded, UpConfig
+from baton.observe.logs import configure_logging, log_level
+from baton.registry.embedded import embedded_redis
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    more = (
+        option(
+            "run_dir", Path | None, None, help="Directory of this cluster. Default: this user's own.", metavar="DIR"
+        ),
+        option("detach", bool, False, "-d", "--detach", help="Return when the cluster is ready; it runs on."),
+        option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
+        option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
+    )
+    app.command(name, help=text)(config_flags(UpConfig, _up, more))
+
+
+def _up(
+    loaded: Loaded[UpConfig], file: Path | None, run_dir: Path | None, detach: bool, output: Format, verbose: int
+) -> None:
+    configure_logging(log_level(verbose, os.environ, "info"), environ=os.environ, process="supervisor")
+    place = run_dir_of(run_dir)
+    place.create()
+    place.take()
+    try:
+        plan = _plan(loaded.config, place, file)
+        for log in place.logs.glob("*.log"):
+            log.unlink()
+    except BaseException:
+        place.release()
+        raise
+
+    def show(state: ClusterState) -> None:
+        _show(state, place, output, detached=detach)
+
+    if detach:
+        show(serve_detached(lambda report: _serve(plan, place, report), place.log("supervisor")))
+    else:
+        _serve(plan, place, show)
+
+
+def _plan(config: UpConfig, place: RunDir, file: Path | None) -> ClusterPlan:
+    """What will run; raises ConfigError for everything that can be known to be wrong now."""
+    check_up(config)
+    redis = None if config.registry else embedded_redis(place.path)
+    registry = redis.url if redis is not None else config.registry
+    cores = len(os.sched_getaffinity(0))
+    return ClusterPlan(
+        cluster=config.cluster,
+        model=config.model_name or config.model.resolve().name,
+        dtype=config.dtype,
+        first=[plan_redis(redis.command)] if redis is not None else [],
+        others=plan_nodes(config, registry, cores, file),
+        start_timeout_s=config.start_timeout_s,
+        drain_s=config.drain_s,
+    )
+
+
+def _serve(plan: ClusterPlan, place: RunDir, on_ready: Callable[[ClusterState], None]) -> None:
+    """Run the cluster to its end; the run directory is free afterwards."""
+
+    async def run() -> None:
+        await ClusterSupervisor(plan, place, SystemClock()).run(on_ready)
+
+    place.sign()
+    try:
+        asyncio.run(run())
+    finally:
+        place.release()
+
+
+def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool) -> None:
+    if output is Format.JSON:
+        print_json(state.to_json())
+    elif output is Format.YAML:
+        print_yaml(state.to_json())
+    else:
+        rows = [
+            [process.name, process.role, process.status, str(process.pid), process.address or "-"]
+            for process in state.processes
+        ]
+        print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
+        say()
+        for line in _lines_to_paste(state, place, detached=detached):
+            say(line)
+    sys.stdout.flush()
+
+
+def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> list[str]:
+    baton = shlex.quote(_baton())
+    where = "" if place.path == default_run_dir(os.environ).absolute() else f" --run-dir {shlex.quote(str(place.path))}"
+    body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
+    stop = f"{baton} down{where}" if detached else "Ctrl-C"
+    return [
+        f"{state.model} is served on {state.grpc_address} (gRPC); operators: {state.operator_address}",
+        f"  {baton} generate 'def fibonacci(n):'{where}",
+        f"  {baton} get nodes{where}",
+        f"  grpcurl -plaintext -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
+        f"Logs are in {place.logs}. {stop} stops it.",
+    ]
+
+
+def _baton() -> str:
+    """The command as this user can type it."""
+    script = Path(sys.executable).with_name("baton")
+    found = shutil.which("baton")
+    if found is not None and Path(found).resolve() == script.resolve():
+        return "baton"
+    return str(script) if script.exists() else "baton"

@@ -1,0 +1,27 @@
+"""`baton version`."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated
+
+import typer
+
+import baton
+from baton.cli.output import Format, print_json, print_yaml, say
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(version)
+
+
+def version(output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT) -> None:
+    """Print the version."""
+    found = {"version": baton.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        say(f"baton {baton.__version__} (Python {found['python']}, {found['platform']})")

@@ -15,7 +15,7 @@ setup(
             "baton.engine.runner.kernels._kernels",
             sources=sorted(glob(f"{FOLDER}/csrc/*.c")),
             depends=sorted(glob(f"{FOLDER}/csrc/*.h")),
-            # No -march: vector code is chosen at run time. No contraction: a sum is the chain of operations written down.
+            # No -march: vector code is chosen at run time. No contraction: a sum is the chain that is written down.
             extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"],
             libraries=["m", "pthread"],
             optional=True,

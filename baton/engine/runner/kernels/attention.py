@@ -37,14 +37,15 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of query [rows, heads, head_dim] on kv_cache [blocks, layers, 2, kv_heads, block_size, head_dim].
+    """Causal attention of query [rows, heads, head_dim] straight on the paged cache.
 
-    Request s has the query rows query_start[s] to query_start[s + 1] (int32 [seqs + 1]); they are the last of its
-    seq_lens[s] tokens (int32 [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width]).
-    With a window, position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score /
-    softcap). Returns [rows, heads, head_dim], zero in rows past the last request's. A row's bits depend on its query
-    and its own keys and values alone. Raises KernelArgumentError for what doesn't fit, and for head_dim not a multiple
-    of 8 or above 256.
+    kv_cache is [blocks, layers, 2, kv_heads, block_size, head_dim]; query and cache are float32 or bfloat16. Request s
+    has the query rows query_start[s] to query_start[s + 1] (int32 [seqs + 1]); they are the last of its seq_lens[s]
+    tokens (int32 [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width]). With a window,
+    position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score / softcap).
+    Returns [rows, heads, head_dim], zero in rows past the last request's. A row's bits depend on its query and its own
+    keys and values alone. Raises KernelArgumentError for what doesn't fit, and for a head_dim that is not a multiple of
+    8 or above 256.
     """
     if query.ndim != 3:
         raise KernelArgumentError("query", f"must have three dimensions, has {query.ndim}")
@@ -142,7 +143,7 @@ def _require_cache(kv_cache: torch.Tensor, layer: int, head_dim: int) -> tuple[i
         raise KernelArgumentError(
             "kv_cache", f"must be [blocks, layers, 2, kv_heads, block_size, head_dim], is {tuple(kv_cache.shape)}"
         )
-    if kv_cache.dtype not in DTYPES or kv_cache.device.type != "cpu":
+    if kv_cache.dtype not in DTYPES or not kv_cache.is_cpu:
         raise KernelArgumentError("kv_cache", f"must be float32 or bfloat16 on the CPU, is {kv_cache.dtype}")
     _, layers, _, kv_heads, block_size, cache_dim = kv_cache.shape
     if kv_heads == 0 or block_size == 0:
@@ -161,7 +162,7 @@ def _require_cache(kv_cache: torch.Tensor, layer: int, head_dim: int) -> tuple[i
 def _require_cpu(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         raise KernelArgumentError(name, f"must be {dtype}, is {tensor.dtype}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise KernelArgumentError(name, f"must be on the CPU, is on {tensor.device}")
     if not tensor.is_contiguous():
         raise KernelArgumentError(name, "is not contiguous")

@@ -53,7 +53,9 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None) -
         raise KernelArgumentError("x", f"has {k} columns, the weight {w.k}")
     if not x.is_contiguous():
         raise KernelArgumentError("x", "is not contiguous")
-    if bias is not None and (bias.shape != (w.n,) or bias.dtype != x.dtype or not bias.is_contiguous() or bias.is_cuda):
+    if bias is not None and (
+        bias.shape != (w.n,) or bias.dtype != x.dtype or not bias.is_contiguous() or not bias.is_cpu
+    ):
         raise KernelArgumentError("bias", f"must be [{w.n}] {x.dtype}, contiguous, on the CPU")
     lib = library()
     out = torch.empty((m, w.n), dtype=x.dtype)
@@ -81,5 +83,5 @@ def _require_matrix(name: str, tensor: torch.Tensor) -> None:
         raise KernelArgumentError(name, f"must have two dimensions, has {tensor.ndim}")
     if tensor.dtype not in DTYPES:
         raise KernelArgumentError(name, f"must be float32 or bfloat16, is {tensor.dtype}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise KernelArgumentError(name, f"must be on the CPU, is on {tensor.device}")

@@ -39,15 +39,23 @@ size_t baton_packed_size(int dtype, size_t n, size_t k) {
 }
 
 void baton_pack(int dtype, const void *weight, void *packed, size_t n, size_t k) {
-    size_t padded = baton_padded_k(dtype, k), step = dtype == DTYPE_FLOAT32 ? 1 : 2;
-    memset(packed, 0, baton_packed_size(dtype, n, k) * (dtype == DTYPE_FLOAT32 ? 4 : 2));
-    for (size_t column = 0; column < n; column++) {
-        size_t base = column / LANES * LANES * padded + column % LANES * step;
-        if (dtype == DTYPE_FLOAT32)
-            for (size_t i = 0; i < k; i++) ((float *)packed)[base + i * LANES] = ((const float *)weight)[column * k + i];
-        else
-            for (size_t i = 0; i < k; i++)
-                ((uint16_t *)packed)[base + i / 2 * 2 * LANES + i % 2] = ((const uint16_t *)weight)[column * k + i];
+    size_t padded = baton_padded_k(dtype, k), columns = (n + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
+    for (size_t first = 0; first < columns; first += LANES) {
+        size_t used = first >= n ? 0 : n - first < LANES ? n - first : LANES; /* written in order, read in 16 streams */
+        if (dtype == DTYPE_FLOAT32) {
+            const float *from = (const float *)weight + first * k;
+            float *to = (float *)packed + first * padded;
+            for (size_t i = 0; i < padded; i++, to += LANES)
+                for (size_t lane = 0; lane < LANES; lane++) to[lane] = lane < used ? from[lane * k + i] : 0.0f;
+        } else {
+            const uint16_t *from = (const uint16_t *)weight + first * k;
+            uint16_t *to = (uint16_t *)packed + first * padded;
+            for (size_t i = 0; i < padded; i += 2, to += 2 * LANES)
+                for (size_t lane = 0; lane < LANES; lane++) {
+                    to[2 * lane] = lane < used && i < k ? from[lane * k + i] : 0;
+                    to[2 * lane + 1] = lane < used && i + 1 < k ? from[lane * k + i + 1] : 0;
+                }
+        }
     }
 }
 

@@ -1,0 +1,258 @@
+"""The whole router over real gRPC, between real clients and nodes whose engine is a script. No Redis, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from baton.errors import ConfigError, Draining, InvalidRequest, RequestNotFound, Unreachable
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.rpc.generation_client import GenerationStub
+from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.operator_client import OperatorStub
+from router.app import RouterAddresses, RouterConfig, run_router
+from tests.support.router_parts import MODEL, decode, prefill, record_of
+from tests.support.served_nodes import ServedNode, token_at
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A byte-level model of which only the tokenizer exists: token id of a small letter is its code."""
+    vocab = {chr(33 + place): place + 33 for place in range(94)}
+    rest = [letter for letter in ALPHABET if letter not in vocab]
+    vocab |= {letter: number for number, letter in zip([*range(33), *range(127, 400)], rest, strict=False)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 64}))
+    return tmp_path
+
+
+class Cluster:
+    """A router and its nodes, as a client and an operator see them."""
+
+    def __init__(self, store: MemoryStore, model_dir: Path, nodes: dict[str, ServedNode]) -> None:
+        self.store = store
+        self.nodes = nodes
+        self.stop = asyncio.Event()
+        self.addresses: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
+        self.config = RouterConfig(
+            registry_url="unused",
+            cluster="test",
+            router_id="router-1",
+            model_dir=model_dir,
+            model_name=MODEL,
+            grpc_port=0,
+        )
+        self.membership = MemoryRegistry(store, "test")
+        self.task = asyncio.create_task(
+            run_router(self.config, self.addresses.set_result, self.stop, membership=self.membership)
+        )
+
+    async def generate(self, request: GenerateRequest, timeout_s: float | None = 30.0) -> list[GenerateEvent]:
+        return await asyncio.to_thread(self._generate, (await self.addresses).grpc, request, timeout_s)
+
+    @staticmethod
+    def _generate(address: str, request: GenerateRequest, timeout_s: float | None) -> list[GenerateEvent]:
+        stub = GenerationStub(address)
+        try:
+            return list(stub.generate(request, timeout_s))
+        finally:
+            stub.close()
+
+    async def statuses(self) -> dict[str, str]:
+        """The operator's word for every process, by name."""
+        stub = OperatorStub((await self.addresses).operator)
+        try:
+            status = await asyncio.to_thread(stub.status, 10.0)
+            return {node.name: node.status for node in status.nodes}
+        finally:
+            stub.close()
+
+    async def has_status(self, word: str, *names: str) -> None:
+        """Ask until the router says this of them all."""
+        while any((await self.statuses()).get(name) != word for name in names):
+            pass
+
+
+@asynccontextmanager
+async def cluster(model_dir: Path, *names: str) -> AsyncIterator[Cluster]:
+    nodes = {name: ServedNode(prefill(name) if name.startswith("p") else decode(name)) for name in names}
+    store = MemoryStore()
+    for node in nodes.values():
+        await node.start()
+        record = record_of(node.description)
+        store.put("test", record.incarnation, record.to_json())
+    one = Cluster(store, model_dir, nodes)
+    try:
+        await one.addresses
+        await one.has_status("Ready", *nodes)
+        yield one
+    finally:
+        one.stop.set()
+        await one.task
+        for node in nodes.values():
+            await node.kill()
+
+
+def text_of(events: list[GenerateEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Chunk))
+
+
+def end_of(events: list[GenerateEvent]) -> Finished:
+    last = events[-1]
+    assert isinstance(last, Finished)
+    return last
+
+
+def answer(prompt: str, length: int) -> str:
+    return "".join(chr(token_at([ord(letter) for letter in prompt], index)) for index in range(length))
+
+
+async def test_text_in_text_out_for_several_at_once(model_dir: Path) -> None:
+    async with cluster(model_dir, "p1", "d1", "d2") as one:
+        prompts = ["ab", "cd", "hello", "x"]
+        runs = await asyncio.gather(*(one.generate(GenerateRequest(p, max_tokens=9)) for p in prompts))
+        for prompt, events in zip(prompts, runs, strict=True):
+            assert text_of(events) == answer(prompt, 9)
+            finished = end_of(events)
+            assert (finished.finish_reason, finished.completion_tokens) == ("length", 9)
+            assert (finished.path.prefill_node, finished.path.attempts) == ("p1", 1)
+            assert (finished.queue_ms, finished.kv_bytes) == (1.0, 10)
+        assert {end_of(events).path.decode_node for events in runs} == {"d1", "d2"}
+
+
+async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
+    async with cluster(model_dir, "p1", "d1") as one:
+        addresses = await one.addresses
+        operator, user = OperatorStub(addresses.operator), GenerationStub(addresses.grpc)
+        try:
+            status = await asyncio.to_thread(operator.status, 10.0)
+            assert (status.cluster, status.health, status.detail) == ("test", "ok", "")
+            assert [(n.name, n.role, n.status) for n in status.nodes] == [
+                ("router-1", "router", "Ready"),
+                ("d1", "decode", "Ready"),
+                ("p1", "prefill", "Ready"),
+            ]
+            one.store.stop()
+            status = await asyncio.to_thread(operator.status, 10.0)
+            assert (status.health, [n.status for n in status.nodes]) == ("degraded", ["Ready"] * 3)
+            assert text_of(await one.generate(GenerateRequest("ab", max_tokens=3))) == answer("ab", 3)
+            one.store.restart(empty=True)
+            assert await asyncio.to_thread(user.tokenize, "", "ab") == [97, 98]
+            assert await asyncio.to_thread(user.detokenize, MODEL, [97, 98]) == "ab"
+            assert await asyncio.to_thread(user.list_models) == [ModelCard(MODEL, 64, 300)]
+            with pytest.raises(RequestNotFound):
+                await asyncio.to_thread(user.cancel, "nobody")
+        finally:
+            operator.close()
+            user.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("prompt", GenerateRequest("")),
+        ("prompt", GenerateRequest([300])),
+        ("prompt", GenerateRequest([1] * 64)),
+        ("temperature", GenerateRequest("a", temperature=float("nan"))),
+        ("max_tokens", GenerateRequest("a", max_tokens=0)),
+        ("model", GenerateRequest("a", model="other")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_bad_input_is_refused_by_name(model_dir: Path, field: str, request_: GenerateRequest) -> None:
+    async with cluster(model_dir, "d1") as one:
+        with pytest.raises(InvalidRequest) as caught:
+            await one.generate(request_)
+        assert caught.value.field == field
+        assert one.nodes["d1"].received.empty()
+
+
+@pytest.mark.parametrize("victim", ["p1", "d1"])
+async def test_a_node_dies_and_the_stream_goes_on(model_dir: Path, victim: str) -> None:
+    async with cluster(model_dir, "p1", "d1", "d2") as one:
+        for name in ("p1", "d1", "d2"):
+            one.nodes[name].is_stuck = True
+        reading = asyncio.create_task(one.generate(GenerateRequest("ab", max_tokens=6)))
+        to_prefill, to_decode = await one.nodes["p1"].submitted(), await one.nodes["d1"].submitted()
+        prefill_port, decode_port = one.nodes["p1"].port, one.nodes["d1"].port
+        assert prefill_port is not None
+        assert decode_port is not None
+        if victim == "d1":
+            prefill_port.answer(to_prefill)
+            decode_port.answer(to_decode, stop=4)
+        for name in ("p1", "d2"):
+            one.nodes[name].is_stuck = False
+        one.nodes["d1"].is_stuck = False
+        await one.nodes[victim].kill()
+        events = await reading
+        assert text_of(events) == answer("ab", 6)
+        path = end_of(events).path
+        assert path.attempts == 2
+        assert victim not in (path.prefill_node, path.decode_node)
+
+
+async def test_a_client_that_goes_away_frees_both_nodes(model_dir: Path) -> None:
+    async with cluster(model_dir, "p1", "d1") as one:
+        for node in one.nodes.values():
+            node.is_stuck = True
+        stub = GenerationStub((await one.addresses).grpc)
+        events = stub.generate(GenerateRequest("ab", request_id="mine"), None)
+        await asyncio.to_thread(next, events)
+        submitted = [await node.submitted() for node in one.nodes.values()]
+        await asyncio.to_thread(events.close)  # type: ignore[attr-defined]
+        assert [(await node.aborted()).attempt for node in one.nodes.values()] == [s.attempt for s in submitted]
+        stub.close()
+
+
+async def test_stopping_lets_running_requests_end_and_takes_the_record_back(model_dir: Path) -> None:
+    async with cluster(model_dir, "p1", "d1") as one:
+        for node in one.nodes.values():
+            node.is_stuck = True
+        addresses = await one.addresses
+        assert addresses.incarnation in dict(one.store.stored("test"))
+        reading = asyncio.create_task(one.generate(GenerateRequest("ab", max_tokens=2)))
+        submitted = {name: await node.submitted() for name, node in one.nodes.items()}
+        one.stop.set()
+        await one.has_status("Draining", "router-1")
+        with pytest.raises((Draining, Unreachable)):
+            await one.generate(GenerateRequest("cd"))
+        for name, node in one.nodes.items():
+            assert node.port is not None
+            node.port.answer(submitted[name])
+        assert text_of(await reading) == answer("ab", 2)
+        await one.task
+        assert addresses.incarnation not in dict(one.store.stored("test"))
+        assert [node.closed_ports > 0 for node in one.nodes.values()] == [True, True]
+
+
+async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+    async with cluster(model_dir) as one:
+        taken = int((await one.addresses).grpc.rpartition(":")[2])
+
+        async def start(config: RouterConfig) -> None:
+            membership = MemoryRegistry(one.store, "test")
+            try:
+                await run_router(config, lambda _: pytest.fail("it started"), asyncio.Event(), membership)
+            finally:
+                await membership.close()
+
+        with pytest.raises(ConfigError, match="the port is taken"):
+            await start(replace(one.config, grpc_port=taken))
+        with pytest.raises(ConfigError, match="does not exist"):
+            await start(replace(one.config, model_dir=tmp_path / "nowhere"))
+        one.store.stop()
+        with pytest.raises(ConfigError, match="--registry"):
+            await start(one.config)

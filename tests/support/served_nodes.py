@@ -1,0 +1,115 @@
+"""Nodes behind real gRPC whose engine is a script: tokens are a function of the prompt and the index."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from baton.engine.request import Leg
+from baton.rpc.messages import (
+    Abort,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    RouterMessage,
+    StageTimings,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+from baton.rpc.node_service import SERVICE_NAME, NodeServicer
+from baton.rpc.server import RpcServer
+
+
+def token_at(prompt: Sequence[int], index: int) -> int:
+    """The token at an output position: the small letters in turn, from one that the prompt chooses."""
+    return ord("a") + (sum(prompt) + index) % 26
+
+
+class ScriptedPort:
+    """One router's end of the node."""
+
+    def __init__(self, node: ServedNode) -> None:
+        self._node = node
+        self._reports: asyncio.Queue[StepReport | None] = asyncio.Queue()
+
+    def receive(self, message: RouterMessage) -> None:
+        self._node.received.put_nowait(message)
+        if isinstance(message, Submit) and not self._node.is_stuck:
+            self.answer(message)
+
+    def answer(self, submit: Submit, stop: int | None = None) -> None:
+        """Send the leg's tokens, up to output index `stop` and without an end if that is given."""
+        last = submit.sampling_params.max_tokens
+        first, end = {Leg.PREFILL: (0, 1), Leg.DECODE: (1, last), Leg.WHOLE: (0, last)}[submit.leg]
+        outcome: Outcome | None = Outcome.LENGTH
+        if submit.leg is Leg.PREFILL and last > 1:
+            outcome = Outcome.HANDED_OFF
+        if submit.leg is Leg.DECODE and last == 1:
+            return
+        if stop is not None:
+            end, outcome = stop, None
+        for index in range(first, end):
+            is_last = index == end - 1
+            delta = RequestDelta(submit.attempt, index, (token_at(submit.prompt_token_ids, index),))
+            if is_last:
+                delta = replace(delta, outcome=outcome, timings=StageTimings(queue_ms=1.0, kv_bytes=10))
+            self._reports.put_nowait(StepReport((delta,), LoadReport(total_blocks=4, free_blocks=4)))
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        while (report := await self._reports.get()) is not None:
+            yield report
+
+    def close(self) -> None:
+        self._node.closed_ports += 1
+        self._reports.put_nowait(None)
+
+
+class ServedNode:
+    """One incarnation behind its own server; `received` has what routers sent."""
+
+    def __init__(self, description: NodeDescription) -> None:
+        self.is_stuck = False
+        """Takes work but does nothing on its own."""
+        self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
+        self.closed_ports = 0
+        self.port: ScriptedPort | None = None
+        self._server = RpcServer((SERVICE_NAME,))
+        bound = self._server.bind("127.0.0.1", 0)
+        self.description = replace(description, address=f"127.0.0.1:{bound}")
+        NodeServicer(self).add_to_server(self._server.server)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Every connection breaks at once. Idempotent."""
+        await self._server.stop(0)
+
+    async def submitted(self) -> Submit:
+        message = await self.received.get()
+        assert isinstance(message, Submit), message
+        return message
+
+    async def aborted(self) -> Abort:
+        message = await self.received.get()
+        assert isinstance(message, Abort), message
+        return message
+
+    def describe(self) -> NodeDescription:
+        return self.description
+
+    def load(self) -> LoadReport:
+        return LoadReport()
+
+    def open_port(self, router_id: str) -> ScriptedPort:
+        self.port = ScriptedPort(self)
+        return self.port
+
+    def drain(self) -> None:
+        raise NotImplementedError
+
+    def trace(self, after: int) -> Sequence[TraceEvent]:
+        return ()

@@ -7,8 +7,9 @@ The rules it keeps:
    blocks stay the owner's to quarantine.
 2. A handle is released only when its read is over; a peer is dropped only when its reads are.
 3. No CPU without work: the thread sleeps on its inbox when no read is in flight and no lease is out, looks every
-   millisecond while a lease is out (peers' reads need it), and spins while a read is in flight, slower the longer
-   nothing has arrived.
+   millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
+   that grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread
+   that only polls would make the one that computes wait 5 ms for every single operation.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import functools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,9 +49,9 @@ __all__ = [
 LEASE_PUMP_S = 0.001
 STUCK_AFTER_S = 1.0
 STOP_WITHIN_S = 2.0
-_LONGEST_POLL_PAUSE_S = 0.001
-_POLL_PAUSE_SHARE = 0.01
-_SHORTEST_PAUSE_S = 20e-6
+SHORTEST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 0.001
+_PAUSE_SHARE = 0.01
 
 _NOT_RUNNING = TransferFailed(TransferCause.CANCELLED, "the mover is not running")
 
@@ -62,11 +62,10 @@ def pause(quiet_s: float | None, open_leases: int) -> float | None:
     """Seconds that the mover waits for a command before it looks again; None: until one comes.
 
     `quiet_s` is the time since anything of the reads in flight was posted or finished, None without any. A pause is 1 %
-    of it, so that polling never delays a completion by more than that share of the time it took.
+    of it, so that polling delays no completion by more than that share of the time it took (or the shortest pause).
     """
     if quiet_s is not None:
-        wait = min(quiet_s * _POLL_PAUSE_SHARE, _LONGEST_POLL_PAUSE_S)
-        return wait if wait >= _SHORTEST_PAUSE_S else 0.0
+        return min(max(quiet_s * _PAUSE_SHARE, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
     return LEASE_PUMP_S if open_leases else None
 
 
@@ -134,6 +133,8 @@ class Mover:
         self._in_flight: dict[ReadHandle, Piece] = {}
         self._hopeless: dict[ReadHandle, Piece] = {}
         self._open_leases = 0
+        self._moved = False
+        """Something was posted or finished in this turn: more may be possible at once."""
         self._moved_at = 0.0
         self._counted_at = 0.0
         self._stop_by: float | None = None
@@ -222,6 +223,7 @@ class Mover:
         self._take_commands()
         piece = self._window.take()
         if piece is not None:
+            self._moved = True
             self._post(piece)
         self._poll()
         if self._open_leases:
@@ -231,24 +233,22 @@ class Mover:
         return bool(self._in_flight) and self._clock.monotonic() < self._stop_by
 
     def _take_commands(self) -> None:
-        wait = self._pause()
         try:
-            if wait == 0.0:
-                # The lock of the interpreter, handed to whoever computes while this thread spins.
-                time.sleep(0)
-                command = self._inbox.get_nowait()
+            if self._moved:
+                self._moved = False
             else:
-                command = self._inbox.get(timeout=wait)
+                self._inbox.get(timeout=self._pause())()
             while True:
-                command()
-                command = self._inbox.get_nowait()
+                self._inbox.get_nowait()()
         except queue.Empty:
             return
 
     def _pause(self) -> float | None:
-        if not self._in_flight:
-            return 0.0 if self._window.queued_reads else pause(None, self._open_leases)
-        return pause(self._clock.monotonic() - self._moved_at, self._open_leases)
+        quiet_s = self._clock.monotonic() - self._moved_at if self._in_flight else None
+        return pause(quiet_s, self._open_leases)
+
+    def _note_move(self, read: _Read) -> None:
+        self._moved_at = read.moved_at = self._clock.monotonic()
 
     def _connect(self, peer: PeerMemory) -> None:
         known = self._peers.get(peer.incarnation)
@@ -272,20 +272,27 @@ class Mover:
             self._answer(Connected(peer.incarnation))
 
     def _read(self, read_id: int, incarnation: str, ranges: tuple[ReadRange, ...], called_at: float) -> None:
-        peer = self._peers.get(incarnation)
-        try:
-            if peer is None:
-                raise PeerGone(f"{incarnation} is not connected")
-            if peer.closing is not None:
-                raise peer.closing
-            check_ranges(ranges, self._backend.memory.num_blocks, peer.memory.num_blocks)
-        except TransferFailed as error:
-            self._refuse(read_id, error)
+        refusal = self._refusal(incarnation, ranges)
+        if refusal is not None:
+            self._refuse(read_id, refusal)
             return
         num_blocks = sum(r.count for r in ranges)
         num_bytes = num_blocks * self._backend.memory.block_bytes
         self._reads[read_id] = _Read(read_id, incarnation, num_blocks, num_bytes, called_at, called_at)
+        self._moved = True
         self._window.submit(read_id, incarnation, ranges)
+
+    def _refusal(self, incarnation: str, ranges: tuple[ReadRange, ...]) -> TransferFailed | None:
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            return PeerGone(f"{incarnation} is not connected")
+        if peer.closing is not None:
+            return peer.closing
+        try:
+            check_ranges(ranges, self._backend.memory.num_blocks, peer.memory.num_blocks)
+        except TransferFailed as error:
+            return error
+        return None
 
     def _cancel(self, read_id: int) -> None:
         read = self._reads.get(read_id)
@@ -330,7 +337,7 @@ class Mover:
             self._window.finished(piece)
             self._lose(read, peer, error)
             return
-        self._moved_at = read.moved_at = self._clock.monotonic()
+        self._note_move(read)
         read.post_s += self._moved_at - before
         read.num_ranges += len(piece.ranges)
         self.reads_in_flight += not read.pieces
@@ -357,13 +364,14 @@ class Mover:
             else:
                 self._retire(handle, read, peer)
                 read.blocks_left -= piece.num_blocks
-                self._moved_at = read.moved_at = now
+                self._note_move(read)
                 self._settle(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
 
     def _retire(self, handle: ReadHandle, read: _Read, peer: _Peer) -> None:
+        self._moved = True
         self._backend.release(handle)
         self._window.finished(self._in_flight.pop(handle))
         read.pieces -= 1

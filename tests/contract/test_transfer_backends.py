@@ -1,0 +1,484 @@
+"""One suite over every transfer backend: the in-process fake, NIXL over shared memory, NIXL over TCP.
+
+NIXL's senders are processes of their own. A sender that does not pump has not even shaken hands with a new receiver, so
+a first read from it stays in flight for as long as a test likes, over any transport.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import queue
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Protocol
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.engine.runner.base import KVMemory
+from baton.errors import TransferCause, TransferFailed
+from kv_transfer.backends.base import (
+    BadRange,
+    PeerGone,
+    PeerMemory,
+    ReadHandle,
+    ReadRange,
+    ReadsInFlight,
+    ReadState,
+    TransferBackend,
+    coalesce,
+)
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
+from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.window import WindowLimits
+from tests.support.transfer_sender import Sender, fill, new_memory, pattern
+
+NUM_BLOCKS = 96
+BLOCK_BYTES = 4096
+WITHIN_S = 30.0
+MANY_POLLS = 500
+TLS = {"nixl": None, "nixl-tcp": "tcp,self"}
+
+
+class AnySender(Protocol):
+    """What the tests ask of a sender, wherever it runs."""
+
+    memory: PeerMemory
+
+    def pump(self, on: bool) -> None: ...
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalSender:
+    """A sender on a fabric; its mover pumps, as a prefill node's does."""
+
+    def __init__(self, fabric: MemoryFabric, incarnation: str) -> None:
+        memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
+        fill(buffer, memory, salt=1)
+        self._fabric = fabric
+        self._mover = Mover(lambda: MemoryBackend(fabric, incarnation, memory), lambda event: None, SystemClock())
+        self._mover.start()
+        self.memory = PeerMemory.of(memory, incarnation, self._mover.agent_metadata)
+
+    def pump(self, on: bool) -> None:
+        self._mover.set_open_leases(int(on))
+
+    def freeze(self) -> None:
+        self._fabric.freeze(self.memory.incarnation)
+
+    def thaw(self) -> None:
+        self._fabric.thaw(self.memory.incarnation)
+
+    def kill(self) -> None:
+        self._fabric.kill(self.memory.incarnation)
+
+    def close(self) -> None:
+        self._mover.stop()
+
+
+class Rig:
+    """Makes receivers and senders of one kind, and ends what it made."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._fabric = MemoryFabric(sender_must_pump=True)
+        self._names = (f"{kind}-{i}" for i in itertools.count())
+        self._senders: list[AnySender] = []
+        self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
+
+    def new_backend(self, memory: KVMemory | None = None) -> TransferBackend:
+        name = next(self._names)
+        if self._kind == "memory":
+            return MemoryBackend(self._fabric, name, memory or self.local)
+        return NixlBackend(name, memory or self.local)
+
+    def new_sender(self, pump: bool = True) -> AnySender:
+        name = next(self._names)
+        sender: AnySender
+        if self._kind == "memory":
+            sender = LocalSender(self._fabric, name)
+        else:
+            sender = Sender(TLS[self._kind], name, NUM_BLOCKS, BLOCK_BYTES)
+        self._senders.append(sender)
+        sender.pump(pump)
+        return sender
+
+    def clear(self) -> None:
+        ctypes.memset(self.local.base_address, 0, self.local.num_bytes)
+
+    def block(self, index: int) -> bytes:
+        return ctypes.string_at(self.local.base_address + index * BLOCK_BYTES, BLOCK_BYTES)
+
+    def snapshot(self) -> bytes:
+        return ctypes.string_at(self.local.base_address, self.local.num_bytes)
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+
+
+@pytest.fixture(scope="module", params=["memory", "nixl", "nixl-tcp"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        tls = TLS.get(request.param)
+        # UCX reads it when an agent is made.
+        patch.setenv("UCX_TLS", tls) if tls else patch.delenv("UCX_TLS", raising=False)
+        made = Rig(request.param)
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def receiver(rig: Rig) -> Iterator[TransferBackend]:
+    backend = rig.new_backend()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def shared_sender(rig: Rig) -> AnySender:
+    return rig.new_sender()
+
+
+@pytest.fixture
+def sender(rig: Rig, receiver: TransferBackend, shared_sender: AnySender) -> Iterator[AnySender]:
+    """A pumping sender, connected for the time of one test."""
+    rig.clear()
+    receiver.connect(shared_sender.memory)
+    yield shared_sender
+    receiver.disconnect(shared_sender.memory.incarnation)
+
+
+@pytest.fixture
+def fresh_sender(rig: Rig, receiver: TransferBackend) -> Iterator[AnySender]:
+    """A sender that never pumped, connected, for tests that end it."""
+    rig.clear()
+    made = rig.new_sender(pump=False)
+    receiver.connect(made.memory)
+    yield made
+    made.kill()
+
+
+def finish(backend: TransferBackend, handle: ReadHandle) -> None:
+    """Poll until the read is DONE, and release it."""
+    until(lambda: backend.poll(handle) is ReadState.DONE)
+    backend.release(handle)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+
+
+def lose(backend: TransferBackend, handle: ReadHandle) -> None:
+    """Poll until the read's peer is found gone, and release it."""
+    with pytest.raises(PeerGone):
+        until(lambda: backend.poll(handle) is ReadState.DONE)
+    backend.release(handle)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_choice_of_blocks_arrives_where_it_belongs(
+    rig: Rig, receiver: TransferBackend, sender: AnySender, seed: int
+) -> None:
+    rng = Random(seed)
+    count = rng.randrange(1, NUM_BLOCKS)
+    local, remote = rng.sample(range(NUM_BLOCKS), count), rng.sample(range(NUM_BLOCKS), count)
+    finish(receiver, receiver.post_read(sender.memory.incarnation, coalesce(local, remote)))
+    expected = dict(zip(local, remote, strict=True))
+    for index in range(NUM_BLOCKS):
+        want = pattern(expected[index], 1, BLOCK_BYTES) if index in expected else bytes(BLOCK_BYTES)
+        assert rig.block(index) == want, f"block {index}"
+
+
+def test_the_same_remote_block_may_go_to_two_places(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+    finish(receiver, receiver.post_read(sender.memory.incarnation, coalesce([4, 9], [7, 7])))
+    assert rig.block(4) == rig.block(9) == pattern(7, 1, BLOCK_BYTES)
+
+
+def test_neighbours_on_both_sides_move_as_one_range(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+    ranges = coalesce(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    assert ranges == [ReadRange(0, 0, NUM_BLOCKS)]
+    finish(receiver, receiver.post_read(sender.memory.incarnation, ranges))
+    assert all(rig.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(NUM_BLOCKS))
+
+
+def test_many_reads_at_once_in_any_order_of_polls(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+    order = list(range(NUM_BLOCKS))
+    Random(7).shuffle(order)
+    name = sender.memory.incarnation
+    handles = [receiver.post_read(name, [ReadRange(i, remote, 1)]) for i, remote in enumerate(order)]
+    assert len(set(handles)) == NUM_BLOCKS
+    for handle in reversed(handles):
+        finish(receiver, handle)
+    assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
+
+
+def test_done_stays_done_until_it_is_released(receiver: TransferBackend, sender: AnySender) -> None:
+    handle = receiver.post_read(sender.memory.incarnation, [ReadRange(0, 0, 1)])
+    until(lambda: receiver.poll(handle) is ReadState.DONE)
+    assert receiver.poll(handle) is ReadState.DONE
+    receiver.release(handle)
+    with pytest.raises(KeyError):
+        receiver.poll(handle)
+    with pytest.raises(KeyError):
+        receiver.release(handle)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [],
+        [ReadRange(-1, 0, 1)],
+        [ReadRange(0, -1, 1)],
+        [ReadRange(0, 0, 0)],
+        [ReadRange(0, 0, -1)],
+        [ReadRange(NUM_BLOCKS, 0, 1)],
+        [ReadRange(0, NUM_BLOCKS, 1)],
+        [ReadRange(NUM_BLOCKS - 1, 0, 2)],
+        [ReadRange(0, NUM_BLOCKS - 1, 2)],
+        [ReadRange(0, 2**62, 1)],
+        [ReadRange(0, 0, 2**62)],
+        [ReadRange(0, 0, 2), ReadRange(1, 5, 1)],
+        [ReadRange(5, 0, 1), ReadRange(0, 1, 8)],
+        [ReadRange(3, 0, 1), ReadRange(0, NUM_BLOCKS, 1)],
+    ],
+)
+def test_ranges_that_do_not_fit_post_nothing(
+    rig: Rig, receiver: TransferBackend, sender: AnySender, ranges: list[ReadRange]
+) -> None:
+    with pytest.raises(BadRange) as caught:
+        receiver.post_read(sender.memory.incarnation, ranges)
+    assert caught.value.cause is TransferCause.REFUSED
+    finish(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(NUM_BLOCKS - 1, 0, 1)]))
+    assert rig.snapshot()[: -1 * BLOCK_BYTES] == bytes((NUM_BLOCKS - 1) * BLOCK_BYTES)
+
+
+def test_an_unknown_peer_is_gone(receiver: TransferBackend) -> None:
+    with pytest.raises(PeerGone):
+        receiver.post_read("never-heard-of", [ReadRange(0, 0, 1)])
+    receiver.disconnect("never-heard-of")
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"block_bytes": BLOCK_BYTES * 2}, TransferCause.LAYOUT_MISMATCH),
+        ({"block_bytes": 0}, TransferCause.LAYOUT_MISMATCH),
+        ({"num_blocks": 0}, TransferCause.REFUSED),
+        ({"num_blocks": 2**60}, TransferCause.REFUSED),
+        ({"num_blocks": NUM_BLOCKS * 1000}, TransferCause.REFUSED),
+        ({"base_address": 0}, TransferCause.REFUSED),
+        ({"base_address": 2**64 - 1}, TransferCause.REFUSED),
+        ({"base_address": 4096}, TransferCause.REFUSED),
+        ({"kind": "FILE"}, TransferCause.REFUSED),
+        ({"device_id": -1}, TransferCause.REFUSED),
+        ({"agent_metadata": b""}, TransferCause.REFUSED),
+        ({"agent_metadata": b"garbage"}, TransferCause.REFUSED),
+        ({"agent_metadata": bytes(1 << 20)}, TransferCause.REFUSED),
+        ({"incarnation": ""}, TransferCause.REFUSED),
+        ({"incarnation": "somebody-else"}, TransferCause.REFUSED),
+    ],
+)
+def test_what_no_sane_sender_publishes_is_refused(
+    rig: Rig, receiver: TransferBackend, shared_sender: AnySender, change: dict[str, object], cause: TransferCause
+) -> None:
+    with pytest.raises(TransferFailed) as caught:
+        receiver.connect(dataclasses.replace(shared_sender.memory, **change))  # type: ignore[arg-type]
+    assert caught.value.cause is cause
+    receiver.connect(shared_sender.memory)
+    finish(receiver, receiver.post_read(shared_sender.memory.incarnation, [ReadRange(1, 2, 1)]))
+    assert rig.block(1) == pattern(2, 1, BLOCK_BYTES)
+    receiver.disconnect(shared_sender.memory.incarnation)
+
+
+def test_one_name_is_one_agent(rig: Rig, receiver: TransferBackend, sender: AnySender) -> None:
+    impostor = dataclasses.replace(rig.new_sender().memory, incarnation=sender.memory.incarnation)
+    thief = dataclasses.replace(sender.memory, incarnation="thief")
+    for refused in (sender.memory, impostor, thief):
+        with pytest.raises(TransferFailed) as caught:
+            receiver.connect(refused)
+        assert caught.value.cause is TransferCause.REFUSED
+    finish(receiver, receiver.post_read(sender.memory.incarnation, [ReadRange(1, 2, 1)]))
+    assert rig.block(1) == pattern(2, 1, BLOCK_BYTES)
+
+
+# Reads in flight
+
+
+def test_nothing_moves_unless_the_sender_pumps_and_giving_up_stops_nothing(
+    rig: Rig, receiver: TransferBackend, fresh_sender: AnySender
+) -> None:
+    name = fresh_sender.memory.incarnation
+    handle = receiver.post_read(name, [ReadRange(3, 5, 2)])
+    assert all(receiver.poll(handle) is ReadState.IN_PROGRESS for _ in range(MANY_POLLS))
+    for give_up in (lambda: receiver.release(handle), lambda: receiver.disconnect(name), receiver.close):
+        with pytest.raises(ReadsInFlight):
+            give_up()
+    fresh_sender.pump(True)
+    finish(receiver, handle)
+    assert rig.block(3) + rig.block(4) == pattern(5, 1, BLOCK_BYTES) + pattern(6, 1, BLOCK_BYTES)
+    receiver.disconnect(name)
+
+
+def test_a_peer_that_was_dropped_can_be_connected_again(receiver: TransferBackend, sender: AnySender) -> None:
+    name = sender.memory.incarnation
+    receiver.disconnect(name)
+    with pytest.raises(PeerGone):
+        receiver.post_read(name, [ReadRange(0, 0, 1)])
+    receiver.connect(sender.memory)
+    finish(receiver, receiver.post_read(name, [ReadRange(0, 0, 1)]))
+
+
+def test_a_stopped_peer_leaves_its_read_in_flight(rig: Rig, receiver: TransferBackend, fresh_sender: AnySender) -> None:
+    fresh_sender.pump(True)
+    fresh_sender.freeze()
+    handle = receiver.post_read(fresh_sender.memory.incarnation, [ReadRange(0, 1, 1)])
+    assert all(receiver.poll(handle) is ReadState.IN_PROGRESS for _ in range(MANY_POLLS))
+    fresh_sender.thaw()
+    finish(receiver, handle)
+    assert rig.block(0) == pattern(1, 1, BLOCK_BYTES)
+    receiver.disconnect(fresh_sender.memory.incarnation)
+
+
+def test_a_killed_peer_ends_its_reads_for_good(rig: Rig, receiver: TransferBackend, fresh_sender: AnySender) -> None:
+    name = fresh_sender.memory.incarnation
+    handles = [receiver.post_read(name, [ReadRange(8 * i, 8 * i, 8)]) for i in range(4)]
+    assert receiver.poll(handles[0]) is ReadState.IN_PROGRESS
+    fresh_sender.kill()
+    for handle in handles:
+        lose(receiver, handle)
+    after = rig.snapshot()
+    for _ in range(MANY_POLLS):
+        receiver.pump()
+    assert rig.snapshot() == after
+    with pytest.raises(PeerGone):
+        receiver.post_read(name, [ReadRange(0, 0, 1)])
+    receiver.disconnect(name)
+
+
+def test_a_peer_killed_between_reads_is_found_gone(receiver: TransferBackend, fresh_sender: AnySender) -> None:
+    name = fresh_sender.memory.incarnation
+    fresh_sender.pump(True)
+    finish(receiver, receiver.post_read(name, [ReadRange(0, 0, 8)]))
+    fresh_sender.kill()
+
+    def read_again() -> bool:
+        handle = receiver.post_read(name, [ReadRange(0, 0, 8)])
+        lose(receiver, handle)
+        return False
+
+    with pytest.raises(PeerGone):
+        until(read_again)
+    receiver.disconnect(name)
+
+
+def test_a_dead_peer_disturbs_no_other(
+    rig: Rig, receiver: TransferBackend, sender: AnySender, fresh_sender: AnySender
+) -> None:
+    doomed = receiver.post_read(fresh_sender.memory.incarnation, [ReadRange(0, 0, 1)])
+    alive = receiver.post_read(sender.memory.incarnation, [ReadRange(1, 6, 1)])
+    fresh_sender.kill()
+    lose(receiver, doomed)
+    finish(receiver, alive)
+    assert rig.block(1) == pattern(6, 1, BLOCK_BYTES)
+    receiver.disconnect(fresh_sender.memory.incarnation)
+
+
+# The mover over each of them
+
+
+@pytest.fixture
+def events() -> queue.SimpleQueue[MoverEvent]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def mover(rig: Rig, events: queue.SimpleQueue[MoverEvent]) -> Iterator[Mover]:
+    rig.clear()
+    limits = WindowLimits(bytes_in_flight=16 * BLOCK_BYTES, posts_in_flight=4, piece_bytes=5 * BLOCK_BYTES)
+    made = Mover(rig.new_backend, events.put, SystemClock(), limits)
+    made.start()
+    yield made
+    made.stop()
+
+
+def attach(mover: Mover, events: queue.SimpleQueue[MoverEvent], sender: AnySender) -> str:
+    mover.connect(sender.memory)
+    name = sender.memory.incarnation
+    assert events.get(timeout=WITHIN_S) == Connected(name)
+    return name
+
+
+def test_the_mover_reads_in_pieces_and_answers_once(
+    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
+) -> None:
+    name = attach(mover, events, shared_sender)
+    order = list(range(NUM_BLOCKS))
+    Random(3).shuffle(order)
+    third = NUM_BLOCKS // 3
+    for read_id in range(3):
+        mine = slice(read_id * third, (read_id + 1) * third)
+        mover.read(read_id, name, coalesce(range(NUM_BLOCKS)[mine], order[mine]))
+    answers = [events.get(timeout=WITHIN_S) for _ in range(3)]
+    assert {a.read_id for a in answers if isinstance(a, ReadDone)} == {0, 1, 2}
+    assert all(isinstance(a, ReadDone) and a.num_bytes == third * BLOCK_BYTES for a in answers)
+    assert all(rig.block(i) == pattern(remote, 1, BLOCK_BYTES) for i, remote in enumerate(order))
+    assert mover.reads_in_flight == 0
+
+
+def test_the_mover_reports_a_killed_peer(
+    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent], shared_sender: AnySender
+) -> None:
+    doomed = rig.new_sender(pump=False)
+    name, other = attach(mover, events, doomed), attach(mover, events, shared_sender)
+    for read_id in range(4):
+        mover.read(read_id, name, [ReadRange(20 * read_id, 0, 20)])
+    doomed.kill()
+    answers = [events.get(timeout=WITHIN_S) for _ in range(4)]
+    assert {a.read_id: a.cause for a in answers if isinstance(a, ReadFailed)} == dict.fromkeys(
+        range(4), TransferCause.PEER_GONE
+    )
+    mover.read(9, other, [ReadRange(0, 3, 1)])
+    assert isinstance(events.get(timeout=WITHIN_S), ReadDone)
+    assert rig.block(0) == pattern(3, 1, BLOCK_BYTES)
+    assert mover.reads_in_flight == 0
+
+
+def test_reads_of_a_stopped_peer_stay_counted_until_it_dies(
+    rig: Rig, mover: Mover, events: queue.SimpleQueue[MoverEvent]
+) -> None:
+    stopped = rig.new_sender()
+    stopped.freeze()
+    name = attach(mover, events, stopped)
+    mover.read(1, name, [ReadRange(0, 0, 16)])
+    until(lambda: mover.reads_in_flight == 1 and mover.stuck == 1)
+    mover.read(2, name, [ReadRange(70, 5, 2)])
+    mover.disconnect(name)
+    queued = events.get(timeout=WITHIN_S)
+    assert isinstance(queued, ReadFailed)
+    assert (queued.read_id, queued.cause) == (2, TransferCause.CANCELLED)
+    assert mover.reads_in_flight == 1
+    stopped.kill()
+    answer = events.get(timeout=WITHIN_S)
+    assert isinstance(answer, ReadFailed)
+    assert (answer.read_id, answer.cause) == (1, TransferCause.PEER_GONE)
+    assert mover.reads_in_flight == 0

@@ -1,0 +1,498 @@
+"""The mover over the in-process fake: order, answers, and who may still write."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from baton.clock import ManualClock, SystemClock
+from baton.errors import ConfigError, TransferCause
+from kv_transfer.backends.base import PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
+from kv_transfer.mover import (
+    LEASE_PUMP_S,
+    LONGEST_PAUSE_S,
+    SHORTEST_PAUSE_S,
+    STOP_WITHIN_S,
+    STUCK_AFTER_S,
+    Connected,
+    ConnectFailed,
+    Mover,
+    MoverEvent,
+    ReadDone,
+    ReadFailed,
+    pause,
+)
+from kv_transfer.window import WindowLimits
+from tests.support.transfer_sender import fill, new_memory, pattern
+
+NUM_BLOCKS = 64
+BLOCK_BYTES = 256
+WITHIN_S = 20.0
+SMALL = WindowLimits(bytes_in_flight=8 * BLOCK_BYTES, posts_in_flight=2, piece_bytes=4 * BLOCK_BYTES)
+
+
+class WatchedBackend(MemoryBackend):
+    """Counts what the mover calls, in which order it posts, and can fail a read as a broken transport would."""
+
+    calls = 0
+    pumped: threading.Event | None = None
+    break_reads = False
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.posted: list[tuple[ReadRange, ...]] = []
+        self.closed = False
+
+    def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
+        self.posted.append(tuple(ranges))
+        return super().post_read(incarnation, ranges)
+
+    def poll(self, handle: ReadHandle) -> ReadState:
+        self.calls += 1
+        if self.break_reads:
+            raise ReadStuck("broken")
+        return super().poll(handle)
+
+    def pump(self) -> None:
+        self.calls += 1
+        super().pump()
+        if self.pumped is not None:
+            self.pumped.set()
+
+    def close(self) -> None:
+        super().close()
+        self.closed = True
+
+
+class Bench:
+    """A mover, the fabric it reads over, and its events."""
+
+    def __init__(self, faults: MemoryFaults | None = None) -> None:
+        self.fabric = MemoryFabric()
+        self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
+        self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
+        self.clock = SystemClock()
+        self.backend = WatchedBackend(self.fabric, "receiver", self.local, faults)
+        self.mover = Mover(lambda: self.backend, self.events.put, self.clock, SMALL)
+
+    def add_sender(self, name: str) -> PeerMemory:
+        memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
+        fill(buffer, memory, salt=1)
+        backend = MemoryBackend(self.fabric, name, memory)
+        return PeerMemory.of(memory, name, backend.agent_metadata())
+
+    def attach(self, name: str) -> PeerMemory:
+        peer = self.add_sender(name)
+        self.mover.connect(peer)
+        assert self.next() == Connected(name)
+        return peer
+
+    def next(self) -> MoverEvent:
+        return self.events.get(timeout=WITHIN_S)
+
+    def round_trip(self, peer: PeerMemory) -> None:
+        """Everything that was asked before has been taken in."""
+        self.mover.connect(peer)
+        assert self.next() == Connected(peer.incarnation)
+
+    def block(self, index: int) -> bytes:
+        return ctypes.string_at(self.local.base_address + index * BLOCK_BYTES, BLOCK_BYTES)
+
+    def assert_silent(self) -> None:
+        assert self.events.empty()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    made.mover.start()
+    yield made
+    made.mover.stop()
+
+
+@pytest.fixture
+def faulty() -> Iterator[Callable[[MemoryFaults], Bench]]:
+    made: list[Bench] = []
+
+    def make(faults: MemoryFaults) -> Bench:
+        made.append(Bench(faults))
+        made[-1].mover.start()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.mover.stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = SystemClock().monotonic() + WITHIN_S
+    while not condition():
+        assert SystemClock().monotonic() < deadline, "nothing happened"
+
+
+def failure(event: MoverEvent) -> tuple[int, TransferCause]:
+    assert isinstance(event, ReadFailed), event
+    return event.read_id, event.cause
+
+
+# When it looks
+
+
+def test_the_pause_grows_with_silence_and_ends_without_work() -> None:
+    assert pause(None, 0) is None
+    assert pause(None, 3) == LEASE_PUMP_S
+    assert pause(0.0, 0) == SHORTEST_PAUSE_S
+    assert pause(0.05, 0) == pytest.approx(0.0005)
+    assert pause(3600.0, 0) == pause(3600.0, 5) == LONGEST_PAUSE_S
+
+
+def test_an_idle_mover_leaves_its_agent_alone(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 20)])
+    assert isinstance(bench.next(), ReadDone)
+    bench.round_trip(peer)
+    before = bench.backend.calls
+    for _ in range(5):
+        bench.round_trip(peer)
+    assert bench.backend.calls == before > 0
+
+
+def test_it_pumps_exactly_while_a_lease_is_out(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    assert bench.backend.calls == 0
+    pumped = bench.backend.pumped = threading.Event()
+    bench.mover.set_open_leases(2)
+    for _ in range(3):
+        assert pumped.wait(WITHIN_S)
+        pumped.clear()
+    bench.mover.set_open_leases(0)
+    bench.round_trip(peer)
+    before = bench.backend.calls
+    for _ in range(5):
+        bench.round_trip(peer)
+    assert bench.backend.calls == before
+
+
+# Reads
+
+
+def test_a_read_is_answered_with_what_it_took(bench: Bench) -> None:
+    bench.attach("sender")
+    bench.mover.read(7, "sender", [ReadRange(0, 9, 3), ReadRange(10, 3, 4)])
+    done = bench.next()
+    assert isinstance(done, ReadDone)
+    assert (done.read_id, done.num_bytes, done.num_ranges) == (7, 7 * BLOCK_BYTES, 3)
+    assert 0 <= done.post_s <= done.total_s
+    assert [bench.block(i) for i in (0, 2, 10, 13)] == [pattern(i, 1, BLOCK_BYTES) for i in (9, 11, 3, 6)]
+    assert bench.backend.posted == [(ReadRange(0, 9, 3), ReadRange(10, 3, 1)), (ReadRange(11, 4, 3),)]
+    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (0, 0)
+
+
+def test_a_short_read_does_not_wait_for_a_long_one(bench: Bench) -> None:
+    bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
+    bench.fabric.thaw("sender")
+    done = [bench.next() for _ in range(2)]
+    assert [d.read_id for d in done if isinstance(d, ReadDone)] == [2, 1]
+
+
+def test_ranges_that_do_not_fit_are_refused_as_a_whole(bench: Bench) -> None:
+    bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 4), ReadRange(8, 0, 4), ReadRange(4, NUM_BLOCKS, 1)])
+    assert failure(bench.next()) == (1, TransferCause.REFUSED)
+    assert bench.backend.posted == []
+
+
+def test_an_unknown_peer_is_gone(bench: Bench) -> None:
+    bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
+    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
+    bench.mover.disconnect("nobody")
+    bench.mover.cancel(1)
+
+
+def test_a_read_id_in_use_is_refused_and_free_again_afterwards(bench: Bench) -> None:
+    bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    with pytest.raises(ValueError, match="read 1"):
+        bench.mover.read(1, "sender", [ReadRange(1, 1, 1)])
+    bench.fabric.thaw("sender")
+    assert isinstance(bench.next(), ReadDone)
+    bench.mover.read(1, "sender", [ReadRange(1, 1, 1)])
+    assert isinstance(bench.next(), ReadDone)
+
+
+def test_cancel_posts_no_more_and_waits_for_what_is_in_flight(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 60)])
+    bench.mover.read(2, "sender", [ReadRange(60, 0, 1)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.mover.cancel(1)
+    bench.round_trip(peer)
+    assert bench.mover.reads_in_flight >= 1
+    bench.fabric.thaw("sender")
+    answers = {e.read_id: type(e) for e in (bench.next(), bench.next()) if isinstance(e, ReadDone | ReadFailed)}
+    assert answers == {1: ReadFailed, 2: ReadDone}
+    assert len(bench.backend.posted) <= 3
+
+
+# Peers
+
+
+def test_connect_says_why_not(bench: Bench) -> None:
+    peer = bench.add_sender("sender")
+    bench.mover.connect(dataclasses.replace(peer, block_bytes=1))
+    event = bench.next()
+    assert isinstance(event, ConnectFailed)
+    assert event.error.cause is TransferCause.LAYOUT_MISMATCH
+    bench.mover.connect(peer)
+    bench.mover.connect(peer)
+    assert [bench.next(), bench.next()] == [Connected("sender")] * 2
+    bench.mover.connect(dataclasses.replace(peer, num_blocks=1))
+    assert isinstance(bench.next(), ConnectFailed)
+
+
+def test_a_backend_that_breaks_on_a_peer_does_not_end_the_mover(bench: Bench) -> None:
+    peer = bench.add_sender("sender")
+    bench.mover.connect(dataclasses.replace(peer, num_blocks="many"))  # type: ignore[arg-type]
+    event = bench.next()
+    assert isinstance(event, ConnectFailed)
+    assert event.error.cause is TransferCause.REFUSED
+    bench.round_trip(peer)
+
+
+def test_a_killed_peer_fails_its_reads_and_no_others(bench: Bench) -> None:
+    bench.attach("doomed")
+    bench.attach("other")
+    bench.fabric.freeze("doomed")
+    for read_id in range(3):
+        bench.mover.read(read_id, "doomed", [ReadRange(20 * read_id, 0, 20)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.fabric.kill("doomed")
+    assert sorted((failure(bench.next()) for _ in range(3)), key=lambda f: f[0]) == [
+        (i, TransferCause.PEER_GONE) for i in range(3)
+    ]
+    bench.mover.read(3, "doomed", [ReadRange(0, 0, 1)])
+    assert failure(bench.next()) == (3, TransferCause.PEER_GONE)
+    bench.mover.read(4, "other", [ReadRange(0, 0, 1)])
+    assert isinstance(bench.next(), ReadDone)
+    assert bench.mover.reads_in_flight == 0
+
+
+def test_disconnect_waits_for_reads_in_flight_and_can_be_taken_back(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.mover.read(2, "sender", [ReadRange(8, 8, 1)])
+    bench.mover.disconnect("sender")
+    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    bench.mover.read(3, "sender", [ReadRange(9, 9, 1)])
+    assert failure(bench.next()) == (3, TransferCause.CANCELLED)
+    assert bench.mover.reads_in_flight == 1
+    bench.round_trip(peer)
+    bench.fabric.thaw("sender")
+    assert isinstance(bench.next(), ReadDone)
+    bench.mover.disconnect("sender")
+    bench.mover.read(4, "sender", [ReadRange(9, 9, 1)])
+    assert failure(bench.next()) == (4, TransferCause.PEER_GONE)
+    bench.round_trip(peer)
+
+
+def test_a_read_that_may_still_write_is_never_answered(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    until(lambda: len(bench.backend.posted) == 1)
+    bench.backend.break_reads = True
+    until(lambda: bench.mover.stuck == 1)
+    bench.backend.break_reads = False
+    bench.fabric.thaw("sender")
+    bench.mover.connect(peer)
+    assert isinstance(bench.next(), ConnectFailed)
+    assert bench.mover.reads_in_flight == 1
+    bench.mover.stop()
+    bench.assert_silent()
+    assert bench.mover.reads_in_flight == 1
+    assert not bench.backend.closed
+
+
+# Faults of the transport
+
+
+def test_a_disconnect_in_the_middle_fails_the_read_once(faulty: Callable[[MemoryFaults], Bench]) -> None:
+    bench = faulty(MemoryFaults(disconnect=1.0))
+    peer = bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
+    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
+    bench.round_trip(peer)
+    bench.assert_silent()
+
+
+def test_slow_reads_arrive_whole(faulty: Callable[[MemoryFaults], Bench]) -> None:
+    bench = faulty(MemoryFaults(delay_polls=5, blocks_per_step=1, duplicate=1.0))
+    bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
+    assert isinstance(bench.next(), ReadDone)
+    assert all(bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(40))
+    bench.assert_silent()
+
+
+@pytest.mark.parametrize("faults", [MemoryFaults(drop=1.0), MemoryFaults(corrupt=1.0)])
+def test_silent_damage_is_damage_and_looks_done(faulty: Callable[[MemoryFaults], Bench], faults: MemoryFaults) -> None:
+    bench = faulty(faults)
+    bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
+    assert isinstance(bench.next(), ReadDone)
+    assert [bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(4)].count(False) == 1
+
+
+def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[MemoryFaults], Bench]) -> None:
+    bench = faulty(MemoryFaults(stall=1.0))
+    bench.attach("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
+    until(lambda: bench.mover.stuck == 1)
+    bench.mover.disconnect("sender")
+    assert bench.block(3) == bytes(BLOCK_BYTES)
+    bench.backend.resume_stalled()
+    assert isinstance(bench.next(), ReadDone)
+    assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
+    until(lambda: bench.mover.stuck == 0)
+
+
+def test_stuck_is_a_matter_of_the_clock() -> None:
+    bench = Bench()
+    clock = ManualClock()
+    mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
+    mover.start()
+    peer = bench.attach("sender")
+    bench.fabric.freeze("sender")
+    mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    until(lambda: mover.reads_in_flight == 1)
+    bench.round_trip(peer)
+    assert mover.stuck == 0
+    clock.advance(STUCK_AFTER_S)
+    until(lambda: mover.stuck == 1)
+    bench.fabric.thaw("sender")
+    done = bench.next()
+    assert isinstance(done, ReadDone)
+    assert done.total_s == STUCK_AFTER_S
+    mover.stop()
+
+
+# Beginning and end
+
+
+def test_start_raises_what_the_agent_raised() -> None:
+    def fail() -> MemoryBackend:
+        raise ConfigError("no such device")
+
+    mover = Mover(fail, lambda event: None, SystemClock())
+    with pytest.raises(ConfigError, match="no such device"):
+        mover.start()
+    mover.stop()
+
+
+def test_the_agent_lives_in_the_movers_thread(bench: Bench) -> None:
+    made_in: list[str] = []
+
+    def make() -> MemoryBackend:
+        made_in.append(threading.current_thread().name)
+        return MemoryBackend(bench.fabric, "another", bench.local)
+
+    mover = Mover(make, lambda event: None, SystemClock())
+    mover.start()
+    assert made_in == ["baton-mover"]
+    assert mover.agent_metadata == b"memory:another"
+    mover.stop()
+
+
+def test_a_listener_that_fails_does_not_end_the_mover(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    answers = iter([ZeroDivisionError("listener")])
+
+    def deliver(event: MoverEvent) -> None:
+        for error in answers:
+            raise error
+        bench.events.put(event)
+
+    mover = bench.mover = Mover(lambda: bench.backend, deliver, SystemClock(), SMALL)
+    mover.start()
+    mover.disconnect("nobody")
+    mover.read(1, "nobody", [ReadRange(0, 0, 1)])
+    mover.read(2, "nobody", [ReadRange(0, 0, 1)])
+    assert failure(bench.next()) == (2, TransferCause.PEER_GONE)
+    assert "could not be delivered" in caplog.text
+    mover.stop()
+
+
+def test_stop_answers_what_is_queued_and_everything_later(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
+    stopper = threading.Thread(target=bench.mover.stop)
+    stopper.start()
+    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    bench.fabric.thaw("sender")
+    assert isinstance(bench.next(), ReadDone)
+    stopper.join(WITHIN_S)
+    assert bench.backend.closed
+    for _ in range(2):
+        bench.mover.read(3, "sender", [ReadRange(0, 0, 1)])
+        assert failure(bench.next()) == (3, TransferCause.CANCELLED)
+    bench.mover.connect(peer)
+    assert isinstance(bench.next(), ConnectFailed)
+    bench.mover.stop()
+
+
+def test_stop_does_not_wait_for_ever_and_leaves_memory_that_is_written_alone() -> None:
+    bench = Bench()
+    clock = ManualClock()
+    mover = bench.mover = Mover(lambda: bench.backend, bench.events.put, clock, SMALL)
+    mover.start()
+    bench.attach("sender")
+    bench.fabric.freeze("sender")
+    mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    mover.read(2, "sender", [ReadRange(8, 0, 30)])
+    until(lambda: len(bench.backend.posted) == 2)
+    stopper = threading.Thread(target=mover.stop)
+    stopper.start()
+    while stopper.is_alive():
+        clock.advance(STOP_WITHIN_S)
+        stopper.join(0.001)
+    bench.assert_silent()
+    assert mover.reads_in_flight == 2
+    assert mover.fault is None
+    assert not bench.backend.closed
+
+
+def test_a_fault_ends_the_thread_and_answers_only_what_can_be_answered(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.mover.start()
+    bench.attach("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.mover.read(2, "sender", [ReadRange(8, 0, 8)])
+    bench.backend.poll = _fail  # type: ignore[method-assign]
+    assert failure(bench.next()) == (2, TransferCause.CANCELLED)
+    until(lambda: bench.mover.fault is not None)
+    assert bench.mover.reads_in_flight == 1
+    assert "ended by a fault" in caplog.text
+    bench.mover.stop()
+
+
+def _fail(handle: ReadHandle) -> ReadState:
+    raise ZeroDivisionError("a fault of the backend")

@@ -1,0 +1,165 @@
+"""Ranges of blocks, and whose turn it is."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.backends.base import ReadRange, coalesce
+from kv_transfer.window import FairWindow, Piece, WindowLimits
+
+BLOCK = 1000
+
+
+def window(posts: int = 4, blocks: int = 8, piece: int = 2) -> FairWindow:
+    return FairWindow(WindowLimits(blocks * BLOCK, posts, piece * BLOCK), BLOCK)
+
+
+def take_all(w: FairWindow) -> list[Piece]:
+    return list(iter(w.take, None))
+
+
+def pairs(ranges: list[ReadRange] | tuple[ReadRange, ...]) -> list[tuple[int, int]]:
+    return [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20))
+def test_coalesced_ranges_are_the_same_pairs_in_the_same_order(blocks: list[tuple[int, int]]) -> None:
+    ranges = coalesce([local for local, _ in blocks], [remote for _, remote in blocks])
+    assert pairs(ranges) == blocks
+    for before, after in itertools.pairwise(ranges):
+        assert (before.local_block + before.count, before.remote_block + before.count) != (
+            after.local_block,
+            after.remote_block,
+        )
+
+
+def test_coalesce_refuses_lists_of_different_lengths() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        coalesce([1, 2], [1])
+
+
+def test_neighbours_on_one_side_only_are_not_merged() -> None:
+    assert coalesce([1, 2], [5, 7]) == [ReadRange(1, 5, 1), ReadRange(2, 7, 1)]
+    assert coalesce([1, 3], [5, 6]) == [ReadRange(1, 5, 1), ReadRange(3, 6, 1)]
+
+
+@pytest.mark.parametrize("limits", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_a_window_that_lets_nothing_through_is_refused(limits: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="let something through"):
+        WindowLimits(*limits)
+
+
+def test_a_read_is_cut_into_pieces_that_split_ranges() -> None:
+    w = window(piece=3)
+    w.submit(1, "a", [ReadRange(0, 10, 2), ReadRange(5, 40, 4)])
+    assert [p.ranges for p in take_all(w)] == [
+        (ReadRange(0, 10, 2), ReadRange(5, 40, 1)),
+        (ReadRange(6, 41, 3),),
+    ]
+
+
+def test_bytes_in_flight_are_bounded_and_come_back() -> None:
+    w = window(posts=9, blocks=5, piece=2)
+    w.submit(1, "a", [ReadRange(0, 0, 8)])
+    taken = take_all(w)
+    assert [p.num_blocks for p in taken] == [2, 2, 1]
+    w.finished(taken[0])
+    assert [p.num_blocks for p in take_all(w)] == [2]
+    assert w.queued_reads == 1
+
+
+def test_posts_in_flight_are_bounded() -> None:
+    w = window(posts=2, blocks=100, piece=1)
+    w.submit(1, "a", [ReadRange(0, 0, 9)])
+    taken = take_all(w)
+    assert len(taken) == 2
+    w.finished(taken[1])
+    assert len(take_all(w)) == 1
+
+
+def test_a_block_longer_than_the_window_still_goes() -> None:
+    w = FairWindow(WindowLimits(10, 1, 10), BLOCK)
+    w.submit(1, "a", [ReadRange(0, 0, 2)])
+    taken = take_all(w)
+    assert [p.num_blocks for p in taken] == [1]
+    w.finished(taken[0])
+    assert len(take_all(w)) == 1
+
+
+def test_a_short_read_overtakes_a_long_one() -> None:
+    w = window(posts=1)
+    w.submit(1, "a", [ReadRange(0, 0, 100)])
+    first = w.take()
+    assert first is not None
+    w.submit(2, "a", [ReadRange(200, 0, 1)])
+    turns = []
+    for _ in range(3):
+        w.finished(first)
+        first = w.take()
+        assert first is not None
+        turns.append(first.read_id)
+    assert turns == [1, 2, 1]
+
+
+def test_a_peer_with_a_full_window_holds_up_no_other() -> None:
+    w = window(posts=1)
+    w.submit(1, "slow", [ReadRange(0, 0, 10)])
+    assert w.take() is not None
+    w.submit(2, "fast", [ReadRange(50, 0, 2)])
+    piece = w.take()
+    assert piece is not None
+    assert piece.incarnation == "fast"
+    assert w.take() is None
+
+
+def test_peers_take_turns() -> None:
+    w = window(posts=2, piece=1)
+    w.submit(1, "a", [ReadRange(0, 0, 5)])
+    w.submit(2, "b", [ReadRange(9, 0, 5)])
+    assert [p.incarnation for p in take_all(w)] == ["a", "b", "a", "b"]
+
+
+def test_what_was_withdrawn_is_never_taken() -> None:
+    w = window()
+    w.submit(1, "a", [ReadRange(0, 0, 5)])
+    w.submit(2, "a", [ReadRange(9, 9, 1)])
+    piece = w.take()
+    assert piece is not None
+    assert w.withdraw(1, "a")
+    assert not w.withdraw(1, "a")
+    assert not w.withdraw(1, "b")
+    assert [p.read_id for p in take_all(w)] == [2]
+    assert w.queued_reads == 0
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 9), st.integers(1, 5))
+def test_every_block_is_taken_once_in_order_within_the_bounds(seed: int, posts: int, blocks: int, piece: int) -> None:
+    rng = Random(seed)
+    w = window(posts, blocks, piece)
+    wanted: dict[int, list[tuple[int, int]]] = {}
+    got: dict[int, list[tuple[int, int]]] = {}
+    flying: list[Piece] = []
+    for read_id in range(rng.randrange(1, 8)):
+        start = read_id * 100
+        ranges = [
+            ReadRange(start + 20 * i, rng.randrange(50), rng.randrange(1, 12)) for i in range(rng.randrange(1, 4))
+        ]
+        wanted[read_id] = pairs(ranges)
+        w.submit(read_id, rng.choice("ab"), ranges)
+    while w.queued_reads or flying:
+        taken = w.take()
+        if taken is None:
+            w.finished(flying.pop(rng.randrange(len(flying))))
+            continue
+        flying.append(taken)
+        got.setdefault(taken.read_id, []).extend(pairs(taken.ranges))
+        mine = [p for p in flying if p.incarnation == taken.incarnation]
+        assert len(mine) <= posts
+        assert sum(p.num_blocks for p in mine) <= blocks
+        assert taken.num_blocks <= piece
+    assert got == wanted

@@ -82,8 +82,10 @@ class Cluster:
 
     async def has_status(self, word: str, *names: str) -> None:
         """Ask until the router says this of them all."""
-        while any((await self.statuses()).get(name) != word for name in names):
-            pass
+        waiting = set(names)
+        while waiting:
+            said = await self.statuses()
+            waiting = {name for name in waiting if said.get(name) != word}
 
 
 @asynccontextmanager

@@ -39,7 +39,8 @@ class FakeConnector:
         self.leased: dict[str, tuple[Sequence[int], int]] = {}
         """Ended prefill legs: their blocks and computed tokens, until the test takes them out."""
         self.quarantined: dict[str, FakeLoad] = {}
-        self.finished: list[str] = []
+        self.finished: dict[str, tuple[Sequence[int], bool]] = {}
+        """Per ended request: the blocks it ended with, and whether a transfer into them had not reported."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         self._maybe_raise("get_num_new_matched_tokens")
@@ -60,7 +61,7 @@ class FakeConnector:
         self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
-        self.finished.append(request.request_id)
+        self.finished[request.request_id] = (tuple(block_ids), transferring)
         self._maybe_raise("request_finished")
         load = self.loads.pop(request.request_id, None)
         offer = self.offers.pop(request.request_id, None)

@@ -337,8 +337,21 @@ def test_an_abort_before_the_load_began_frees_at_once() -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE)
     rig.abort("d")
-    assert rig.connector.finished == ["d"]
+    assert rig.connector.finished == {"d": ((), False)}
     assert rig.core.make_stats().free_blocks == 64
+
+
+def test_the_connector_is_asked_about_the_blocks_it_was_given() -> None:
+    """Three for the prompt; the fourth, reserved for the first generated token, was never its business."""
+    rig = EngineRig()
+    rig.add("d", 12, leg=Leg.DECODE)
+    rig.step()
+    assert rig.core.make_stats().free_blocks == 60
+    load = rig.connector.loads["d"]
+    rig.abort("d")
+    assert rig.connector.finished == {"d": (load.block_ids, True)}
+    stats = rig.core.make_stats()
+    assert (len(load.block_ids), stats.quarantined_blocks, stats.free_blocks) == (3, 3, 61)
 
 
 def test_an_abort_after_the_arrival_frees_at_once() -> None:

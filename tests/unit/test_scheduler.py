@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.engine.outputs import ModelRunnerOutput
@@ -300,6 +302,6 @@ def test_usage_is_what_is_held() -> None:
         ({"long_prefill_token_threshold": -1}, "negative"),
     ],
 )
-def test_contradicting_limits_are_refused(limits: dict[str, object], story: str) -> None:
+def test_contradicting_limits_are_refused(limits: dict[str, Any], story: str) -> None:
     with pytest.raises(ConfigError, match=story):
         EngineRig(**limits)

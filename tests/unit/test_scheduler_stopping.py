@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.engine.outputs import ModelRunnerOutput, TokenLogprobs
@@ -45,7 +47,7 @@ def test_the_script_does_not_repeat_itself() -> None:
     ],
 )
 def test_stops(
-    params: dict[str, object], eos: tuple[int, ...], reason: FinishReason, stop_reason: int | None, length: int
+    params: dict[str, Any], eos: tuple[int, ...], reason: FinishReason, stop_reason: int | None, length: int
 ) -> None:
     rig = EngineRig()
     rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState, start_time
 from baton.cli.supervisor.child import ChildRun, DeathPipe, describe_exit
@@ -23,6 +25,8 @@ from baton.cli.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
 from baton.errors import BatonError, ExitCode
 from baton.observe.ready import Failed, Ready
+
+_log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 5.0
 """How much longer than its drain time a process may take to end before it is killed."""
@@ -95,10 +99,17 @@ class _Child:
 class ClusterSupervisor:
     """Keeps one cluster running until it is told to stop. Belongs to one event loop, on the main thread."""
 
-    def __init__(self, plan: ClusterPlan, run_dir: RunDir, clock: Clock) -> None:
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        run_dir: RunDir,
+        clock: Clock,
+        on_change: Callable[[ClusterState], None] = lambda _state: None,
+    ) -> None:
         self._plan = plan
         self._run_dir = run_dir
         self._clock = clock
+        self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._death_pipe = DeathPipe()
         self._children = [_Child(spec, run_dir.log(spec.name)) for spec in (*plan.first, *plan.others)]
@@ -193,6 +204,10 @@ class ClusterSupervisor:
             child.refusal = news
             return
         child.ready = news
+        if child.life.restarts:
+            _log.info(
+                "process is back", name=child.spec.name, incarnation=news.incarnation, restarts=child.life.restarts
+            )
         child.pinned = _pinned_ports(child.spec, news)
         if child.life.state in (ChildState.STARTING, ChildState.STOPPING):
             child.life.became_ready(self._clock.monotonic())
@@ -203,6 +218,13 @@ class ClusterSupervisor:
         child.last_exit = describe_exit(code) if child.refusal is None else child.refusal.error
         effect = child.life.exited(self._clock.monotonic())
         if isinstance(effect, RetryIn) and self._phase != "starting":
+            _log.warning(
+                "process died",
+                name=child.spec.name,
+                how=child.last_exit,
+                status=child.life.status,
+                retry_s=effect.seconds,
+            )
             child.retry = self._loop.call_later(effect.seconds, self._retry, child)
         if child.life.state is ChildState.STOPPED:
             child.stopped.set()
@@ -238,9 +260,11 @@ class ClusterSupervisor:
 
     def _write(self) -> None:
         self._changed.set()
+        state = self.state()
         with suppress(OSError):
             # A full or vanished disk must not end a cluster that serves.
-            self._run_dir.write_state(self.state())
+            self._run_dir.write_state(state)
+        self._on_change(state)
 
 
 def _pinned_ports(spec: ChildSpec, ready: Ready) -> Mapping[str, str]:

@@ -1,0 +1,152 @@
+"""The command's edges: exit codes, one line on stderr, clean output, nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.cli import main as command
+from baton.errors import ConfigError, Unreachable
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in [name for name in os.environ if name.startswith("BATON_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("BATON_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def taken_port() -> Callable[[], int]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return lambda: int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["version"], 0, ""),
+        (["generate"], 2, "give either a PROMPT or --token-ids"),
+        (["generate", "x", "--token-ids", "1"], 2, "give either a PROMPT or --token-ids"),
+        (["generate", "--token-ids", "1,x"], 2, "--token-ids"),
+        (["generate", "x", "--max-tokens", "many"], 2, "--max-tokens"),
+        (["generate", "x"], 5, "no cluster is running in"),
+        (["generate", "x", "--address", "127.0.0.1:1", "--timeout", "10"], 5, "127.0.0.1:1 does not answer"),
+        (["status"], 5, "start one with `baton up`"),
+        (["status", "--address", "127.0.0.1:1"], 5, "127.0.0.1:1 does not answer"),
+        (["get", "nodes"], 5, "no cluster is running in"),
+        (["get", "nodes", "-l", "colour=red"], 2, "-l colour=red"),
+        (["generat"], 2, "Did you mean 'generate'"),
+        (["down"], 0, ""),
+        (["up", "--prefil", "1"], 64, "--prefill"),
+        (["up", "--decode", "0"], 64, "decode '0' from --decode"),
+        (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
+        (["up", "--registry", "localhost"], 78, "use redis://, rediss://, unix://"),
+        (["up", "--registry", "redis://127.0.0.1:1"], 78, "leave --registry away for a private one"),
+        (["up", "--config", "missing.toml"], 78, "missing.toml does not exist"),
+        (["node", "--role", "prefill"], 64, "--registry is required"),
+        (["node", "--registry", "redis://x"], 64, "--role is required"),
+        (["router"], 64, "--registry is required"),
+    ],
+)
+def test_exit_codes_and_what_is_said(
+    words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    if words[0] == "up":
+        words = [*words, "--grpc-port", "0"]
+    assert command.main(words) == code
+    out, err = capfd.readouterr()
+    assert said in err
+    assert not err if code == 0 else not out
+    if code not in (0, 2) and "Usage" not in err:
+        assert err.startswith("baton: ")
+        assert err.count("\n") == 1
+    assert not list((tmp_path / "run").glob("*.json")), "something was started"
+
+
+def test_a_port_in_use_is_named(taken_port: Callable[[], int], capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["up", "--grpc-port", str(taken_port())]) == 78
+    assert f"port {taken_port()} on 127.0.0.1 is in use: choose another with --grpc-port" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "complaint"),
+    [
+        (None, "model.safetensors", "has no config.json"),
+        ({"architectures": ["LlamaForCausalLM"]}, "pytorch_model.bin", "pickled weights"),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, None, "not supported"),
+        ({"architectures": ["BertModel"]}, None, "holds BertModel, which is not supported"),
+    ],
+)
+def test_a_model_that_can_not_be_served_is_refused_before_anything_starts(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    config: dict[str, object] | None,
+    weights: str | None,
+    complaint: str,
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    if config is not None:
+        (model / "config.json").write_text(json.dumps(config))
+    header = b"{}"
+    (model / (weights or "model.safetensors")).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert command.main(["up", "--model", str(model), "--grpc-port", "0"]) == 78
+    assert complaint in capfd.readouterr().err
+
+
+def test_version_as_json_is_json_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["version", "-o", "json"]) == 0
+    out, err = capfd.readouterr()
+    assert set(json.loads(out)) == {"version", "python", "platform"}
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("a\nb"), 78), (Unreachable("a b"), 5), (KeyboardInterrupt(), 130), (BrokenPipeError(), 1)],
+)
+def test_errors_become_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_words: list[str], _command: str) -> int:
+        raise error
+
+    monkeypatch.setattr(command, "_run", fail)
+    stdout = os.dup(1)
+    try:
+        assert command.main(["version"]) == code
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    assert capfd.readouterr().err == ("" if code in (130, 1) else "baton: a b\n")
+
+
+def test_a_reader_that_goes_away_is_no_story(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", "baton.cli.main", "version"]
+    done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["version"], ["generate", "--help"], ["get", "nodes", "--help"]])
+def test_commands_of_users_start_without_anything_heavy(words: list[str], tmp_path: Path) -> None:
+    script = (
+        "import sys; from baton.cli.main import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers', 'nixl', 'redis', 'numpy', 'grpc'} & set(sys.modules); "
+        "sys.exit(code or ' '.join(sorted(heavy)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,127 @@
+"""What commands print, and the two views of a cluster put together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from baton.cli.cluster_view import combine
+from baton.cli.generate import Answer, summary
+from baton.cli.output import duration, print_table, print_yaml, size
+from baton.cli.state import ClusterState, ProcessState
+from baton.errors import BatonError
+from baton.rpc.messages import Accepted, Chunk, ClusterStatus, Finished, NodeStatus, Path
+
+FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
+
+
+def test_generate_json_has_exactly_the_promised_keys() -> None:
+    answer = Answer()
+    events = [Accepted("r", 1, 5), Chunk(0, [7], "a"), Chunk(1, [8], "b"), FINISHED]
+    assert "".join(answer.take(event) for event in events) == "ab"
+    assert answer.to_json() == {
+        "text": "ab",
+        "token_ids": [7, 8],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 1},
+        "path": {"prefill_node": "p0", "decode_node": "d0", "attempts": 1, "reason": "disaggregated"},
+        "timings": {"queue_ms": 0.5, "prefill_ms": 2.0, "transfer_ms": 1.5, "ttft_ms": 3.0, "total_ms": 13.0},
+        "kv_bytes": 2048,
+    }
+
+
+def test_a_stream_without_an_end_is_an_error() -> None:
+    answer = Answer()
+    answer.take(Chunk(0, [7], "a"))
+    with pytest.raises(BatonError, match="the stream ended"):
+        answer.to_json()
+
+
+def test_the_summary_of_a_request() -> None:
+    assert summary(FINISHED) == (
+        "[p0 → d0, 2.0 KiB of KV in 1.5 ms; 5 + 2 tokens, first after 3 ms, 100 tokens/s, length]"
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": 1, "b": [], "c": {}, "d": None, "e": True, "f": "x: y # z", "g": "no", "h": 'q"\n'},
+        [{"name": "n", "list": [1, [2, 3]], "inner": {"k": [{"x": 1.5}, "s"]}}, {"name": "m"}],
+        [],
+        {"outer": {"inner": {"leaf": "l"}}},
+    ],
+)
+def test_yaml_says_what_was_meant(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+    print_yaml(value)
+    assert yaml.safe_load(capsys.readouterr().out) == value
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["NAME", "X"], [["longer", "1"], ["b", "22"]])
+    assert capsys.readouterr().out == "NAME     X\nlonger   1\nb        22\n"
+    print_table(["NAME", "X"], [["b", "22"]], headers=False)
+    assert capsys.readouterr().out == "b   22\n"
+
+
+def test_words_for_amounts() -> None:
+    assert [duration(s) for s in (0.4, 59, 60, 3725, 90061)] == ["0s", "59s", "1m00s", "1h02m", "1d1h"]
+    assert [size(n) for n in (0, 1, 1023, 1024, 3 << 20)] == ["0 B", "1 B", "1023 B", "1.0 KiB", "3.0 MiB"]
+
+
+def node(name: str, role: str, status: str = "Ready") -> NodeStatus:
+    return NodeStatus(name, role, status, f"{name}.a", "h:1", 7, "m", 1, 2, 0.5)
+
+
+def child(name: str, role: str, status: str = "Ready", restarts: int = 0) -> ProcessState:
+    return ProcessState(
+        name, role, status, 9, 0, restarts, f"{name}.b", "h:2", "", "log", "SIGKILL" if restarts else ""
+    )
+
+
+def supervised(*processes: ProcessState) -> ClusterState:
+    return ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "h:1", "h:2", processes)
+
+
+ROUTER = ClusterStatus("c", "ok", "", [node("router-0", "router"), node("d0", "decode"), node("p0", "prefill")])
+
+
+def test_a_healthy_cluster() -> None:
+    state = supervised(*(child(n.name, n.role) for n in ROUTER.nodes), child("redis", "redis"))
+    view = combine(ROUTER, "", state)
+    assert (view.health, view.detail) == ("ok", "")
+    assert [n.name for n in view.nodes] == ["p0", "d0", "router-0"]
+    assert list(view.nodes) == sorted(ROUTER.nodes, key=lambda n: ["p0", "d0", "router-0"].index(n.name))
+    assert json.loads(json.dumps(view.to_json()))["nodes"][0]["kv_usage"] == 0.5
+
+
+def test_a_crash_loop_is_shown_though_the_router_does_not_know() -> None:
+    looping = replace(child("d1", "decode", "CrashLoop", 4), pid=0)
+    view = combine(ROUTER, "", supervised(child("d0", "decode", "CrashLoop", 3), looping))
+    assert (view.health, view.detail) == (
+        "degraded",
+        "d0 is CrashLoop after 3 restarts; d1 is CrashLoop after 4 restarts",
+    )
+    shown = {n.name: (n.status, n.detail) for n in view.nodes}
+    assert shown["d0"] == shown["d1"] == ("CrashLoop", "SIGKILL")
+
+
+def test_a_dead_redis_degrades_and_is_no_node() -> None:
+    view = combine(ROUTER, "", supervised(child("redis", "redis", "Starting", 1)))
+    assert view.health == "degraded"
+    assert "redis" not in {n.name for n in view.nodes}
+
+
+def test_without_a_router_the_supervisors_word_is_all_there_is() -> None:
+    view = combine(None, "no answer", supervised(child("p0", "prefill"), child("router-0", "router", "Starting", 1)))
+    assert (view.health, view.detail) == ("unavailable", "no answer; router-0 is Starting after 1 restarts")
+    assert {n.name: n.status for n in view.nodes} == {"p0": "Starting", "router-0": "Starting"}
+
+
+def test_what_the_router_says_of_its_health_stands() -> None:
+    degraded = replace(ROUTER, health="degraded", detail="the registry does not answer")
+    view = combine(degraded, "", None)
+    assert (view.health, view.detail) == ("degraded", "the registry does not answer")

@@ -1,0 +1,110 @@
+"""A cluster's directory: private, held by one, and free when its holder is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.run_dir import RunDir, default_run_dir
+from baton.cli.state import ClusterState, ProcessState, start_time
+from baton.errors import ConfigError
+
+STATE = ClusterState(
+    "c",
+    "ready",
+    1,
+    2,
+    3.5,
+    "m",
+    "auto",
+    "h:1",
+    "h:2",
+    (ProcessState("n", "decode", "Ready", 1, 2, 0, "", "", "", "l", ""),),
+)
+
+
+def test_the_default_is_this_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_run_dir({"BATON_RUN_DIR": "/a", "XDG_RUNTIME_DIR": "/b"}) == Path("/a")
+    assert default_run_dir({"XDG_RUNTIME_DIR": "/b"}) == Path("/b/baton")
+    assert default_run_dir({}).name == f"baton-{os.getuid()}"
+
+
+def test_it_is_private(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "deep" / "run")
+    assert not place.exists()
+    place.create()
+    place.create()
+    assert place.path.stat().st_mode & 0o777 == 0o700
+    place.take()
+    place.write_state(STATE)
+    assert {p.stat().st_mode & 0o777 for p in place.path.iterdir() if p.is_file()} == {0o600}
+    assert place.read_state() == STATE
+    place.release()
+
+
+def test_a_place_that_others_can_write_or_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others: chmod 700"):
+        RunDir(tmp_path / "open").create()
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is not a directory"):
+        RunDir(tmp_path / "link").create()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is not a directory"):
+        RunDir(tmp_path / "file").exists()
+    with pytest.raises(ConfigError, match="can't be used"):
+        RunDir(tmp_path / "file" / "run").create()
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    first.create()
+    assert second.holder() is None
+    first.take()
+    assert second.holder() == os.getpid()
+    with pytest.raises(ConfigError, match=r"a cluster is already running in .*: stop it with `baton down`"):
+        second.take()
+    assert not second.wait_free(0.0)
+    first.write_state(STATE)
+    first.release()
+    assert second.wait_free(60.0)
+    assert second.read_state() is None
+    second.take()
+    second.release()
+
+
+def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
+    script = (
+        "import signal, sys; from pathlib import Path; from baton.cli.run_dir import RunDir; "
+        "place = RunDir(Path(sys.argv[1])); place.create(); place.take(); print('taken', flush=True); signal.pause()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder.stdout:
+        holder.stdout.readline()
+    place = RunDir(tmp_path / "run")
+    assert place.holder() == holder.pid
+    holder.kill()
+    holder.wait()
+    assert place.holder() is None
+    place.take()
+    place.release()
+
+
+def test_a_state_that_is_none_is_named(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    place.create()
+    for content in ("{", "[]", "{}", '{"processes": [{}]}'):
+        (place.path / "cluster.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"cluster\.json can't be read"):
+            place.read_state()
+
+
+def test_a_processs_start_time_names_it() -> None:
+    assert start_time(os.getpid()) == start_time(os.getpid()) > 0
+    assert start_time(2**22 + 1) == 0

@@ -1,0 +1,224 @@
+"""The supervisor with trivial processes: start, readiness, restarts, order of the end, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.run_dir import RunDir
+from baton.cli.state import ClusterState, ProcessState, start_time
+from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
+from baton.cli.supervisor.plan import ChildSpec
+from baton.clock import SystemClock
+from baton.errors import ExitCode
+
+BOUND_S = 60.0
+CHILD = Path(__file__).parents[1] / "support" / "supervised.py"
+
+
+class Bench:
+    """A run directory, a journal that the processes write, and a supervisor over them."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = RunDir(path / "run")
+        self.run_dir.create()
+        self.journal = path / "journal"
+        self.journal.touch()
+        self.fifo = path / "fifo"
+        os.mkfifo(self.fifo)
+        self.states: asyncio.Queue[ClusterState] = asyncio.Queue()
+        self.supervisor: ClusterSupervisor | None = None
+
+    def child(self, name: str, mode: str = "serve", role: str = "decode") -> ChildSpec:
+        command = [sys.executable, str(CHILD), mode, str(self.journal), "--name", name, "--fifo", str(self.fifo)]
+        keep = ("--port",) if role == "router" else ()
+        return ChildSpec(name, role, command, {"OMP_NUM_THREADS": "7"}, announces=True, keep_ports=keep)
+
+    async def run(self, *others: ChildSpec, timeout_s: float = BOUND_S, drain_s: float = BOUND_S) -> None:
+        plan = ClusterPlan("c", "m", "auto", [], others, timeout_s, drain_s)
+        self.supervisor = ClusterSupervisor(plan, self.run_dir, SystemClock(), self.states.put_nowait)
+        await self.supervisor.run(lambda _state: None)
+
+    async def until(self, wanted: Callable[[ClusterState], bool]) -> ClusterState:
+        async with asyncio.timeout(BOUND_S):
+            while not wanted(state := await self.states.get()):
+                pass
+        return state
+
+    def stop(self) -> None:
+        assert self.supervisor is not None
+        self.supervisor.stop()
+
+    def lines(self) -> list[str]:
+        return self.journal.read_text().splitlines()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def process(state: ClusterState, name: str) -> ProcessState:
+    return next(process for process in state.processes if process.name == name)
+
+
+def is_gone(pid: int, was_started_at: int) -> bool:
+    return start_time(pid) != was_started_at
+
+
+async def test_start_ready_and_the_order_of_the_end(bench: Bench) -> None:
+    names = {"prefill-0": "prefill", "decode-0": "decode", "router-0": "router"}
+    running = asyncio.create_task(bench.run(*(bench.child(name, role=role) for name, role in names.items())))
+    state = await bench.until(lambda s: s.phase == "ready")
+    assert [p.status for p in state.processes] == ["Ready"] * 3
+    assert process(state, "decode-0").incarnation == f"decode-0.{process(state, 'decode-0').pid}"
+    assert (state.grpc_address, state.operator_address) == ("127.0.0.1:4321", "127.0.0.1:4322")
+    assert bench.run_dir.read_state() == state
+    assert (bench.run_dir.path / "cluster.json").stat().st_mode & 0o777 == 0o600
+    assert "decode-0 started 7" in bench.lines()
+    bench.stop()
+    await running
+    ends = [line for line in bench.lines() if line.endswith("SIGTERM")]
+    assert ends[0] == "router-0 SIGTERM"
+    assert sorted(ends) == sorted(f"{name} SIGTERM" for name in names)
+    assert all(is_gone(p.pid, p.start_time) for p in state.processes)
+
+
+async def test_a_process_that_dies_comes_back_as_a_new_incarnation(bench: Bench) -> None:
+    running = asyncio.create_task(bench.run(bench.child("decode-0"), bench.child("router-0", role="router")))
+    first = await bench.until(lambda s: s.phase == "ready")
+    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
+    second = await bench.until(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
+    assert process(second, "decode-0").last_exit == "SIGKILL"
+    assert process(second, "decode-0").incarnation != process(first, "decode-0").incarnation
+    assert process(second, "router-0") == process(first, "router-0")
+    bench.stop()
+    await running
+
+
+def all_ready(state: ClusterState) -> bool:
+    return all(process.status == "Ready" for process in state.processes)
+
+
+async def test_a_router_that_dies_comes_back_on_the_port_that_clients_know(bench: Bench) -> None:
+    running = asyncio.create_task(bench.run(bench.child("router-0", role="router")))
+    first = await bench.until(lambda s: s.phase == "ready")
+    os.kill(process(first, "router-0").pid, signal.SIGKILL)
+    await bench.until(lambda s: process(s, "router-0").restarts == 1 and all_ready(s))
+    bench.stop()
+    await running
+    assert [line for line in bench.lines() if "started" in line] == ["router-0 started 7", "router-0 started 7 4321"]
+
+
+async def test_a_crash_loop_is_shown_and_the_rest_goes_on(bench: Bench) -> None:
+    running = asyncio.create_task(
+        bench.run(bench.child("decode-0", "crash-later"), bench.child("router-0", role="router"))
+    )
+    await bench.until(lambda s: s.phase == "ready")
+    for _ in range(3):
+        await asyncio.to_thread(bench.fifo.write_bytes, b"x")
+        state = await bench.until(lambda s: process(s, "decode-0").pid == 0)
+    assert process(state, "decode-0").status == "CrashLoop"
+    assert process(state, "decode-0").last_exit == "exit 9"
+    assert process(state, "router-0").status == "Ready"
+    bench.stop()
+    await running
+
+
+@pytest.mark.parametrize(
+    ("mode", "complaint", "code"),
+    [
+        ("refuse", "no model: name one with --model", ExitCode.BAD_CONFIG),
+        ("crash", "this is the end", ExitCode.FAILED),
+    ],
+)
+async def test_a_start_that_fails_says_why_and_leaves_nothing(
+    bench: Bench, mode: str, complaint: str, code: ExitCode
+) -> None:
+    with pytest.raises(StartFailed, match=f"decode-0 did not start: {complaint}") as caught:
+        await bench.run(bench.child("prefill-0"), bench.child("decode-0", mode))
+    assert caught.value.exit_code == code
+    started = {line.split()[0] for line in bench.lines() if "started" in line}
+    states = [bench.states.get_nowait() for _ in range(bench.states.qsize())]
+    assert "decode-0" in started
+    for state in states:
+        assert all(is_gone(p.pid, p.start_time) for p in state.processes if p.pid)
+    assert {p.status for p in states[-1].processes} == {"Stopped"}
+
+
+async def test_a_program_that_is_not_there_fails_the_start(bench: Bench) -> None:
+    nothing = ChildSpec("decode-0", "decode", ["/nowhere/baton"], {}, announces=True)
+    with pytest.raises(StartFailed, match=r"/nowhere/baton: No such file"):
+        await bench.run(nothing)
+
+
+async def test_a_process_that_is_never_ready_fails_the_start(bench: Bench) -> None:
+    silent = ChildSpec(
+        "decode-0", "decode", [sys.executable, "-c", "import signal; signal.pause()"], {}, announces=True
+    )
+    with pytest.raises(StartFailed, match=r"not ready within 0\.2 s"):
+        await bench.run(silent, timeout_s=0.2)
+
+
+async def test_the_second_signal_forces(bench: Bench) -> None:
+    running = asyncio.create_task(bench.run(bench.child("decode-0", "stubborn")))
+    state = await bench.until(lambda s: s.phase == "ready")
+    os.kill(os.getpid(), signal.SIGINT)
+    await bench.until(lambda s: process(s, "decode-0").status == "Draining")
+    assert not is_gone(process(state, "decode-0").pid, process(state, "decode-0").start_time)
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(BOUND_S):
+        await running
+    assert (await bench.until(lambda s: process(s, "decode-0").pid == 0)).processes[0].last_exit == "SIGKILL"
+
+
+SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.unit.test_supervisor import Bench
+if sys.argv[3] == "serve":
+    from baton.cli.supervisor import child
+    child._LIBC = None
+async def main():
+    bench = Bench(Path(sys.argv[2]))
+    running = asyncio.create_task(bench.run(bench.child("decode-0", sys.argv[3])))
+    state = await bench.until(lambda s: s.phase == "ready")
+    print(state.processes[0].pid, flush=True)
+    await running
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("mode", ["serve", "deaf"])
+def test_processes_die_with_a_supervisor_that_is_killed(tmp_path: Path, mode: str) -> None:
+    """By the pipe alone, and by the kernel alone."""
+    root = str(Path(__file__).parents[2])
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, root, str(tmp_path), mode], stdout=subprocess.PIPE, cwd=root
+    )
+    assert supervisor.stdout is not None
+    with supervisor.stdout:
+        child = os.pidfd_open(int(supervisor.stdout.readline()))
+    try:
+        supervisor.kill()
+        supervisor.wait()
+        assert select.select([child], [], [], BOUND_S)[0], "the child lives on"
+    finally:
+        os.close(child)

@@ -111,8 +111,6 @@ class LinkClient:
             return self._cut_by or TransferFailed(TransferCause.PEER_GONE, f"link to {peer}: {reason}")
         except TransferFailed as error:
             return error
-        finally:
-            call.cancel()
 
     async def _greet(self, call: _Call) -> LinkWelcome:
         """Hello and welcome; raises TransferFailed when the sender can't be used."""

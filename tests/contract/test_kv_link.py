@@ -18,6 +18,7 @@ from kv_transfer.backends.memory import MemoryFaults
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.lease_machine import LeaseState
+from kv_transfer.link import MISSED_HEARTBEATS
 from kv_transfer.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
 from kv_transfer.link_messages import (
     Closing,
@@ -291,10 +292,20 @@ async def test_after_a_cut_the_next_request_opens_a_new_link(rig: HandoffRig) ->
     await rig.receiver.notes.event("subscribed", "a#1")
     rig.sender.handoff._links.cut(1, "test")
     await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.dropped_peers == ["p0.first"])
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
     rig.assert_blocks(KEY, OURS)
+
+
+async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:
+    # However long no offer comes: a request that is queued on a living sender is not lost.
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > 3 * MISSED_HEARTBEATS)
+    assert not rig.receiver.notes.failed
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
 
 
 async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None:

@@ -60,6 +60,7 @@ class Notes:
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
     heartbeats: int = 0
+    dropped_peers: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell_engine(self, news: KVTransferOutput) -> None:
@@ -81,6 +82,10 @@ class Notes:
 
     def post_noted(self) -> None:
         self.reads_posted += 1
+        self._changed.set()
+
+    def drop_noted(self, incarnation: str) -> None:
+        self.dropped_peers.append(incarnation)
         self._changed.set()
 
     async def until(self, what: Callable[[], bool]) -> None:
@@ -159,16 +164,21 @@ class SenderHalf:
 
 
 class AnnouncingBackend(MemoryBackend):
-    """Says on the loop when a read was posted: from then on it may write."""
+    """Says on the loop when a read was posted (from then on it may write) and when a peer was dropped."""
 
-    def __init__(self, *args: Any, announce: Callable[[], None]) -> None:
+    def __init__(self, *args: Any, post: Callable[[Callable[[], None]], Any], notes: Notes) -> None:
         super().__init__(*args)
-        self._announce = announce
+        self._post = post
+        self._notes = notes
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         handle = super().post_read(incarnation, ranges)
-        self._announce()
+        self._post(self._notes.post_noted)
         return handle
+
+    def disconnect(self, incarnation: str) -> None:
+        super().disconnect(incarnation)
+        self._post(lambda: self._notes.drop_noted(incarnation))
 
 
 class ReceiverHalf:
@@ -187,7 +197,8 @@ class ReceiverHalf:
                     identity.incarnation,
                     self.memory,
                     faults,
-                    announce=lambda: post(self.notes.post_noted),
+                    post=post,
+                    notes=self.notes,
                 ),
                 deliver,
                 SystemClock(),

@@ -40,12 +40,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     """The error that the server meant; a broken connection becomes Unreachable naming the peer."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return Unreachable(f"{peer}: {error}")
     message = error.details() or error.code().name
     reason, field = "", ""
     try:
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:
         status = None
     for detail in status.details if status else ():
@@ -65,5 +65,5 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
 
 def lost(error: grpc.RpcError, node_id: str) -> NodeLost:
     """A node's stream ended; `node_id` names it for people."""
-    details = error.details() if isinstance(error, grpc.Call) else str(error)
+    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
     return NodeLost(f"node {node_id} is gone: {details}")

@@ -6,6 +6,7 @@ Every part runs the code that the processes run; only the processes themselves a
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -71,7 +72,7 @@ class MiniCluster:
         self.store = store
         self.nodes: dict[str, RunningNode] = {}
         self.router = RouterAddresses("", "", "")
-        self._channel: grpc.aio.Channel
+        self.channel: grpc.aio.Channel
 
     async def generate(
         self,
@@ -110,7 +111,7 @@ class MiniCluster:
         self, request: GenerateRequest, timeout_s: float = 60.0
     ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
         """The bare call, for tests that leave in the middle."""
-        stub = generation_pb2_grpc.GenerationStub(self._channel)
+        stub = generation_pb2_grpc.GenerationStub(self.channel)
         call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
         call = stub.Generate(request_to_pb(request), timeout=timeout_s)
         return call
@@ -164,8 +165,8 @@ async def mini_cluster(
             runner = make_runner(name)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
         cluster.router = await _start_router(stack, store, runner.model.name, model_dir, token_ids_only)
-        cluster._channel = grpc.aio.insecure_channel(cluster.router.grpc)
-        stack.push_async_callback(cluster._channel.close, None)
+        cluster.channel = grpc.aio.insecure_channel(cluster.router.grpc)
+        stack.push_async_callback(cluster.channel.close, None)
         await _until_placeable(cluster, len(names))
         yield cluster
     for running in cluster.nodes.values():
@@ -189,6 +190,7 @@ async def _start_node(
         "model": model_dir,
         "block_size": runner.layout.block_size,
         "drain_s": 5.0,
+        "max_num_seqs": 16,
         **settings,
     }
     config = NodeConfig.model_validate(values)
@@ -247,6 +249,13 @@ async def _until_placeable(cluster: MiniCluster, num_nodes: int) -> None:
             answer = status_from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
             if sum(node.status == "Ready" and node.role != "router" for node in answer.nodes) == num_nodes:
                 return
+
+
+def simulated_model_dir(directory: Path, vocab_size: int, max_model_len: int) -> Path:
+    """The little that a router reads of a model when it serves token ids only."""
+    config = {"vocab_size": vocab_size, "max_position_embeddings": max_model_len}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def random_prompt(rng: Random, length: int, vocab_size: int) -> list[int]:

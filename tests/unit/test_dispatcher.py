@@ -199,6 +199,9 @@ async def test_a_router_that_slept_does_not_blame_the_nodes() -> None:
     async with router_rig(prefill(), decode()) as rig:
         reader, attempt = await start_pair(rig, max_tokens=1)
         rig.timers.advance(60)
+        for _ in range(5):
+            rig.nodes["d1"].report()
+            await rig.nodes["d1"].all_read()
         rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
         await reader.finished()
         assert rig.nodes["p1"].num_attachments == 1
@@ -286,9 +289,12 @@ async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
         rig.timers.advance(2.0)
         assert (await rig.aborted("p1")).attempt == attempt
         assert (await rig.aborted("d1")).attempt == attempt
+        rest = ""
         with pytest.raises(SlowReader, match="unread"):
-            async for _ in slow:
-                pass
+            async for event in slow:
+                assert isinstance(event, Chunk)
+                rest += event.text
+        assert rest == "bcdef"
 
 
 async def test_waits_for_a_node_that_comes_back() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from baton.clock import ManualClock, SystemClock
 from baton.errors import ConfigError, TransferCause
-from kv_transfer.backends.base import PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
+from kv_transfer.backends.base import BadRange, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
 from kv_transfer.mover import (
     LEASE_PUMP_S,
@@ -43,6 +43,7 @@ class WatchedBackend(MemoryBackend):
     calls = 0
     pumped: threading.Event | None = None
     break_reads = False
+    refuse_posts = 0
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -50,6 +51,9 @@ class WatchedBackend(MemoryBackend):
         self.closed = False
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
+        if self.refuse_posts:
+            self.refuse_posts -= 1
+            raise BadRange("not to the transport's taste")
         self.posted.append(tuple(ranges))
         return super().post_read(incarnation, ranges)
 
@@ -212,6 +216,23 @@ def test_ranges_that_do_not_fit_are_refused_as_a_whole(bench: Bench) -> None:
     assert bench.backend.posted == []
 
 
+def test_a_refused_post_fails_its_read_and_holds_up_no_other(bench: Bench) -> None:
+    peer = bench.attach("sender")
+    bench.backend.refuse_posts = 1
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 8)])
+    assert failure(bench.next()) == (1, TransferCause.REFUSED)
+    bench.fabric.freeze("sender")
+    bench.mover.read(2, "sender", [ReadRange(0, 0, 8)])
+    until(lambda: len(bench.backend.posted) == 2)
+    bench.backend.refuse_posts = 1
+    for read_id in (3, 4):
+        bench.mover.read(read_id, "sender", [ReadRange(10 * read_id, 0, 1)])
+    bench.round_trip(peer)
+    bench.fabric.thaw("sender")
+    answers = {e.read_id: type(e) for e in (bench.next() for _ in range(3)) if isinstance(e, ReadDone | ReadFailed)}
+    assert answers == {2: ReadDone, 3: ReadFailed, 4: ReadDone}
+
+
 def test_an_unknown_peer_is_gone(bench: Bench) -> None:
     bench.mover.read(1, "nobody", [ReadRange(0, 0, 1)])
     assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
@@ -301,11 +322,12 @@ def test_disconnect_waits_for_reads_in_flight_and_can_be_taken_back(bench: Bench
     assert failure(bench.next()) == (3, TransferCause.CANCELLED)
     assert bench.mover.reads_in_flight == 1
     bench.round_trip(peer)
-    bench.fabric.thaw("sender")
-    assert isinstance(bench.next(), ReadDone)
-    bench.mover.disconnect("sender")
     bench.mover.read(4, "sender", [ReadRange(9, 9, 1)])
-    assert failure(bench.next()) == (4, TransferCause.PEER_GONE)
+    bench.fabric.thaw("sender")
+    assert [e.read_id for e in (bench.next(), bench.next()) if isinstance(e, ReadDone)] == [1, 4]
+    bench.mover.disconnect("sender")
+    bench.mover.read(5, "sender", [ReadRange(9, 9, 1)])
+    assert failure(bench.next()) == (5, TransferCause.PEER_GONE)
     bench.round_trip(peer)
 
 

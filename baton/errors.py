@@ -165,7 +165,7 @@ class TransferFailed(BatonError):
 
 
 class ConfigError(BatonError):
-    """Something on this machine or in the configuration keeps a process from starting; the message says how to fix it."""
+    """Something here or in the configuration keeps a process from starting; the message says how to fix it."""
 
     status = Status.FAILED_PRECONDITION
     exit_code = ExitCode.BAD_CONFIG

@@ -55,7 +55,7 @@ class KVTransferOutput:
 
     arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Transfers that brought nothing, with the reason. Their blocks stay where they are until `released` if quarantined."""
+    """Transfers that brought nothing, with the reason. Quarantined blocks stay so until `released`."""
     released: frozenset[str] = frozenset()
     """Requests whose leased or quarantined blocks nobody touches any more."""
 
@@ -67,9 +67,7 @@ class KVConnector(Protocol):
         """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits)."""
         ...
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from elsewhere.
 
         The first `num_computed_tokens // block_size` of them came from the local cache and must not be written.
@@ -94,9 +92,7 @@ class NullConnector:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         return NO_EXTERNAL_TOKENS
 
-    def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         raise RuntimeError("no external tokens were promised")
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:

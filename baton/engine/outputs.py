@@ -79,7 +79,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """What a runner computed. A request that was scheduled but not finished prefilling has no entry in the sampled ids."""
+    """What a runner computed. A request whose prompt is not done yet has no entry in the sampled ids."""
 
     sampled_token_ids: Mapping[str, Sequence[int]]
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a request is to the engine: its tokens, how far they are computed, and how it may end. Names follow vLLM's V1."""
+"""What a request is to the engine: its tokens, how far they are computed, how it may end. Names follow vLLM's V1."""
 
 from __future__ import annotations
 

@@ -11,11 +11,13 @@ import structlog
 from baton.config import NodeConfig
 from baton.engine.runner import load
 from baton.engine.runner.base import ModelRunner
-from baton.errors import BatonError, ExitCode
+from baton.errors import ExitCode
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
 from baton.node.serve import Node, NodeStop
-from baton.registry.registry import Registry
+from baton.observe.ready import Ready
+from baton.observe.ready import announce as tell_starter
+from baton.registry.registry import Registry, require_registry
 from baton.rpc.messages import NodeDescription
 
 _log = structlog.get_logger(__name__)
@@ -28,14 +30,11 @@ def run_node(
 ) -> int:
     """Run one node until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
 
-    `ready` is called once, when the node answers. One line on the log says why it could not start.
+    `ready` is called once, when the node answers, and `config.notify_fd` is told. Raises BatonError when it can't start.
     """
-    try:
-        runner = load(runner_spec(config))
-        asyncio.run(_serve(config, runner, make_role, ready))
-    except BatonError as error:
-        _log.error("the node can't run", node=config.node_id, reason=str(error))
-        return int(error.exit_code)
+    asyncio.run(require_registry(config.registry, config.cluster))
+    runner = load(runner_spec(config))
+    asyncio.run(_serve(config, runner, make_role, ready))
     return int(ExitCode.OK)
 
 
@@ -52,6 +51,7 @@ async def _serve(
 
     def announce(description: NodeDescription) -> None:
         _log.info("ready", node=description.node_id, incarnation=description.incarnation, address=description.address)
+        tell_starter(config.notify_fd, Ready(description.incarnation, description.address))
         ready(description)
 
     try:

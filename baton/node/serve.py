@@ -160,7 +160,7 @@ class Node:
             numerics=model.numerics,
             bit_exact=model.bit_exact,
             vocab_size=model.vocab_size,
-            max_model_len=self._config.max_model_len or model.max_model_len,
+            max_model_len=self.scheduler.max_model_len,
             block_size=self._runner.layout.block_size,
             num_blocks=self._runner.memory.num_blocks,
             eos_token_ids=model.eos_token_ids,

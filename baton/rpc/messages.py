@@ -1,4 +1,4 @@
-"""What routers, nodes and clients say to each other, as plain values. `codec` turns them into Protocol Buffers and back."""
+"""What routers, nodes and clients say to each other, as plain values. The codecs turn them into Protocol Buffers."""
 
 from __future__ import annotations
 

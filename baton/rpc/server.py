@@ -40,7 +40,8 @@ class RpcServer:
         try:
             return self.server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(f"can't listen on {address}: the port is taken or not ours; choose another one") from error
+            story = f"can't listen on {address}: the port is taken or not ours; choose another one"
+            raise ConfigError(story) from error
 
     async def start(self) -> None:
         """Serve. The process counts as healthy from now on, the named services once `set_ready` says so."""

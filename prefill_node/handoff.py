@@ -59,6 +59,7 @@ class HandOff:
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
+        self._stopped = False
 
     async def start(self) -> None:
         """Bring up the transfer agent; raises its error. Before `add_to_server`."""
@@ -72,6 +73,7 @@ class HandOff:
 
     async def stop(self) -> None:
         """End the links and the agent. Readers that were not done see the link end and fail their transfers."""
+        self._stopped = True
         self._links.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -158,7 +160,7 @@ class HandOff:
 
     def _arm(self) -> None:
         due = self._book.next_deadline()
-        if due is None or (self._due is not None and self._due <= due):
+        if self._stopped or due is None or (self._due is not None and self._due <= due):
             # A timer that comes too early finds nothing to do and arms the next one.
             return
         if self._timer is not None:

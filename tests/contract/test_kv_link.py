@@ -14,7 +14,7 @@ from baton.engine.connector import BlockFate
 from baton.engine.request import KVSource, RequestStatus
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
-from kv_transfer.backends.memory import MemoryFaults
+from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.lease_machine import LeaseState
@@ -100,8 +100,22 @@ async def test_an_offer_waits_for_its_subscription(rig: HandoffRig) -> None:
     rig.assert_blocks(KEY, OURS)
 
 
+async def test_the_same_over_nixl() -> None:
+    # Incarnations name NIXL agents, so a test with two rigs would need other names.
+    async with HandoffRig(make_backend=lambda incarnation, memory, notes: NixlBackend(incarnation, memory)) as rig:
+        prefill = rig.sender.request(KEY, 18)
+        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.sender.compute(prefill, THEIRS, 9)
+        await rig.sender.notes.event("read_progress", KEY)
+        rig.sender.finish(prefill, THEIRS)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+        rig.assert_blocks(KEY, OURS)
+        assert rig.sender.notes.released == [KEY]
+        assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
+
+
 async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
-    keys = [f"r{i}#1" for i in range(12)]
+    keys = [f"r{i}#1" for i in range(240)]
     theirs = {key: [5 * i + j for j in range(5)] for i, key in enumerate(keys)}
     ours = {key: [NUM_BLOCKS - 1 - 5 * i - j for j in range(5)] for i, key in enumerate(keys)}
     for key in keys:
@@ -331,7 +345,7 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.read_in_flight()
     identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
-    successor = ReceiverHalf(rig.fabric, identity, rig.clock, MemoryFaults())
+    successor = ReceiverHalf(rig.make_backend, identity, rig.clock)
     await successor.start()
     successor.take("other#1", 18, rig.sender.source, OURS)
     await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])

@@ -16,8 +16,8 @@ from baton.engine.request import KVSource, Leg, Request, RequestStatus, Sampling
 from baton.engine.runner.base import KVMemory
 from baton.ids import AttemptKey
 from decode_node.intake import Intake, IntakeConnector
-from kv_transfer.backends.base import ReadHandle, ReadRange
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
+from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link_messages import Heartbeat, ReaderMessage
 from kv_transfer.mover import Mover
@@ -25,7 +25,7 @@ from prefill_node.handoff import HandOff, OfferConnector
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 64
-NUM_BLOCKS = 64
+NUM_BLOCKS = 1280
 HEARTBEAT_S = 0.05
 WITHIN_S = 20.0
 LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, 1, 1, 2, BLOCK_BYTES, "memory")
@@ -63,6 +63,9 @@ class Notes:
     dropped_peers: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.on_loop = asyncio.get_running_loop().call_soon_threadsafe
+
     def tell_engine(self, news: KVTransferOutput) -> None:
         self.arrived.update({key: tuple(kv.first_token_ids) for key, kv in news.arrived.items()})
         self.failed.update(news.failed)
@@ -99,6 +102,10 @@ class Notes:
         await self.until(lambda: name in self.names(key))
 
 
+MakeBackend = Callable[[str, KVMemory, Notes], TransferBackend]
+"""Makes the transfer agent of that incarnation over that memory; in the mover's thread."""
+
+
 class NotingHandOff(HandOff):
     """Notes what it hears, so that a test can wait for it."""
 
@@ -114,7 +121,7 @@ class NotingHandOff(HandOff):
 class SenderHalf:
     """A prefill node without an engine: the test plays the engine."""
 
-    def __init__(self, fabric: MemoryFabric, identity: LinkIdentity, clock: ManualClock) -> None:
+    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity, clock: ManualClock) -> None:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
@@ -122,7 +129,7 @@ class SenderHalf:
             identity,
             self.memory,
             lambda deliver: Mover(
-                lambda: MemoryBackend(fabric, identity.incarnation, self.memory), deliver, SystemClock()
+                lambda: make_backend(identity.incarnation, self.memory, self.notes), deliver, SystemClock()
             ),
             self.notes.tell_engine,
             self.notes.record,
@@ -166,25 +173,24 @@ class SenderHalf:
 class AnnouncingBackend(MemoryBackend):
     """Says on the loop when a read was posted (from then on it may write) and when a peer was dropped."""
 
-    def __init__(self, *args: Any, post: Callable[[Callable[[], None]], Any], notes: Notes) -> None:
-        super().__init__(*args)
-        self._post = post
+    def __init__(self, fabric: MemoryFabric, incarnation: str, memory: KVMemory, notes: Notes) -> None:
+        super().__init__(fabric, incarnation, memory)
         self._notes = notes
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         handle = super().post_read(incarnation, ranges)
-        self._post(self._notes.post_noted)
+        self._notes.on_loop(self._notes.post_noted)
         return handle
 
     def disconnect(self, incarnation: str) -> None:
         super().disconnect(incarnation)
-        self._post(lambda: self._notes.drop_noted(incarnation))
+        self._notes.on_loop(lambda: self._notes.drop_noted(incarnation))
 
 
 class ReceiverHalf:
     """A decode node without an engine: the test plays the engine."""
 
-    def __init__(self, fabric: MemoryFabric, identity: LinkIdentity, clock: ManualClock, faults: MemoryFaults) -> None:
+    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity, clock: ManualClock) -> None:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
@@ -192,16 +198,7 @@ class ReceiverHalf:
         self.intake = Intake(
             identity,
             lambda deliver: Mover(
-                lambda: AnnouncingBackend(
-                    fabric,
-                    identity.incarnation,
-                    self.memory,
-                    faults,
-                    post=post,
-                    notes=self.notes,
-                ),
-                deliver,
-                SystemClock(),
+                lambda: make_backend(identity.incarnation, self.memory, self.notes), deliver, SystemClock()
             ),
             self.notes.tell_engine,
             self.notes.record,
@@ -235,14 +232,17 @@ class HandoffRig:
     """One sender and one receiver. `clock` moves the books only by hand; links and movers run in real time."""
 
     def __init__(
-        self, faults: MemoryFaults | None = None, receiver_layout: LayoutFingerprint = LAYOUT, cluster: str = "c"
+        self, receiver_layout: LayoutFingerprint = LAYOUT, cluster: str = "c", make_backend: MakeBackend | None = None
     ) -> None:
         self.clock = ManualClock(100.0)
         self.fabric = MemoryFabric()
-        self.sender = SenderHalf(self.fabric, LinkIdentity("c", "p0", "p0.first", LAYOUT), self.clock)
-        self.receiver = ReceiverHalf(
-            self.fabric, LinkIdentity(cluster, "d0", "d0.first", receiver_layout), self.clock, faults or MemoryFaults()
-        )
+        self.make_backend = make_backend or self._memory_backend
+        self.sender = SenderHalf(self.make_backend, LinkIdentity("c", "p0", "p0.first", LAYOUT), self.clock)
+        identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
+        self.receiver = ReceiverHalf(self.make_backend, identity, self.clock)
+
+    def _memory_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
+        return AnnouncingBackend(self.fabric, incarnation, memory, notes)
 
     async def __aenter__(self) -> HandoffRig:
         await self.sender.start()

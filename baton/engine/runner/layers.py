@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
         self.weight_dtype = dtype
         self._operations = operations
         self._packed = operations.pack(weight.detach())
-        self._bias = None if bias is None else bias.detach()
+        self._bias = None if bias is None else bias.detach().clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -51,7 +51,7 @@ class CaughtWeight(torch.Tensor):
 
     @staticmethod
     def of(weight: torch.Tensor, operations: Operations) -> CaughtWeight:
-        caught = weight.detach().as_subclass(CaughtWeight)
+        caught = weight.detach().clone().as_subclass(CaughtWeight)
         packed = operations.pack(weight.detach())
 
         def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -161,6 +161,9 @@ def replace_products(module: nn.Module, operations: Operations, row_quantum: int
             if parameter.dim() == 2:
                 delattr(part, name)
                 object.__setattr__(part, name, CaughtWeight.of(parameter, operations))
+    # What is left (embeddings, norms) lies in the mapped file: a copy lets go of the file, and of its pages.
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
 
 
 class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

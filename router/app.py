@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,10 @@ from random import Random
 
 import baton
 from baton.clock import SystemClock
-from baton.errors import ConfigError, Draining, Unreachable
+from baton.config import RouterConfig as ProcessConfig
+from baton.errors import ConfigError, Draining, ExitCode, Unreachable
 from baton.ids import new_incarnation
+from baton.observe.ready import Ready, announce
 from baton.registry import Lease, Membership, NodeRecord
 from baton.registry.registry import Registry
 from baton.rpc import generation_service, operator_service
@@ -57,6 +60,8 @@ class RouterConfig:
     """Serve token ids only; the model directory then needs no tokenizer.json."""
     drain_s: float = 30.0
     """How long running requests may go on once the router is to stop."""
+    lease_s: float = LEASE_S
+    """How long the registry keeps a crashed router."""
     limits: DispatchLimits = field(default_factory=DispatchLimits)
     link_times: LinkTimes = field(default_factory=LinkTimes)
 
@@ -111,7 +116,7 @@ class _Router:
             pid=os.getpid(),
             version=baton.__version__,
             started_at=clock.wall(),
-            lease_s=LEASE_S,
+            lease_s=config.lease_s,
             model=config.model_name,
         )
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
@@ -205,3 +210,48 @@ async def run_router(
         except Unreachable as error:
             raise ConfigError(f"{error}; start Redis there or name another one with --registry") from error
         await _Router(config, membership, codec, files).run(ready, stop)
+
+
+def main(config: ProcessConfig) -> int:
+    """Run a router until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
+
+    `config.notify_fd` is told when it answers. Raises ConfigError when it can't start.
+    """
+
+    def ready(addresses: RouterAddresses) -> None:
+        _log.info("ready: %s, gRPC on %s, operators on %s", addresses.incarnation, addresses.grpc, addresses.operator)
+        announce(config.notify_fd, Ready(addresses.incarnation, addresses.grpc, addresses.operator))
+
+    async def run() -> None:
+        stop, loop, running = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
+
+        def on_signal() -> None:
+            if stop.is_set() and running is not None:
+                running.cancel()
+            stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        await run_router(_router_config(config), ready, stop)
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(run())
+    return int(ExitCode.OK)
+
+
+def _router_config(config: ProcessConfig) -> RouterConfig:
+    simulated = config.runner == "simulated"
+    return RouterConfig(
+        registry_url=config.registry,
+        cluster=config.cluster,
+        router_id=config.router_id,
+        model_dir=config.model,
+        model_name=config.model_name or ("simulated" if simulated else config.served_model_name),
+        host=config.host,
+        grpc_port=config.grpc_port,
+        operator_port=config.operator_port,
+        advertise_host=config.advertise_host,
+        skip_tokenizer_init=simulated,
+        drain_s=config.drain_s,
+        lease_s=config.lease_s,
+    )

@@ -120,9 +120,8 @@ class RouterConfig(_Process):
     router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
     grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
     operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
-    advertise: HostPort = Field("", description="HOST:PORT at which clients reach it. Default: where it listens.")
+    advertise_host: str = Field("", description="Name or address at which others reach it. Default: where it listens.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
-    max_attempts: Annotated[int, Field(ge=1, le=10)] = Field(3, description="Tries of one request before it fails.")
 
 
 class UpConfig(_Config):

@@ -289,6 +289,17 @@ def check_registry_url(url: str) -> None:
         raise ConfigError(f"registry {_without_password(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
 
 
+async def require_registry(url: str, cluster: str) -> None:
+    """For processes that are about to start; raises ConfigError when no Redis answers there."""
+    registry = Registry.connect(url, cluster)
+    try:
+        await registry.ping()
+    except Unreachable as error:
+        raise ConfigError(f"{error}; start Redis there, or name another one with --registry") from None
+    finally:
+        await registry.close()
+
+
 def _without_password(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")

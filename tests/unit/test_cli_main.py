@@ -52,7 +52,7 @@ def taken_port() -> Callable[[], int]:
         (["up", "--decode", "0"], 64, "decode '0' from --decode"),
         (["up", "--model", "/nowhere"], 78, "model directory /nowhere does not exist"),
         (["up", "--registry", "localhost"], 78, "use redis://, rediss://, unix://"),
-        (["up", "--registry", "redis://127.0.0.1:1"], 78, "leave --registry away for a private one"),
+        (["up", "--registry", "redis://127.0.0.1:1"], 78, "does not answer"),
         (["up", "--config", "missing.toml"], 78, "missing.toml does not exist"),
         (["node", "--role", "prefill"], 64, "--registry is required"),
         (["node", "--registry", "redis://x"], 64, "--role is required"),

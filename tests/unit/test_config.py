@@ -18,7 +18,7 @@ NODE = {"role": "prefill", "node_id": "p0", "registry": "redis://r"}
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "baton.toml"
     path.write_text(
-        'cluster = "from-file"\nblock_size = 32\n[node]\nmax_num_seqs = 3\nblock_size = 8\n[router]\nmax_attempts = 5\n'
+        'cluster = "from-file"\nblock_size = 32\n[node]\nmax_num_seqs = 3\nblock_size = 8\n[router]\noperator_port = 5\n'
     )
     return path
 
@@ -50,7 +50,7 @@ def test_flag_over_environment_over_file_over_default(file: Path) -> None:
 
 def test_a_table_is_its_commands_alone_and_the_top_is_everybodys(file: Path) -> None:
     router = load(RouterConfig, {"router_id": "r", "registry": "redis://r"}, {}, file).config
-    assert (router.max_attempts, router.cluster) == (5, "from-file")
+    assert (router.operator_port, router.cluster) == (5, "from-file")
     assert load(UpConfig, {}, {}, file).config.block_size == 32
 
 

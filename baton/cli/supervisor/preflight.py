@@ -11,8 +11,8 @@ from typing import Any
 
 from baton.config import UpConfig
 from baton.engine.runner.checkpoint import check_model_dir
-from baton.errors import ConfigError, Unreachable
-from baton.registry.registry import Registry
+from baton.errors import ConfigError
+from baton.registry.registry import require_registry
 
 
 def check_up(config: UpConfig) -> None:
@@ -21,7 +21,7 @@ def check_up(config: UpConfig) -> None:
         check_architecture(config.model, check_model_dir(config.model))
     check_port_free(config.host, config.grpc_port, "--grpc-port")
     if config.registry:
-        check_registry(config.registry, config.cluster)
+        asyncio.run(require_registry(config.registry, config.cluster))
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
@@ -56,19 +56,3 @@ def check_port_free(host: str, port: int, flag: str) -> None:
         raise ConfigError(
             f"can't listen on {host}:{port} ({error.strerror}): choose another with --host or {flag}"
         ) from None
-
-
-def check_registry(url: str, cluster: str) -> None:
-    """Raises ConfigError when no Redis answers there."""
-
-    async def ping() -> None:
-        registry = Registry.connect(url, cluster)
-        try:
-            await registry.ping()
-        finally:
-            await registry.close()
-
-    try:
-        asyncio.run(ping())
-    except Unreachable as error:
-        raise ConfigError(f"{error}: start Redis there, or leave --registry away for a private one") from None

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.availabl
 DTYPES = [torch.float32, torch.bfloat16]
 ISAS = kernels.available().isas
 SAME_BITS = [isa for isa in ISAS if isa != "amx_bf16"]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +138,13 @@ def test_not_a_number_stays_in_its_row() -> None:
         out = kernels.linear(x, packed)
         assert out[7].isnan().all()
         assert torch.equal(torch.cat([out[:7], out[8:]]), torch.cat([clean[:7], clean[8:]]))
+
+
+def test_subnormal_numbers_are_left_to_the_caller() -> None:
+    """The kernels flush them; nobody else's arithmetic may change."""
+    tiny = torch.full((1, 1), 1e-40)
+    assert not kernels.linear(tiny, kernels.pack(torch.ones(1, 1))).any()
+    assert (tiny * 1.0).all()
 
 
 # Attention

@@ -107,6 +107,7 @@ class Node:
 
         rpc = RpcServer((SERVICE_NAME,))
         port = rpc.bind(config.host, config.port)
+        cleanup.push_async_callback(rpc.stop, 1.0)
         context = RoleContext(config, self.incarnation, self._runner, clock, post, tell_engine, log.record)
         self.role = role = self._make_role(context)
         await role.start()
@@ -124,7 +125,6 @@ class Node:
         driver.start()
         cleanup.push_async_callback(asyncio.to_thread, driver.stop)
         await rpc.start()
-        cleanup.push_async_callback(rpc.stop, 1.0)
         cleanup.callback(service.close)
         heartbeat = asyncio.create_task(service.heartbeat(), name=f"heartbeat-{config.node_id}")
         cleanup.callback(heartbeat.cancel)

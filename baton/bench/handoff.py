@@ -1,0 +1,216 @@
+"""What a hand-off costs: `baton bench handoff`.
+
+A real cluster of one prefill and one decode node, one request at a time, beside the same prompt on one engine alone
+and the same bytes in a bare NIXL loop. All nodes and the engine alone compute with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from baton.bench.bare_reads import bare_reader
+from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
+from baton.bench.solo import SoloEngine, SoloRun
+from baton.client import GenerationClient
+from baton.engine.request import SamplingParams
+from baton.errors import BatonError, ConfigError
+from baton.rpc.messages import Chunk, Finished, GenerateRequest, TraceEvent
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffBenchConfig:
+    """What to measure."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    prompt_tokens: int = 1024
+    new_tokens: int = 16
+    requests: int = 20
+    max_num_batched_tokens: int = 512
+    threads: int = 1
+    kv_cache_bytes: int = 512 << 20
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """Medians over the requests. `ttft_ratio` compares request by request, so that drift of the machine cancels out."""
+
+    requests: int
+    prompt_tokens: int
+    chunks: int
+    bytes: int
+    raw_nixl_ms: float
+    """A bare read of the blocks that the last chunk leaves."""
+    handover_ms: float
+    """From the last chunk computed to the request's first decode step."""
+    decode_step_ms: float
+    bandwidth_gbps: float
+    """Bytes over the time that reads were in flight, gigabytes per second."""
+    raw_bandwidth_gbps: float
+    ttft_cluster_ms: float
+    ttft_cluster_ms_p10: float
+    ttft_cluster_ms_p90: float
+    ttft_single_ms: float
+    ttft_single_ms_p10: float
+    ttft_single_ms_p90: float
+    ttft_ratio: float
+    blocks_read_before_last_chunk: int
+    blocks: int
+    tokens_equal: bool
+    """Whether cluster and engine alone gave the same tokens for every prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ClusterRun:
+    request_id: str
+    ttft_ms: float
+    step_ms: float
+    token_ids: Sequence[int]
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _HandOverTimes:
+    handover_ms: float
+    reading_ms: float
+    read_before_last_chunk: int
+
+
+@contextmanager
+def shape_dir(shape: str) -> Iterator[Path]:
+    """A model directory with random weights of a benchmark's shape, gone on exit; raises ConfigError."""
+    from baton.engine.runner.random_model import write_shape
+
+    with TemporaryDirectory(prefix="baton-shape-") as place:
+        write_shape(Path(place), shape)
+        yield Path(place)
+
+
+def run(config: HandoffBenchConfig) -> HandoffReport:
+    """Measure; raises ConfigError for what can't be measured and whatever a request raises."""
+    rng = Random(config.seed)
+    solo = SoloEngine(
+        config.model_dir, config.dtype, config.kv_cache_bytes, config.max_num_batched_tokens, config.threads
+    )
+    if config.prompt_tokens + config.new_tokens > solo.runner.model.max_model_len:
+        raise ConfigError(f"the model takes {solo.runner.model.max_model_len} tokens; use a shorter prompt")
+    vocab = solo.runner.model.vocab_size
+    flags = [
+        *model_flags(config.model_dir, config.dtype),
+        *("--threads", str(config.threads)),
+        *("--kv-cache-memory", str(config.kv_cache_bytes)),
+        *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
+    ]
+    cluster_runs, solo_runs, times = [], [], []
+    with live_cluster(*flags) as cluster, GenerationClient(cluster.grpc_address) as client:
+        for index in range(config.requests + _WARM_UP):
+            prompt = [rng.randrange(vocab) for _ in range(config.prompt_tokens)]
+            one = _through_cluster(client, prompt, config)
+            alone = solo.run(prompt, _sampling(config))
+            if index >= _WARM_UP:
+                cluster_runs.append(one)
+                solo_runs.append(alone)
+                times.append(_hand_over_times(cluster, one.request_id, config.prompt_tokens))
+    return _report(config, solo, cluster_runs, solo_runs, times)
+
+
+def _sampling(config: HandoffBenchConfig) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
+
+
+def _through_cluster(client: GenerationClient, prompt: Sequence[int], config: HandoffBenchConfig) -> _ClusterRun:
+    request = GenerateRequest(prompt, temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
+    arrivals: list[float] = []
+    tokens: list[int] = []
+    request_id, finished = "", None
+    started = time.perf_counter()
+    for event in client.generate(request):
+        if isinstance(event, Chunk):
+            arrivals += [time.perf_counter()] * len(event.token_ids)
+            tokens += event.token_ids
+        elif isinstance(event, Finished):
+            finished = event
+        else:
+            request_id = event.request_id
+    if finished is None or not finished.path.prefill_node or finished.path.attempts != 1:
+        raise BatonError(f"request {request_id} was not handed over: {finished}")
+    steps = [after - before for before, after in itertools.pairwise(arrivals[1:])]
+    return _ClusterRun(request_id, (arrivals[0] - started) * 1e3, median(steps) * 1e3, tokens, finished.kv_bytes)
+
+
+def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) -> _HandOverTimes:
+    """From both nodes' events; their clocks are one, since they share the machine."""
+    events: dict[str, list[TraceEvent]] = {"prefill": [], "decode": []}
+    for node in cluster.nodes():
+        events[node.role] += [e for e in cluster.trace(node) if e.attempt.request_id == request_id]
+    last_chunk = next(e for e in events["prefill"] if e.name == "chunk_computed" and e.value == prompt_tokens)
+    joined = [e.monotonic_ns for e in events["decode"] if e.name == "scheduled"][-1]
+    started = [e.monotonic_ns for e in events["decode"] if e.name == "read_started"]
+    done = [e.monotonic_ns for e in events["decode"] if e.name == "read_done"]
+    read_before = [e.value for e in events["prefill"] if e.name == "read_progress" and e.seq < last_chunk.seq]
+    return _HandOverTimes(
+        handover_ms=(joined - last_chunk.monotonic_ns) / 1e6,
+        reading_ms=sum(end - begin for begin, end in zip(started, done, strict=True)) / 1e6,
+        read_before_last_chunk=max(read_before, default=0),
+    )
+
+
+def _report(
+    config: HandoffBenchConfig,
+    solo: SoloEngine,
+    cluster_runs: Sequence[_ClusterRun],
+    solo_runs: Sequence[SoloRun],
+    times: Sequence[_HandOverTimes],
+) -> HandoffReport:
+    block_size, block_bytes = solo.layout.block_size, solo.layout.block_bytes
+    blocks = -(-config.prompt_tokens // block_size)
+    chunk_ends = [*range(config.max_num_batched_tokens, config.prompt_tokens, config.max_num_batched_tokens)]
+    bounds = [0, *(end // block_size for end in chunk_ends), blocks]
+    pieces = [after - before for before, after in itertools.pairwise(bounds)]
+    with bare_reader(block_bytes, blocks) as reader:
+        raw_ms, raw_all_ms = reader.milliseconds(pieces[-1:]), reader.milliseconds(pieces)
+    ttft = sorted(one.ttft_ms for one in cluster_runs)
+    ttft_alone = sorted(one.ttft_ms for one in solo_runs)
+    total_bytes = blocks * block_bytes
+    return HandoffReport(
+        requests=len(cluster_runs),
+        prompt_tokens=config.prompt_tokens,
+        chunks=len(pieces),
+        bytes=total_bytes,
+        raw_nixl_ms=raw_ms,
+        handover_ms=median(t.handover_ms for t in times),
+        decode_step_ms=median(one.step_ms for one in cluster_runs),
+        bandwidth_gbps=total_bytes / median(t.reading_ms for t in times) / 1e6,
+        raw_bandwidth_gbps=total_bytes / raw_all_ms / 1e6,
+        ttft_cluster_ms=median(ttft),
+        ttft_cluster_ms_p10=_quantile(ttft, 0.1),
+        ttft_cluster_ms_p90=_quantile(ttft, 0.9),
+        ttft_single_ms=median(ttft_alone),
+        ttft_single_ms_p10=_quantile(ttft_alone, 0.1),
+        ttft_single_ms_p90=_quantile(ttft_alone, 0.9),
+        ttft_ratio=median(c.ttft_ms / s.ttft_ms for c, s in zip(cluster_runs, solo_runs, strict=True)),
+        blocks_read_before_last_chunk=min(t.read_before_last_chunk for t in times),
+        blocks=blocks,
+        tokens_equal=all(c.token_ids == s.token_ids for c, s in zip(cluster_runs, solo_runs, strict=True)),
+    )
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def pinned_threads(threads: int) -> None:
+    """Make this process compute as a node does; call it before anything loads torch."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -1,0 +1,71 @@
+"""A cluster of real processes for a benchmark: `baton up` in a run directory of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.client import OperatorClient
+from baton.errors import ConfigError
+from baton.rpc.messages import NodeStatus, TraceEvent
+from baton.rpc.node_client import NodeClient
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCluster:
+    """Where a running cluster is reached."""
+
+    grpc_address: str
+    operator_address: str
+
+    def nodes(self) -> Sequence[NodeStatus]:
+        """Prefill and decode nodes."""
+        client = OperatorClient(self.operator_address)
+        try:
+            return [node for node in client.status().nodes if node.role != "router"]
+        finally:
+            client.close()
+
+    def trace(self, node: NodeStatus) -> Sequence[TraceEvent]:
+        """The node's latest events."""
+        return asyncio.run(_trace(node.address))
+
+
+async def _trace(address: str) -> Sequence[TraceEvent]:
+    client = NodeClient(address)
+    try:
+        return await client.trace()
+    finally:
+        await client.close()
+
+
+@contextmanager
+def live_cluster(*flags: str) -> Iterator[LiveCluster]:
+    """Start `baton up` with these flags on free ports; everything has ended on exit. Raises ConfigError."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as run_dir:
+        up = _baton("up", "--detach", "--run-dir", run_dir, "--grpc-port", "0", "-o", "json", *flags)
+        if up.returncode:
+            raise ConfigError(f"baton up failed: {up.stderr.strip()}")
+        state: dict[str, Any] = json.loads(up.stdout)
+        try:
+            yield LiveCluster(state["grpc_address"], state["operator_address"])
+        finally:
+            _baton("down", "--run-dir", run_dir)
+
+
+def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def model_flags(model_dir: Path, dtype: str) -> list[str]:
+    """How to name the model to `baton up`."""
+    return ["--model", str(model_dir), "--dtype", dtype]

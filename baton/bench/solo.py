@@ -1,0 +1,61 @@
+"""The same prompt on one engine alone, in this process: what a cluster is measured against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import Request, SamplingParams
+from baton.engine.runner import TorchSpec, load
+from baton.engine.runner.base import KVLayout
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class SoloRun:
+    """One request on one engine."""
+
+    ttft_ms: float
+    token_ids: Sequence[int]
+
+
+class SoloEngine:
+    """One engine with the same limits as a node's, driven without thread, wire or router."""
+
+    def __init__(
+        self, model_dir: Path, dtype: str, cache_bytes: int, max_num_batched_tokens: int, num_threads: int
+    ) -> None:
+        self.runner = load(TorchSpec(model_dir, dtype, cache_bytes=cache_bytes, num_threads=num_threads))
+        limits = SchedulerConfig(
+            num_blocks=self.runner.memory.num_blocks,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=min(64, max_num_batched_tokens),
+            max_model_len=self.runner.model.max_model_len,
+        )
+        key_fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
+        self._core = EngineCore(Scheduler(limits, key_fields, SystemClock()), self.runner)
+        self._count = 0
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.runner.layout
+
+    def run(self, prompt: Sequence[int], params: SamplingParams) -> SoloRun:
+        """Run one request to its end."""
+        self._count += 1
+        tokens: list[int] = []
+        first_ms, started = 0.0, time.perf_counter()
+        self._core.add_request(Request(f"solo-{self._count}", prompt, params))
+        while self._core.has_work():
+            for outputs in self._core.step().values():
+                for output in outputs.outputs:
+                    tokens += output.new_token_ids
+            if tokens and not first_ms:
+                first_ms = (time.perf_counter() - started) * 1e3
+        return SoloRun(first_ms, tokens)

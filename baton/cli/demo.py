@@ -25,16 +25,18 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from baton.cli.generate import Answer, tokens_per_second
-from baton.cli.output import size
+from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
-from baton.rpc.messages import GenerateEvent, GenerateRequest
+from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest
 
 _MAX_TOKENS = 48
+_TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7
+_LONG_PROMPT_CHARS = 4500
+"""About 1,500 tokens: three steps of the prefill node."""
 
 
 @dataclass(slots=True)
@@ -53,18 +55,20 @@ class Run:
 
 def prompts() -> list[Run]:
     """What the demo asks: short ones, and one that takes several steps to compute."""
-    module = inspect.getsource(textwrap)
+    source = inspect.getsource(textwrap)[:_LONG_PROMPT_CHARS]
     return [
         Run("a function", "def fibonacci(n):"),
         Run("a class", "class Stack:\n    def __init__(self):\n"),
         Run("a script", "import os\nimport sys\n\n\ndef main():\n"),
-        Run("a long prompt", module[: module.index("def fill(")]),
+        Run("a long prompt", source[: source.rindex("\n") + 1]),
     ]
 
 
 def main() -> int:
     """Run the demo; returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Set, not assumed: a shell's background job starts with Ctrl-C ignored.
+        signal.signal(number, signal.default_int_handler)
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         with tempfile.TemporaryDirectory(prefix="baton-demo-") as run_dir, _cluster(Path(run_dir), console) as cluster:
@@ -137,15 +141,19 @@ def _send(runs: Sequence[Run], address: str, console: Console) -> None:
     client = GenerationClient(address)
 
     def send(run: Run) -> None:
-        request = GenerateRequest(prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=0.0)
+        request = GenerateRequest(
+            prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, seed=_SEED
+        )
+        ended = False
         try:
             for event in client.generate(request, timeout_s=120.0):
                 news.put((run, event))
+                ended = isinstance(event, Finished)
         except BatonError as error:
             news.put((run, str(error)))
         else:
-            if not run.done:
-                news.put((run, ""))
+            if not ended:
+                news.put((run, "the stream ended early"))
 
     threads = [threading.Thread(target=send, args=(run,), daemon=True) for run in runs]
     for thread in threads:
@@ -168,19 +176,15 @@ def _absorb(runs: Sequence[Run], news: queue.SimpleQueue[tuple[Run, GenerateEven
     while not all(run.done for run in runs):
         run, event = news.get()
         if isinstance(event, str):
-            run.error = event or "the stream ended early"
+            run.error = event
         else:
             run.answer.take(event)
         yield run
 
 
 def _show_processes(state: dict[str, Any], seconds: float, console: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    for column in ("process", "pid", "address"):
-        table.add_column(column, no_wrap=True)
-    for process in state["processes"]:
-        table.add_row(process["name"], str(process["pid"]), process["address"] or "(private socket)")
-    console.print(table)
+    rows = [[found["name"], str(found["pid"]), found["address"] or "(private socket)"] for found in state["processes"]]
+    print_table(["PROCESS", "PID", "ADDRESS"], rows)
     console.print(f"Ready after {seconds:.1f} s, serving {state['model']}.\n")
 
 
@@ -211,29 +215,27 @@ def _tail(prompt: str, lines: int) -> str:
 
 def _show_summary(runs: Sequence[Run], console: Console) -> None:
     """What happened to each request."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("prompt", "prefill node", "computed", "KV moved", "in", "decode node", "tokens", "TTFT", "tokens/s"):
-        right = column in ("computed", "KV moved", "in", "tokens", "TTFT", "tokens/s")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for run in runs:
-        end = run.answer.finished
-        if end is None:
-            table.add_row(run.title, "failed")
-            continue
-        table.add_row(
-            run.title,
-            end.path.prefill_node or "-",
-            f"{end.prompt_tokens - end.cached_tokens} tokens",
-            size(end.kv_bytes),
-            f"{end.transfer_ms:.1f} ms",
-            end.path.decode_node,
-            str(end.completion_tokens),
-            f"{end.ttft_ms:.0f} ms",
-            f"{tokens_per_second(end):.0f}",
-        )
+    columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TOKENS", "TTFT", "TOKENS/S"]
     console.print()
-    console.print(table)
+    print_table(columns, [_row(run) for run in runs])
     console.print()
+
+
+def _row(run: Run) -> list[str]:
+    end = run.answer.finished
+    if end is None:
+        return [run.title, "failed", *[""] * 7]
+    return [
+        run.title,
+        end.path.prefill_node or "-",
+        f"{end.prompt_tokens - end.cached_tokens} tokens",
+        size(end.kv_bytes),
+        f"{end.transfer_ms:.1f} ms",
+        end.path.decode_node,
+        str(end.completion_tokens),
+        f"{end.ttft_ms:.0f} ms",
+        f"{tokens_per_second(end):.0f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""The torch runner follows the scheduler: shared and copied blocks, resumed requests, forgotten ones, log-probabilities."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.request import SamplingParams
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.random_model import write_random_model
+from tests.support.runner_driver import GREEDY, RunnerDriver
+from tests.support.tiny_models import TINY_MODELS
+
+PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
+PARAMS = replace(GREEDY, max_tokens=6)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchModelRunner:
+    directory: Path = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(directory, TINY_MODELS["qwen3"], seed=1)
+    return load_runner(directory, dtype=request.param, block_size=4, num_blocks=128)
+
+
+@pytest.fixture(scope="module")
+def expected(runner: TorchModelRunner) -> list[int]:
+    driver = RunnerDriver(runner)
+    alone = driver.add("alone", PROMPT, PARAMS)
+    driver.finish()
+    driver.step({}, finished=["alone"])
+    assert len(set(alone.output)) > 2
+    return alone.output
+
+
+def test_a_copied_block_goes_on_where_the_original_was(runner: TorchModelRunner, expected: list[int]) -> None:
+    driver = RunnerDriver(runner)
+    original = driver.add("original", PROMPT, PARAMS)
+    driver.step({"original": 30})
+    fork = NewRequestData("fork", PROMPT, (), PARAMS, [*original.block_ids[:6], 100, 101, 102], 26)
+    copies = [BlockCopy(original.block_ids[6], 100)]
+    out = runner.execute_model(SchedulerOutput(9, [fork], [], {"fork": 4}, 4, blocks_to_copy=copies))
+    assert out.sampled_token_ids["fork"] == expected[:1]
+    driver.finish()
+    assert original.output == expected
+
+
+def test_a_resumed_request_computes_its_output_again(runner: TorchModelRunner, expected: list[int]) -> None:
+    driver = RunnerDriver(runner)
+    request = driver.add("resumed", PROMPT, PARAMS)
+    for count in (30, 1, 1):
+        driver.step({"resumed": count})
+    resumed = CachedRequestData("resumed", list(range(80, 92)), 0, resumed=True)
+    out = runner.execute_model(SchedulerOutput(9, [], [resumed], {"resumed": 33}, 33))
+    assert [*request.output, *out.sampled_token_ids["resumed"]] == expected[:4]
+
+
+def test_kv_moved_as_raw_memory_continues_bit_for_bit(runner: TorchModelRunner, expected: list[int]) -> None:
+    driver = RunnerDriver(runner)
+    params = replace(PARAMS, logprobs=5)
+    sent = driver.add("sent", PROMPT, params)
+    driver.step({"sent": 30})
+    taken = driver.add("taken", PROMPT, params, output=expected[:1], num_computed=30)
+    memory = runner.memory
+    for mine, theirs in zip(taken.block_ids[:8], sent.block_ids, strict=False):
+        ctypes.memmove(
+            memory.base_address + mine * memory.block_bytes,
+            memory.base_address + theirs * memory.block_bytes,
+            memory.block_bytes,
+        )
+    out = driver.step({"sent": 1, "taken": 1})
+    assert out.logprobs["taken"] == out.logprobs["sent"]
+    driver.finish()
+    assert taken.output == sent.output == expected
+
+
+def test_log_probabilities_come_with_every_token(runner: TorchModelRunner, expected: list[int]) -> None:
+    driver = RunnerDriver(runner)
+    driver.add("asks", PROMPT, replace(PARAMS, logprobs=3))
+    driver.add("does-not", PROMPT, PARAMS)
+    driver.step({"asks": 30, "does-not": 29})
+    assert set(driver.last.logprobs) == {"asks"}
+    (at_first,) = driver.last.logprobs["asks"]
+    assert (at_first.token_id, at_first.rank) == (expected[0], 1)
+    assert at_first.top[0] == (expected[0], at_first.logprob)
+    assert len(at_first.top) == 3
+
+
+def test_a_seed_draws_the_same_tokens_beside_anyone(runner: TorchModelRunner) -> None:
+    params = SamplingParams(seed=42, max_tokens=6, top_p=0.9)
+    drawn = []
+    for mates in (0, 3):
+        driver = RunnerDriver(runner)
+        for mate in range(mates):
+            driver.add(f"mate-{mate}", PROMPT[mate:], replace(params, seed=mate))
+        request = driver.add("drawn", PROMPT, params)
+        driver.finish({f"mate-{mate}": [5, 7] for mate in range(mates)})
+        drawn.append(request.output)
+    assert drawn[0] == drawn[1]
+
+
+def test_finished_requests_are_forgotten(runner: TorchModelRunner) -> None:
+    driver = RunnerDriver(runner)
+    driver.add("gone", PROMPT, PARAMS)
+    driver.step({"gone": 30})
+    known = runner.num_requests
+    driver.step({}, finished=["gone"])
+    assert runner.num_requests == known - 1
+    out = runner.execute_model(SchedulerOutput(5, [], [CachedRequestData("gone", (), 30)], {"gone": 1}, 1))
+    assert out.failed == {"gone": "the runner does not know this request"}

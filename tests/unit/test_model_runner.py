@@ -1,4 +1,4 @@
-"""The torch runner follows the scheduler: shared and copied blocks, resumed requests, forgotten ones, log-probabilities."""
+"""The torch runner follows the scheduler: copied blocks, resumed requests, forgotten ones, log-probabilities."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ def expected(runner: TorchModelRunner) -> list[int]:
 
 def test_a_copied_block_goes_on_where_the_original_was(runner: TorchModelRunner, expected: list[int]) -> None:
     driver = RunnerDriver(runner)
-    original = driver.add("original", PROMPT, PARAMS)
-    driver.step({"original": 30})
-    fork = NewRequestData("fork", PROMPT, (), PARAMS, [*original.block_ids[:6], 100, 101, 102], 26)
+    params = replace(PARAMS, logprobs=5)
+    original = driver.add("original", PROMPT, params)
+    at_once = driver.step({"original": 30})
+    fork = NewRequestData("fork", PROMPT, (), params, [*original.block_ids[:6], 100, 101, 102], 26)
     copies = [BlockCopy(original.block_ids[6], 100)]
     out = runner.execute_model(SchedulerOutput(9, [fork], [], {"fork": 4}, 4, blocks_to_copy=copies))
     assert out.sampled_token_ids["fork"] == expected[:1]
+    assert out.logprobs["fork"] == at_once.logprobs["original"]
     driver.finish()
     assert original.output == expected
 

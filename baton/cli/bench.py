@@ -1,0 +1,65 @@
+"""`baton bench handoff`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import Format, print_json, print_table, print_yaml
+from baton.cli.usage import ClientUsageError
+from baton.config import bundled_model_dir
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the commands."""
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+
+    @group.callback()
+    def bench() -> None:
+        """Measure this machine with real processes."""
+
+    group.command("handoff")(handoff)
+    app.add_typer(group, name=name)
+
+
+def handoff(
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    requests: Annotated[int, typer.Option(help="Requests to take the medians of.", min=1)] = 20,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.", min=4)] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.", min=64)] = 512,
+    threads: Annotated[int, typer.Option(help="Threads of each node and of the engine alone.", min=1)] = 1,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure a hand-off beside one engine alone and beside bare NIXL reads of the same bytes."""
+    if model is not None and shape:
+        raise ClientUsageError("--model and --shape exclude each other")
+    from baton.bench import handoff as bench
+
+    bench.pinned_threads(threads)
+    with bench.shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+        report = bench.run(
+            bench.HandoffBenchConfig(
+                model_dir=model_dir,
+                dtype=dtype,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                requests=requests,
+                max_num_batched_tokens=max_num_batched_tokens,
+                threads=threads,
+            )
+        )
+    values = asdict(report)
+    if output is Format.JSON:
+        print_json(values)
+    elif output is Format.YAML:
+        print_yaml(values)
+    else:
+        rows = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in values.items()]
+        print_table(["WHAT", "MEDIAN"], rows)

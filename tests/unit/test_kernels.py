@@ -112,6 +112,16 @@ def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
         assert torch.equal(attention, attentions[-1]), isa
 
 
+@pytest.mark.skipif("amx_bf16" not in ISAS, reason="this processor has no AMX")
+def test_amx_attention_keeps_more_than_bfloat16_probabilities() -> None:
+    paged = Paged.make(torch.bfloat16, lengths=[300], query_lens=[200], head_dim=40)
+    out = []
+    for isa in ("amx_bf16", "avx512"):
+        kernels.use_isa(isa)
+        out.append(paged.attend(window=200, softcap=20.0))
+    assert (out[0] == out[1]).float().mean() > 0.97
+
+
 def test_the_fingerprint_tells_orders_of_summation_apart() -> None:
     numerics = {}
     for isa in ISAS:

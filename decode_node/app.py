@@ -29,7 +29,7 @@ class DecodeRole:
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
-        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.clock, context.post)
+        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post)
         self._connector = IntakeConnector(self.intake, config.block_size, context.post)
 
     @property

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request
 from baton.errors import TransferCause, TransferFailed
@@ -56,7 +55,6 @@ class Intake:
         make_mover: Callable[[Callable[[MoverEvent], None]], Mover],
         tell_engine: Callable[[KVTransferOutput], None],
         record: Callable[[str, AttemptKey, int, str], None],
-        clock: Clock,
         post: Callable[[Callable[[], None]], None],
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
@@ -69,7 +67,7 @@ class Intake:
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
-        self._book = TransferBook(clock, max_quarantined_blocks)
+        self._book = TransferBook(max_quarantined_blocks)
         self._links: dict[str, LinkClient] = {}
         self._num_blocks: dict[str, int] = {}
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
@@ -157,8 +155,8 @@ class Intake:
                     self._carry_out(self._book.peer_ready(incarnation, num_blocks))
             case ConnectFailed(incarnation, error):
                 self._cut(incarnation, error)
-            case ReadDone(read_id, num_bytes):
-                self._carry_out(self._book.read_done(read_id, num_bytes))
+            case ReadDone(read_id, num_bytes) as done:
+                self._carry_out(self._book.read_done(read_id, num_bytes, done.total_s))
             case ReadFailed(read_id, cause, story):
                 self._carry_out(self._book.read_failed(read_id, cause, story))
 

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.clock import Clock
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
@@ -59,7 +58,7 @@ class TransferStats:
     num_bytes: int
     num_blocks: int
     read_s: float
-    """From the start of the first read to the end of the last."""
+    """Time that its reads took, added up; what passed between them belongs to the computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +142,7 @@ class _Transfer:
     remote_blocks: set[int] = field(default_factory=set)
     num_bytes: int = 0
     num_blocks: int = 0
-    first_read_at: float | None = None
-    last_read_at: float = 0.0
+    read_s: float = 0.0
     cause: TransferCause | None = None
     ended: bool = False
 
@@ -162,9 +160,8 @@ class _Peer:
 class TransferBook:
     """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
 
-    def __init__(self, clock: Clock, max_quarantined_blocks: int = 1024) -> None:
+    def __init__(self, max_quarantined_blocks: int = 1024) -> None:
         """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there."""
-        self._clock = clock
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
         self._reads: dict[int, _Transfer] = {}
@@ -252,7 +249,7 @@ class TransferBook:
 
     # What the mover did.
 
-    def read_done(self, read_id: int, num_bytes: int) -> list[TransferEffect]:
+    def read_done(self, read_id: int, num_bytes: int, read_s: float = 0.0) -> list[TransferEffect]:
         """All bytes of a read are here, and nothing of it writes any more."""
         transfer = self._reads.pop(read_id, None)
         if transfer is None:
@@ -260,7 +257,7 @@ class TransferBook:
             return []
         transfer.num_blocks += transfer.reads.pop(read_id)
         transfer.num_bytes += num_bytes
-        transfer.last_read_at = self._clock.monotonic()
+        transfer.read_s += read_s
         transfer.machine.feed(TransferEvent.READ_DONE)
         effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
         if transfer.machine.state is TransferState.QUARANTINED:
@@ -351,8 +348,6 @@ class TransferBook:
         read_id = self._last_read_id
         self._reads[read_id] = transfer
         transfer.reads[read_id] = num_blocks
-        if transfer.first_read_at is None:
-            transfer.first_read_at = self._clock.monotonic()
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
         return [StartRead(read_id, transfer.peer, ranges), started]
 
@@ -368,8 +363,7 @@ class TransferBook:
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
         del self._transfers[attempt]
-        read_s = 0.0 if transfer.first_read_at is None else transfer.last_read_at - transfer.first_read_at
-        stats = TransferStats(transfer.num_bytes, transfer.num_blocks, read_s)
+        stats = TransferStats(transfer.num_bytes, transfer.num_blocks, transfer.read_s)
         return [
             Recorded("confirmed", attempt, transfer.num_blocks),
             Arrived(attempt, tuple(transfer.closing.first_token_ids), stats),

@@ -57,7 +57,7 @@ class HandoffReport:
     """From the last chunk computed to the request's first decode step."""
     decode_step_ms: float
     bandwidth_gbps: float
-    """Bytes over the time that reads were in flight, gigabytes per second."""
+    """Bytes over the time that the reads took on the mover's clock, gigabytes per second."""
     raw_bandwidth_gbps: float
     ttft_cluster_ms: float
     ttft_cluster_ms_p10: float
@@ -78,13 +78,12 @@ class _ClusterRun:
     ttft_ms: float
     step_ms: float
     token_ids: Sequence[int]
-    kv_bytes: int
+    reading_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class _HandOverTimes:
     handover_ms: float
-    reading_ms: float
     read_before_last_chunk: int
 
 
@@ -147,7 +146,7 @@ def _through_cluster(client: GenerationClient, prompt: Sequence[int], config: Ha
     if finished is None or not finished.path.prefill_node or finished.path.attempts != 1:
         raise BatonError(f"request {request_id} was not handed over: {finished}")
     steps = [after - before for before, after in itertools.pairwise(arrivals[1:])]
-    return _ClusterRun(request_id, (arrivals[0] - started) * 1e3, median(steps) * 1e3, tokens, finished.kv_bytes)
+    return _ClusterRun(request_id, (arrivals[0] - started) * 1e3, median(steps) * 1e3, tokens, finished.transfer_ms)
 
 
 def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) -> _HandOverTimes:
@@ -157,12 +156,9 @@ def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) 
         events[node.role] += [e for e in cluster.trace(node) if e.attempt.request_id == request_id]
     last_chunk = next(e for e in events["prefill"] if e.name == "chunk_computed" and e.value == prompt_tokens)
     joined = [e.monotonic_ns for e in events["decode"] if e.name == "scheduled"][-1]
-    started = [e.monotonic_ns for e in events["decode"] if e.name == "read_started"]
-    done = [e.monotonic_ns for e in events["decode"] if e.name == "read_done"]
     read_before = [e.value for e in events["prefill"] if e.name == "read_progress" and e.seq < last_chunk.seq]
     return _HandOverTimes(
         handover_ms=(joined - last_chunk.monotonic_ns) / 1e6,
-        reading_ms=sum(end - begin for begin, end in zip(started, done, strict=True)) / 1e6,
         read_before_last_chunk=max(read_before, default=0),
     )
 
@@ -192,7 +188,7 @@ def _report(
         raw_nixl_ms=raw_ms,
         handover_ms=median(t.handover_ms for t in times),
         decode_step_ms=median(one.step_ms for one in cluster_runs),
-        bandwidth_gbps=total_bytes / median(t.reading_ms for t in times) / 1e6,
+        bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
         raw_bandwidth_gbps=total_bytes / raw_all_ms / 1e6,
         ttft_cluster_ms=median(ttft),
         ttft_cluster_ms_p10=_quantile(ttft, 0.1),

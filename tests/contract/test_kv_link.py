@@ -345,7 +345,7 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.read_in_flight()
     identity = LinkIdentity("c", "d0", "d0.second", LAYOUT)
-    successor = ReceiverHalf(rig.make_backend, identity, rig.clock)
+    successor = ReceiverHalf(rig.make_backend, identity)
     await successor.start()
     successor.take("other#1", 18, rig.sender.source, OURS)
     await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])

@@ -190,7 +190,7 @@ class AnnouncingBackend(MemoryBackend):
 class ReceiverHalf:
     """A decode node without an engine: the test plays the engine."""
 
-    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity, clock: ManualClock) -> None:
+    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity) -> None:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
@@ -202,7 +202,6 @@ class ReceiverHalf:
             ),
             self.notes.tell_engine,
             self.notes.record,
-            clock,
             post,
             heartbeat_s=HEARTBEAT_S,
         )
@@ -239,7 +238,7 @@ class HandoffRig:
         self.make_backend = make_backend or self._memory_backend
         self.sender = SenderHalf(self.make_backend, LinkIdentity("c", "p0", "p0.first", LAYOUT), self.clock)
         identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
-        self.receiver = ReceiverHalf(self.make_backend, identity, self.clock)
+        self.receiver = ReceiverHalf(self.make_backend, identity)
 
     def _memory_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
         return AnnouncingBackend(self.fabric, incarnation, memory, notes)

@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
@@ -26,13 +25,8 @@ S, E = TransferState, TransferEvent
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(0.0)
-
-
-@pytest.fixture
-def book(clock: ManualClock) -> TransferBook:
-    return TransferBook(clock, max_quarantined_blocks=4)
+def book() -> TransferBook:
+    return TransferBook(max_quarantined_blocks=4)
 
 
 PATHS: dict[TransferState, list[TransferEvent]] = {
@@ -71,17 +65,15 @@ def test_the_one_way_out_of_quarantine_is_the_end_of_the_reads() -> None:
     assert out == {E.READS_ENDED_FAILED, E.READS_ENDED_ABANDONED}
 
 
-def test_a_whole_transfer(book: TransferBook, clock: ManualClock) -> None:
+def test_a_whole_transfer(book: TransferBook) -> None:
     assert lines(book.plan(PLAN)) == ["OpenLink (KVSource p0 p0.x host:1)"]
     assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Subscribe a#1 0)"]
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == ["StartRead 1 p0.x [(ReadRange 40 5 2)]"]
-    clock.advance(2)
-    assert lines(book.read_done(1, 128)) == ["TellSender p0.x (ReadProgress a#1 2)"]
+    assert lines(book.read_done(1, 128, 2.0)) == ["TellSender p0.x (ReadProgress a#1 2)"]
     assert lines(book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING))) == [
         "StartRead 2 p0.x [(ReadRange 42 7 1), (ReadRange 43 20 1), (ReadRange 10 21 1)]"
     ]
-    clock.advance(3)
-    assert lines(book.read_done(2, 192)) == [
+    assert lines(book.read_done(2, 192, 3.0)) == [
         "TellSender p0.x (ReadProgress a#1 5)",
         "TellSender p0.x (ConfirmRead a#1)",
     ]
@@ -293,7 +285,7 @@ def test_a_plan_for_a_live_attempt_is_a_fault_of_the_caller(book: TransferBook) 
 
 @pytest.mark.parametrize("seed", range(300))
 def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(seed: int) -> None:
-    rng, book = Random(seed), TransferBook(ManualClock(), max_quarantined_blocks=1000)
+    rng, book = Random(seed), TransferBook(max_quarantined_blocks=1000)
     flying: dict[int, int] = {}
     told: list[str] = []
     ended = released = False

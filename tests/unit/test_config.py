@@ -18,7 +18,9 @@ NODE = {"role": "prefill", "node_id": "p0", "registry": "redis://r"}
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "baton.toml"
     path.write_text(
-        'cluster = "from-file"\nblock_size = 32\n[node]\nmax_num_seqs = 3\nblock_size = 8\n[router]\noperator_port = 5\n'
+        'cluster = "from-file"\nblock_size = 32\n'
+        "[node]\nmax_num_seqs = 3\nblock_size = 8\n"
+        "[router]\noperator_port = 5\n"
     )
     return path
 
@@ -82,7 +84,8 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, compla
         ({"node_id": "a b"}, "node_id 'a b'"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
         ({"bloc_size": 1}, "unknown key 'bloc_size' (did you mean block_size?)"),
-        ({"node_id": None}, "--node-id is required"), ({"registry": None}, "--registry is required"),
+        ({"node_id": None}, "--node-id is required"),
+        ({"registry": None}, "--registry is required"),
     ],
 )
 def test_what_is_wrong_with_a_value_is_named_with_its_origin(flags: dict[str, object], complaint: str) -> None:

@@ -237,7 +237,8 @@ async def test_stopping_lets_running_requests_end_and_takes_the_record_back(mode
         assert text_of(await reading) == answer("ab", 2)
         await one.task
         assert addresses.incarnation not in dict(one.store.stored("test"))
-        assert [node.closed_ports > 0 for node in one.nodes.values()] == [True, True]
+        for node in one.nodes.values():
+            await node.port_closed.wait()
 
 
 async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: Path, tmp_path: Path) -> None:

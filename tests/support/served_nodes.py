@@ -63,7 +63,7 @@ class ScriptedPort:
             yield report
 
     def close(self) -> None:
-        self._node.closed_ports += 1
+        self._node.port_closed.set()
         self._reports.put_nowait(None)
 
 
@@ -74,7 +74,7 @@ class ServedNode:
         self.is_stuck = False
         """Takes work but does nothing on its own."""
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
-        self.closed_ports = 0
+        self.port_closed = asyncio.Event()
         self.port: ScriptedPort | None = None
         self._server = RpcServer((SERVICE_NAME,))
         bound = self._server.bind("127.0.0.1", 0)

@@ -11,25 +11,29 @@ from random import Random
 from typing import NamedTuple
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+_ATTEMPT_KEY = re.compile(r"(.*)#([0-9]+)(?:@([0-9a-f]+))?\Z", re.DOTALL)
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 class AttemptKey(NamedTuple):
-    """One try of one request. `str()` of it is the request id that the engine sees: `REQUEST#ATTEMPT`."""
+    """One try of one request. `str()` of it is the request id that the engine sees: `REQUEST#ATTEMPT@FLIGHT`."""
 
     request_id: str
     attempt: int
+    flight: int = 0
+    """Drawn by the router for each flight, 64 bits: clients choose request ids and may well use one again, at once or
+    at another router, and nothing of one flight may ever be taken for another's."""
 
     def __str__(self) -> str:
-        return f"{self.request_id}#{self.attempt}"
+        return f"{self.request_id}#{self.attempt}" + (f"@{self.flight:x}" if self.flight else "")
 
     @classmethod
     def parse(cls, text: str) -> AttemptKey:
         """Read what `str()` wrote; raises ValueError for anything else."""
-        request_id, mark, attempt = text.rpartition("#")
-        if not mark or not attempt.isdigit():
+        found = _ATTEMPT_KEY.match(text)
+        if found is None:
             raise ValueError(f"not an attempt key: {text!r}")
-        return cls(request_id, int(attempt))
+        return cls(found[1], int(found[2]), int(found[3] or "0", 16))
 
 
 def random_token(rng: Random, length: int = 10) -> str:

@@ -149,11 +149,11 @@ def read_welcome(response: kv_link_pb2.OpenResponse) -> LinkWelcome | None:
 
 
 def _attempt_pb(attempt: AttemptKey) -> node_pb2.Attempt:
-    return node_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt)
+    return node_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt, flight=attempt.flight)
 
 
 def _attempt(attempt: node_pb2.Attempt) -> AttemptKey:
-    return AttemptKey(attempt.request_id, attempt.attempt)
+    return AttemptKey(attempt.request_id, attempt.attempt, attempt.flight)
 
 
 def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:

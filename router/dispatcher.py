@@ -92,9 +92,9 @@ class DispatchCounters:
 class _Run:
     """A flight with everything impure around it."""
 
-    def __init__(self, request: ValidRequest, text: TextStream, started: float) -> None:
+    def __init__(self, request: ValidRequest, flight_id: int, text: TextStream, started: float) -> None:
         self.request = request
-        self.flight = Flight(request)
+        self.flight = Flight(request, flight_id)
         self.text = text
         self.queue = EventQueue()
         self.started = started
@@ -238,7 +238,7 @@ class Dispatcher:
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
         text = TextStream(self._codec, request.stop, request.sampling_params.min_tokens)
-        run = _Run(request, text, started)
+        run = _Run(request, self._rng.getrandbits(64), text, started)
         if timeout_s is not None:
             error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
             if self._timers.monotonic() >= started + timeout_s:

@@ -84,8 +84,10 @@ class _End:
 class Flight:
     """The state of one request; see the rules above."""
 
-    def __init__(self, request: ValidRequest) -> None:
+    def __init__(self, request: ValidRequest, flight_id: int = 0) -> None:
+        """`flight_id` (64 bits) tells its attempts from those of any other flight of the same request id."""
         self.request = request
+        self._flight_id = flight_id
         self.stale_events = 0
         """Messages of earlier attempts or after the end."""
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
@@ -173,7 +175,7 @@ class Flight:
 
     @property
     def _key(self) -> AttemptKey:
-        return AttemptKey(self.request.request_id, self._attempt)
+        return AttemptKey(self.request.request_id, self._attempt, self._flight_id)
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
         leg = self._legs.get(incarnation) if delta.attempt == self._key else None

@@ -40,11 +40,11 @@ _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
 
 
 def attempt_to_pb(key: AttemptKey) -> node.Attempt:
-    return node.Attempt(request_id=key.request_id, attempt=key.attempt)
+    return node.Attempt(request_id=key.request_id, attempt=key.attempt, flight=key.flight)
 
 
 def attempt_from_pb(pb: node.Attempt) -> AttemptKey:
-    return AttemptKey(pb.request_id, pb.attempt)
+    return AttemptKey(pb.request_id, pb.attempt, pb.flight)
 
 
 def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:

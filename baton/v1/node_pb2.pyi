@@ -50,12 +50,14 @@ OUTCOME_KV_LOST: Outcome
 OUTCOME_REFUSED: Outcome
 
 class Attempt(_message.Message):
-    __slots__ = ("request_id", "attempt")
+    __slots__ = ("request_id", "attempt", "flight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FLIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    flight: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., flight: _Optional[int] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("node_id", "incarnation", "address")

@@ -28,7 +28,7 @@ from baton.rpc.messages import (
 )
 from baton.v1 import generation_pb2, node_pb2
 
-KEY = AttemptKey("req-1", 2)
+KEY = AttemptKey("req-1", 2, 2**63 + 5)
 PARAMS = SamplingParams(
     temperature=0.5,
     top_k=7,

@@ -129,12 +129,28 @@ async def test_prefill_node_dies_before_the_first_token() -> None:
         assert (await rig.aborted("d1")).attempt == first
         second = (await rig.submitted("p2")).attempt
         assert (await rig.submitted("d1")).kv_source == rig.nodes["p2"].description.kv_source
-        assert second == (first.request_id, 2)
+        assert second == first._replace(attempt=2)
         rig.tell("d1", first, 1, "?", Outcome.KV_LOST)
         rig.tell("p2", second, 0, "a", Outcome.HANDED_OFF)
         rig.tell("d1", second, 1, "b", Outcome.LENGTH)
         finished = await reader.finished()
         assert (reader.text, finished.path.attempts, finished.path.prefill_node) == ("ab", 2, "p2")
+
+
+async def test_a_request_id_used_again_is_another_flight() -> None:
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        reader, first = await start_pair(rig, request_id="mine", max_tokens=2)
+        reader.task.cancel()
+        assert {(await rig.aborted(name)).attempt for name in ("p1", "d1")} == {first}
+        reader, second = await start_pair(rig, request_id="mine", max_tokens=2)
+        assert (second.request_id, second.attempt) == ("mine", 1)
+        assert second != first
+        rig.tell("p1", first, 0, "?", Outcome.HANDED_OFF)
+        rig.tell("d1", first, 1, "?", Outcome.LENGTH)
+        rig.tell("p1", second, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", second, 1, "b", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "ab"
 
 
 async def test_decode_node_dies_in_mid_stream_and_no_prefill_node_is_needed_twice() -> None:

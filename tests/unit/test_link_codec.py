@@ -24,7 +24,7 @@ from kv_transfer.link_messages import (
     Subscribe,
 )
 
-A = AttemptKey("req-1", 3)
+A = AttemptKey("req-1", 3, 2**63 + 5)
 LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, 2, 4, 32, 4096, "nixl")
 
 

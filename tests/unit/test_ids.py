@@ -1,0 +1,25 @@
+"""Names that travel in every message."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.ids import AttemptKey
+
+
+@pytest.mark.parametrize(
+    "key", [AttemptKey("r", 1), AttemptKey("a.b:c-d_e", 12, 2**64 - 1), AttemptKey("x#1@2", 3, 0x10), AttemptKey("", 0)]
+)
+def test_an_attempt_key_survives_its_text(key: AttemptKey) -> None:
+    assert AttemptKey.parse(str(key)) == key
+
+
+def test_attempts_of_two_flights_of_one_request_id_differ() -> None:
+    assert len({AttemptKey("r", 1), AttemptKey("r", 1, 7), AttemptKey("r", 2, 7)}) == 3
+    assert len({str(AttemptKey("r", 1, 7)), str(AttemptKey("r", 1)), str(AttemptKey("r", 17))}) == 3
+
+
+@pytest.mark.parametrize("text", ["", "r", "r#", "r#x", "r#1@", "r#1@g", "r#-1", "r#1@2 "])
+def test_other_text_is_no_attempt_key(text: str) -> None:
+    with pytest.raises(ValueError, match="attempt key"):
+        AttemptKey.parse(text)

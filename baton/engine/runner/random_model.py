@@ -44,7 +44,9 @@ def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dt
     end-of-sequence token unless `config` names one, so that benchmarks run to their full length.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **config}
     model_type = fields.pop("model_type")
     settings = AutoConfig.for_model(model_type, **fields)

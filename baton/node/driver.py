@@ -54,6 +54,7 @@ class EngineDriver:
         publish: Callable[[StepNews], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
+        """`on_crash` is called on the thread, which has ended when it returns: from then on nothing is computed."""
         self._core = core
         self._publish = publish
         self._on_crash = on_crash
@@ -86,7 +87,6 @@ class EngineDriver:
                 pass
         except BaseException as error:
             self._on_crash(error)
-            raise
 
     def _turn(self) -> bool:
         """Take what is in the inbox (waiting for it when there is nothing to compute), then one step."""

@@ -21,6 +21,7 @@ class Port:
         client_index: int,
         router_id: str,
         receive: Callable[[Port, RouterMessage], None],
+        give_up: Callable[[Port, AttemptKey, str], None],
         on_close: Callable[[Port], None],
     ) -> None:
         self.client_index = client_index
@@ -29,14 +30,25 @@ class Port:
         self.silent = False
         """No report since the last heartbeat."""
         self._receive = receive
+        self._give_up = give_up
         self._on_close = on_close
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
         self._closed = False
+
+    @property
+    def num_queued(self) -> int:
+        """Reports that the router has not taken."""
+        return self._queue.qsize()
 
     def receive(self, message: RouterMessage) -> None:
         """Take work; ignored once closed."""
         if not self._closed:
             self._receive(self, message)
+
+    def refuse(self, attempt: AttemptKey, error: str) -> None:
+        """Answer a message that could not be taken: its attempt ends here with an error, nothing else is touched."""
+        if not self._closed:
+            self._give_up(self, attempt, error)
 
     def push(self, report: StepReport) -> None:
         """Queue a report for the router."""

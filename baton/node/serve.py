@@ -36,16 +36,27 @@ _log = structlog.get_logger(__name__)
 
 
 class NodeStop:
-    """How a node is told to stop: once to drain, twice to stop without waiting for the running work."""
+    """How a node is told to stop. A call is a signal: the first one drains, the second one does not wait any longer."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.forced = asyncio.Event()
+        self._signalled = False
 
     def __call__(self) -> None:
-        if self.asked.is_set():
+        if self._signalled:
             self.forced.set()
+        self._signalled = True
         self.asked.set()
+
+    def drain(self) -> None:
+        """Let the running work end. Idempotent; a signal that follows is the first one."""
+        self.asked.set()
+
+    def force(self) -> None:
+        """Don't wait for anything."""
+        self.asked.set()
+        self.forced.set()
 
 
 class Node:
@@ -67,6 +78,7 @@ class Node:
         self._membership = membership
         self._life = node_lifecycle(config.node_id)
         self._crash: BaseException | None = None
+        self._rpc: RpcServer
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
         """Run until told to stop. Raises ConfigError before anything is started, EngineFault when the engine died."""
@@ -97,15 +109,22 @@ class Node:
         def tell_engine(news: KVTransferOutput) -> None:
             driver.tell_transfer(news)
 
-        def publish(news: StepNews) -> None:
-            post(lambda: service.on_step(news))
-
         def crashed(error: BaseException) -> None:
-            self._crash = error
-            post(stop)
-            post(stop)
+            _log.error("the engine died", exc_info=error)
+            self._crash = self._crash or error
+            post(stop.force)
 
-        rpc = RpcServer((SERVICE_NAME,))
+        def on_step(news: StepNews) -> None:
+            try:
+                service.on_step(news)
+            except Exception as error:
+                # Its routers would wait for ever for what got lost here. When the node ends they go elsewhere.
+                crashed(error)
+
+        def publish(news: StepNews) -> None:
+            post(lambda: on_step(news))
+
+        self._rpc = rpc = RpcServer((SERVICE_NAME,))
         port = rpc.bind(config.host, config.port)
         cleanup.push_async_callback(rpc.stop, 1.0)
         context = RoleContext(config, self.incarnation, self._runner, clock, post, tell_engine, log.record)
@@ -118,7 +137,7 @@ class Node:
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
         driver = EngineDriver(EngineCore(self.scheduler, self._runner), publish, crashed)
         description = self._describe(config.advertise or join_address(config.host, port))
-        service = NodeService(description, role, driver, log, stop)
+        service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
 
@@ -136,6 +155,7 @@ class Node:
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and let the running work end, bounded by drain_s or the second request to stop."""
         service.refuse_new_work()
+        await self._rpc.set_ready(False)
         idle = asyncio.create_task(service.wait_idle())
         forced = asyncio.create_task(stop.forced.wait())
         try:

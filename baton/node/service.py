@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from baton.clock import Clock
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, SchedulerStats
-from baton.engine.request import FinishReason, Leg, Request
+from baton.engine.request import FinishReason, Request
+from baton.errors import Draining
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.port import Port
 from baton.node.role import NodeRole
+from baton.node.submit_check import objection
 from baton.rpc.messages import (
     HEARTBEAT_S,
     Abort,
@@ -38,7 +42,7 @@ _OUTCOMES = {
 
 
 class NodeService:
-    """Lives on the loop; `on_step` alone is called from the engine's thread."""
+    """Lives on the loop."""
 
     def __init__(
         self,
@@ -46,17 +50,20 @@ class NodeService:
         role: NodeRole,
         driver: EngineDriver,
         log: EventLog,
+        clock: Clock,
         on_drain: Callable[[], None],
     ) -> None:
         self._description = description
         self._role = role
         self._driver = driver
         self._log = log
+        self._clock = clock
         self._on_drain = on_drain
         self._ports: dict[int, Port] = {}
         self._indices = itertools.count(1)
         self._load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         self._draining = False
+        self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -69,8 +76,10 @@ class NodeService:
         return self._load
 
     def open_port(self, router_id: str) -> Port:
-        """A router attached."""
-        port = Port(next(self._indices), router_id, self._receive, self._close_port)
+        """A router attached; raises Draining once the node has closed."""
+        if self._closed:
+            raise Draining(f"node {self._description.node_id} has stopped")
+        port = Port(next(self._indices), router_id, self._receive, self._give_up, self._close_port)
         self._ports[port.client_index] = port
         port.push(StepReport((), self._load))
         return port
@@ -87,7 +96,7 @@ class NodeService:
     def refuse_new_work(self) -> None:
         """From now on every submit is answered REFUSED."""
         self._draining = True
-        self._set_load(self._load)
+        self._set_load(replace(self._load, draining=True))
         self._send({})
 
     async def wait_idle(self) -> None:
@@ -111,41 +120,55 @@ class NodeService:
         self._send({index: outputs.outputs for index, outputs in news.outputs.items()})
 
     def close(self) -> None:
-        """End every router's stream."""
+        """End every router's stream, and take no more of them."""
+        self._closed = True
         for port in list(self._ports.values()):
             port.close()
 
     # Inside.
 
     def _receive(self, port: Port, message: RouterMessage) -> None:
+        owner = self._owner(message.attempt)
         if isinstance(message, Abort):
-            self._log.record("abort", message.attempt, 0, message.reason)
-            port.live.pop(message.attempt, None)
-            self._driver.abort([str(message.attempt)])
-            self._role.attempt_aborted(message.attempt)
+            if owner in (port, None):
+                self._abort(port, message)
             return
-        refusal = self._refusal(message)
-        if refusal is not None:
-            port.push(StepReport((refusal,), self._load))
+        if owner is port:
+            self._log.record("duplicate_submit", message.attempt)
             return
-        port.live[message.attempt] = AttemptClock()
-        self._idle.clear()
-        self._driver.submit(self._request(port, message))
-
-    def _refusal(self, submit: Submit) -> RequestDelta | None:
-        """Why the node won't even try, if so. Routers validate; this guards the engine against one that didn't."""
+        problem = objection(message, self._description)
         if self._draining:
-            return RequestDelta(submit.attempt, outcome=Outcome.REFUSED, error="the node is draining")
-        ids, vocab = submit.prompt_token_ids, self._description.vocab_size
-        if not ids:
-            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error="prompt: empty")
-        if min(ids) < 0 or max(ids) >= vocab:
-            return RequestDelta(submit.attempt, outcome=Outcome.ERROR, error=f"prompt: token id outside [0, {vocab})")
-        if (submit.leg is Leg.DECODE) != (submit.kv_source is not None):
-            return RequestDelta(
-                submit.attempt, outcome=Outcome.ERROR, error="kv_source: goes with the decode leg alone"
-            )
-        return None
+            self._reject(port, message.attempt, "the node is draining", Outcome.REFUSED)
+        elif owner is not None:
+            self._reject(port, message.attempt, f"attempt: runs here for router {owner.router_id}")
+        elif problem is not None:
+            self._reject(port, message.attempt, problem)
+        else:
+            # From here on it is the client who waits, whether in the engine's inbox or in its queue.
+            port.live[message.attempt] = AttemptClock(queued=self._clock.monotonic())
+            self._idle.clear()
+            self._driver.submit(self._request(port, message))
+
+    def _owner(self, attempt: AttemptKey) -> Port | None:
+        """Whom the attempt runs for, while it does."""
+        return next((port for port in self._ports.values() if attempt in port.live), None)
+
+    def _abort(self, port: Port, abort: Abort) -> None:
+        self._log.record("abort", abort.attempt, 0, abort.reason)
+        if port.live.pop(abort.attempt, None) is not None:
+            self._driver.abort([str(abort.attempt)])
+        # What ended here long ago may still be on offer.
+        self._role.attempt_aborted(abort.attempt)
+
+    def _reject(self, port: Port, attempt: AttemptKey, error: str, outcome: Outcome = Outcome.ERROR) -> None:
+        """Nothing of the attempt runs here, and the router is told why."""
+        port.push(StepReport((RequestDelta(attempt, outcome=outcome, error=error),), self._load))
+
+    def _give_up(self, port: Port, attempt: AttemptKey, error: str) -> None:
+        """End the attempt, should it run for this router: it will hear nothing more of it."""
+        if attempt in port.live:
+            self._abort(port, Abort(attempt, error))
+        self._reject(port, attempt, error)
 
     def _request(self, port: Port, submit: Submit) -> Request:
         return Request(

@@ -1,0 +1,36 @@
+"""A role that moves nothing; the fake beside `NodeRole`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.connector_fake import FakeConnector
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+from baton.node.role import Servicer
+
+
+class FakeRole:
+    """Keeps what it is told; `figures` and `start_error` are what it answers."""
+
+    def __init__(self, connector: FakeConnector | None = None) -> None:
+        self.connector = connector if connector is not None else FakeConnector()
+        self.servicers: Sequence[Servicer] = ()
+        self.aborted: list[AttemptKey] = []
+        self.figures: dict[AttemptKey, TransferFigures] = {}
+        self.start_error: Exception | None = None
+        self.is_up = False
+
+    async def start(self) -> None:
+        if self.start_error is not None:
+            raise self.start_error
+        self.is_up = True
+
+    async def stop(self) -> None:
+        self.is_up = False
+
+    def attempt_aborted(self, attempt: AttemptKey) -> None:
+        self.aborted.append(attempt)
+
+    def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
+        return self.figures.get(attempt)

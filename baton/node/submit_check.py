@@ -1,0 +1,48 @@
+"""What a node looks at before it lets a leg near its engine.
+
+Routers validate what clients send. This guards everybody else's requests against a router that did not: one value that
+makes a runner raise fails the whole step.
+"""
+
+from __future__ import annotations
+
+import math
+
+from baton.engine.request import Leg, SamplingParams
+from baton.rpc.messages import NodeDescription, Role, Submit
+
+
+def objection(submit: Submit, node: NodeDescription) -> str | None:
+    """Why this node can't run the leg, beginning with the field's name; None when it can."""
+    ids, vocab = submit.prompt_token_ids, node.vocab_size
+    if not ids:
+        return "prompt: empty"
+    if min(ids) < 0 or max(ids) >= vocab:
+        return f"prompt: token id outside [0, {vocab})"
+    if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
+        return f"leg: a {node.role.value} node offers nothing"
+    source = submit.kv_source
+    if (submit.leg is Leg.DECODE) != (source is not None):
+        return "kv_source: goes with the decode leg alone"
+    if source is not None and not (source.node_id and source.incarnation and source.address):
+        return "kv_source: names no node"
+    return _sampling_objection(submit.sampling_params, vocab)
+
+
+def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
+    # Written so that NaN fails.
+    sound = {
+        "max_tokens": params.max_tokens >= 1,
+        "min_tokens": params.min_tokens >= 0,
+        "temperature": 0.0 <= params.temperature < math.inf,
+        "top_k": params.top_k >= -1,
+        "top_p": 0.0 < params.top_p <= 1.0,
+        "min_p": 0.0 <= params.min_p <= 1.0,
+        "presence_penalty": math.isfinite(params.presence_penalty),
+        "frequency_penalty": math.isfinite(params.frequency_penalty),
+        "repetition_penalty": 0.0 < params.repetition_penalty < math.inf,
+        "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
+        "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
+    }
+    bad = [name for name, is_sound in sound.items() if not is_sound]
+    return f"{bad[0]}: {getattr(params, bad[0])!r} is out of bounds"[:200] if bad else None

@@ -1,0 +1,64 @@
+"""A node's life: the table, pair by pair, and what it takes to end one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.machine import IllegalEvent
+from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, node_lifecycle
+from baton.node.serve import NodeStop
+
+S, E = NodeState, NodeEvent
+_WAY_TO = {
+    S.STARTING: (),
+    S.READY: (E.STARTED,),
+    S.DRAINING: (E.STARTED, E.DRAIN),
+    S.STOPPED: (E.STOP,),
+}
+_LEGAL = {
+    (S.STARTING, E.STARTED): S.READY,
+    (S.STARTING, E.DRAIN): S.DRAINING,
+    (S.STARTING, E.STOP): S.STOPPED,
+    (S.READY, E.DRAIN): S.DRAINING,
+    (S.READY, E.STOP): S.STOPPED,
+    (S.DRAINING, E.DRAIN): S.DRAINING,
+    (S.DRAINING, E.STOP): S.STOPPED,
+}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(NodeState, NodeEvent)))
+def test_every_pair(state: NodeState, event: NodeEvent) -> None:
+    life = node_lifecycle("n")
+    for step in _WAY_TO[state]:
+        life.feed(step)
+    assert life.state is state
+    after = _LEGAL.get((state, event))
+    assert NODE_TABLE.get((state, event)) is after
+    if after is not None:
+        assert life.feed(event) is after
+        return
+    story = life.story
+    with pytest.raises(IllegalEvent, match="node n"):
+        life.feed(event)
+    assert (life.state, life.story) == (state, story)
+
+
+async def test_a_drain_asked_for_twice_or_before_a_signal_forces_nothing() -> None:
+    """An orchestrator asks to drain first and sends SIGTERM then: that signal is the first one."""
+    stop = NodeStop()
+    stop.drain()
+    stop.drain()
+    assert stop.asked.is_set()
+    stop()
+    assert not stop.forced.is_set()
+    stop()
+    assert stop.forced.is_set()
+
+
+async def test_force_needs_no_signal() -> None:
+    stop = NodeStop()
+    stop.force()
+    assert stop.asked.is_set()
+    assert stop.forced.is_set()

@@ -1,0 +1,376 @@
+"""The node between its routers and its engine, over a real engine that is turned by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.connector import KVTransferOutput
+from baton.engine.core import EngineCore
+from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.errors import Draining
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+from baton.node.event_log import EventLog
+from baton.node.fake_role import FakeRole
+from baton.node.manual_driver import ManualDriver
+from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.service import NodeService
+from baton.rpc.messages import Abort, NodeDescription, Outcome, RequestDelta, Role, StepReport, Submit
+
+VOCAB = 1000
+PROMPT = (1, 2, 3, 4, 5, 6)
+KEY = AttemptKey("req", 1, 7)
+SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
+DESCRIPTION = NodeDescription(
+    node_id="decode-0",
+    incarnation="decode-0.run1",
+    role=Role.DECODE,
+    address="127.0.0.1:2",
+    pid=1,
+    version="0",
+    model="scripted",
+    model_fingerprint="scripted",
+    dtype="float32",
+    numerics="scripted",
+    bit_exact=True,
+    vocab_size=VOCAB,
+    max_model_len=128,
+    block_size=4,
+    num_blocks=32,
+    eos_token_ids=frozenset(),
+)
+
+
+class Rig:
+    """A node without a wire: what routers ask for comes in by `ask`, what they hear is in their ports."""
+
+    def __init__(self, role: Role = Role.DECODE) -> None:
+        runner = ScriptedRunner(33, 4, vocab_size=VOCAB)
+        self.clock = ManualClock(100.0)
+        self.role = FakeRole()
+        limits = SchedulerConfig(33, block_size=4, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=128)
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        self.scheduler = Scheduler(limits, fields, self.clock, self.role.connector)
+        self.crashes: list[BaseException] = []
+        self.driver = ManualDriver(
+            EngineCore(self.scheduler, runner), lambda news: self.service.on_step(news), self.crashes.append
+        )
+        self.drained = 0
+        self.log = EventLog()
+        description = replace(DESCRIPTION, role=role)
+        self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain)
+
+    def _drain(self) -> None:
+        self.drained += 1
+
+    def ask(self, port: Port, key: AttemptKey = KEY, **fields: object) -> None:
+        port.receive(submit(key, **fields))
+
+
+def submit(key: AttemptKey = KEY, **fields: object) -> Submit:
+    params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
+    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)  # type: ignore[arg-type]
+
+
+async def heard(port: Port) -> list[StepReport]:
+    """Everything that is queued for the router now."""
+    reports = []
+    stream = port.reports()
+    for _ in range(port.num_queued):
+        reports.append(await anext(stream))
+    return reports
+
+
+async def deltas(port: Port) -> list[RequestDelta]:
+    return [delta for report in await heard(port) for delta in report.deltas]
+
+
+def tokens(of: Sequence[RequestDelta]) -> list[int]:
+    return [token for delta in of for token in delta.token_ids]
+
+
+async def test_a_request_ends_once_and_leaves_nothing() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    rig.driver.run()
+    got = await deltas(port)
+    assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
+    assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
+    assert not port.live
+    await rig.service.wait_idle()
+
+
+async def test_each_router_hears_of_its_own_requests_alone() -> None:
+    rig = Rig()
+    first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    other = AttemptKey("req", 1, 8)
+    rig.ask(first)
+    rig.ask(second, other)
+    rig.driver.run()
+    assert {delta.attempt for delta in await deltas(first)} == {KEY}
+    assert {delta.attempt for delta in await deltas(second)} == {other}
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    for _ in range(turns):
+        rig.driver.turn()
+    port.receive(Abort(KEY, "client left"))
+    rig.driver.run()
+    assert (await deltas(port))[-1].outcome is Outcome.ABORTED
+    assert rig.role.aborted == [KEY]
+    assert not port.live
+    await rig.service.wait_idle()
+
+
+async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else() -> None:
+    rig = Rig(Role.PREFILL)
+    port = rig.service.open_port("router-0")
+    rig.ask(port, leg=Leg.PREFILL)
+    rig.driver.run()
+    assert (await deltas(port))[-1].outcome is Outcome.HANDED_OFF
+    port.receive(Abort(KEY, "the decode leg died"))
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert not await deltas(port)
+
+
+async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
+    rig = Rig(Role.PREFILL)
+    port = rig.service.open_port("router-0")
+    rig.ask(port, leg=Leg.PREFILL)
+    rig.driver.run()
+    idle = asyncio.create_task(rig.service.wait_idle())
+    await asyncio.wait((idle,), timeout=0)
+    assert not idle.done()
+    rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
+    rig.driver.run()
+    await idle
+
+
+async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    rig.driver.turn()
+    rig.ask(port)
+    rig.driver.turn()
+    assert all(delta.outcome is None for delta in await deltas(port))
+    assert KEY in port.live
+    port.close()
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert not rig.scheduler.requests
+
+
+async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
+    rig = Rig()
+    owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    rig.ask(owner)
+    rig.driver.turn()
+    rig.ask(stranger)
+    stranger.receive(Abort(KEY, "not mine"))
+    stranger.close()
+    rig.driver.run()
+    assert tokens(await deltas(owner)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
+    assert rig.role.aborted == []
+
+
+async def test_a_stranger_who_submits_the_same_attempt_is_told_so() -> None:
+    rig = Rig()
+    owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    rig.ask(owner)
+    rig.ask(stranger)
+    assert [delta.outcome for delta in await deltas(stranger)] == [Outcome.ERROR]
+    rig.driver.run()
+    assert (await deltas(owner))[-1].outcome is Outcome.LENGTH
+
+
+async def test_a_router_that_detaches_gives_up_what_it_asked_for() -> None:
+    rig = Rig()
+    port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    rig.ask(port)
+    stays = AttemptKey("stays", 1, 9)
+    rig.ask(other, stays)
+    rig.driver.turn()
+    port.close()
+    port.close()
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert tokens(await deltas(other)) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
+    port.receive(submit(AttemptKey("late", 1)))
+    rig.driver.run()
+    assert not rig.scheduler.requests
+    await rig.service.wait_idle()
+
+
+async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
+    rig = Rig()
+    slow, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    rig.ask(slow)
+    rig.driver.turn()
+    for _ in range(MAX_QUEUED_REPORTS):
+        slow.push(StepReport((), rig.service.load()))
+    rig.ask(other, AttemptKey("stays", 1, 9))
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert slow.num_queued == MAX_QUEUED_REPORTS + 1
+    assert (await deltas(other))[-1].outcome is Outcome.LENGTH
+    assert [report async for report in slow.reports()], "what was queued is still to be had"
+
+
+PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
+BAD = [
+    ("prompt", {"prompt_token_ids": ()}),
+    ("prompt", {"prompt_token_ids": (1, VOCAB)}),
+    ("prompt", {"prompt_token_ids": (-1,)}),
+    ("leg", {"leg": Leg.PREFILL}),
+    ("kv_source", {"leg": Leg.DECODE}),
+    ("kv_source", {"kv_source": SOURCE}),
+    ("kv_source", {"leg": Leg.DECODE, "kv_source": replace(SOURCE, incarnation="")}),
+    ("kv_source", {"leg": Leg.DECODE, "kv_source": replace(SOURCE, address="")}),
+    ("max_tokens", {"sampling_params": replace(PARAMS, max_tokens=0)}),
+    ("temperature", {"sampling_params": replace(PARAMS, temperature=math.nan)}),
+    ("temperature", {"sampling_params": replace(PARAMS, temperature=-1.0)}),
+    ("top_p", {"sampling_params": replace(PARAMS, top_p=0.0)}),
+    ("top_k", {"sampling_params": replace(PARAMS, top_k=-2)}),
+    ("min_p", {"sampling_params": replace(PARAMS, min_p=1.5)}),
+    ("presence_penalty", {"sampling_params": replace(PARAMS, presence_penalty=math.inf)}),
+    ("frequency_penalty", {"sampling_params": replace(PARAMS, frequency_penalty=math.nan)}),
+    ("repetition_penalty", {"sampling_params": replace(PARAMS, repetition_penalty=0.0)}),
+    ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={VOCAB: 1.0})}),
+    ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={1: math.inf})}),
+    ("logprobs", {"sampling_params": replace(PARAMS, logprobs=VOCAB + 1)}),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), BAD)
+async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values: dict[str, object]) -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port, **values)
+    (delta,) = await deltas(port)
+    assert delta.attempt == KEY
+    assert delta.outcome is Outcome.ERROR
+    assert delta.error.startswith(field)
+    rig.driver.run()
+    assert not port.live
+    assert not rig.log.after(0), "it reached the engine"
+    await rig.service.wait_idle()
+
+
+async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port, prompt_token_ids=(1,) * 200)
+    rig.driver.run()
+    (delta,) = await deltas(port)
+    assert delta.outcome is Outcome.IGNORED
+    assert "200 tokens" in delta.error
+    assert not port.live
+
+
+async def test_absurd_lengths_end_at_the_models_length() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port, sampling_params=replace(PARAMS, max_tokens=2**32 - 1))
+    rig.driver.run(limit=200)
+    got = await deltas(port)
+    assert got[-1].outcome is Outcome.LENGTH
+    assert len(tokens(got)) == 128 - len(PROMPT)
+
+
+async def test_draining_is_told_at_once_and_refuses_new_work() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    rig.driver.turn()
+    await heard(port)
+    rig.service.refuse_new_work()
+    (report,) = await heard(port)
+    assert report.load.draining, "the routers would learn of it from the next step only"
+    rig.ask(port, AttemptKey("late", 1))
+    assert [delta.outcome for delta in await deltas(port)] == [Outcome.REFUSED]
+    rig.driver.run()
+    reports = await heard(port)
+    assert reports[-1].load.draining
+    assert reports[-1].deltas[-1].outcome is Outcome.LENGTH
+    await rig.service.wait_idle()
+
+
+async def test_a_node_that_has_closed_takes_no_more_routers() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.service.close()
+    assert len([report async for report in port.reports()]) == 1
+    with pytest.raises(Draining):
+        rig.service.open_port("router-0")
+
+
+async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    other = AttemptKey("other", 1)
+    port.refuse(other, "submit.leg: unknown leg")
+    (delta,) = await deltas(port)
+    assert (delta.attempt, delta.outcome, delta.error) == (other, Outcome.ERROR, "submit.leg: unknown leg")
+    rig.driver.run()
+    assert (await deltas(port))[-1].outcome is Outcome.LENGTH
+
+
+async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
+    """A step of half a second holds the inbox that long; to the client it is all the same queue."""
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    rig.clock.advance(0.5)
+    rig.driver.turn()
+    timings = (await deltas(port))[0].timings
+    assert timings is not None
+    assert timings.queue_ms == pytest.approx(500.0)
+
+
+async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
+    rig.driver.turn()
+    rig.role.figures[KEY] = TransferFigures(4096, 1.5)
+    rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): "peer gone"}))
+    rig.driver.run()
+    (delta,) = await deltas(port)
+    assert delta.outcome is Outcome.KV_LOST
+    assert delta.error == "peer gone"
+    assert delta.timings is not None
+    assert (delta.timings.kv_bytes, delta.timings.transfer_ms) == (4096, 1.5)
+    assert not port.live
+    rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
+    rig.driver.run()
+    await rig.service.wait_idle()
+
+
+async def test_the_drain_call_asks_the_process_and_the_trace_tells_what_was() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.service.drain()
+    assert rig.drained == 1
+    rig.ask(port)
+    rig.driver.run()
+    names = [event.name for event in rig.service.trace(0)]
+    assert names[:2] == ["queued", "scheduled"]
+    assert names[-1] == "finished"
+    assert rig.service.trace(rig.service.trace(0)[-1].seq) == []

@@ -37,7 +37,7 @@ def handoff(
     threads: Annotated[int, typer.Option(help="Threads of each node and of the engine alone.", min=1)] = 1,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Measure a hand-off beside one engine alone and beside bare NIXL reads of the same bytes."""
+    """Measure a hand-off beside one engine alone and bare NIXL reads."""
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
     from baton.bench import handoff as bench

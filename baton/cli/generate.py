@@ -13,7 +13,7 @@ import typer
 from baton.cli.output import Format, note, print_json, print_yaml, say, size
 from baton.cli.target import AddressOption, RunDirOption, grpc_address
 from baton.cli.usage import ClientUsageError
-from baton.errors import BatonError
+from baton.errors import BatonError, Unreachable
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest
 
 
@@ -119,6 +119,9 @@ def generate(
     client = GenerationClient(grpc_address(address, run_dir))
     try:
         answer = _collect(client.generate(request, timeout), show=stream and output is Format.TEXT)
+    except Unreachable as error:
+        hint = "see `baton status`" if address is None else "is this the router's gRPC address?"
+        raise Unreachable(f"{error}: {hint}") from None
     finally:
         client.close()
     result = answer.to_json()

@@ -6,14 +6,16 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
+from baton.cli.output import note
 from baton.errors import BatonError, Cancelled, ExitCode
 
 _COMMANDS = {
     "up": ("baton.cli.up", "Start a cluster on this machine and keep it running."),
-    "down": ("baton.cli.down", "Stop the cluster: let running requests end, then end every process."),
+    "down": ("baton.cli.down", "Let running requests end, then stop the cluster."),
     "status": ("baton.cli.status", "Say whether the cluster serves: ok, degraded or unavailable."),
     "get": ("baton.cli.get", "List what the cluster has: nodes."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
@@ -23,36 +25,63 @@ _COMMANDS = {
     "version": ("baton.cli.version", "Print the version."),
 }
 _PROCESSES = frozenset({"up", "node", "router"})
-"""Commands that are processes: sysexits.h has their word for bad usage."""
+"""Commands that are processes: sysexits.h has their words for bad usage and trouble with files."""
+_BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
+"""What every complaint about a command line is. typer has it, but exports no name for it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code and never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        words[0] = "version"
     command = next((word for word in words if not word.startswith("-")), "")
+    is_process = command in _PROCESSES
     try:
         code = _run(words, command)
         sys.stdout.flush()
         return code
     except BatonError as error:
         if not isinstance(error, Cancelled):
-            print(f"baton: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+            _complain(str(error))
         return int(error.exit_code)
-    except KeyboardInterrupt:
+    except _BadUsage as error:
+        _explain_usage(error)
+        return int(ExitCode.BAD_USAGE if is_process else ExitCode.USAGE)
+    except (KeyboardInterrupt, typer.Abort):
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output went away; the interpreter must not trip over the same pipe when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output went away, which is no story.
+        _drop_output()
         return int(ExitCode.FAILED)
+    except OSError as error:
+        _drop_output()
+        _complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        return int(ExitCode.IO_ERROR if is_process else ExitCode.FAILED)
 
 
 def _run(words: list[str], command: str) -> int:
-    try:
-        _build(command)(words, prog_name="baton")
-    except SystemExit as end:
-        code = int(end.code or 0) if isinstance(end.code, int | None) else int(ExitCode.FAILED)
-        return int(ExitCode.BAD_USAGE) if code == ExitCode.USAGE and command in _PROCESSES else code
-    return int(ExitCode.OK)
+    return int(_build(command)(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
+
+
+def _complain(text: str) -> None:
+    note(f"baton: {' '.join(text.split())}")
+
+
+def _explain_usage(error: Any) -> None:
+    said = error.format_message()
+    if "\n" in said:
+        # A command that needs another word after it: the complaint is its help.
+        note(said)
+        return
+    reason = said.removesuffix(".").replace(": Value error, ", ": ")
+    where = error.ctx.command_path if error.ctx is not None else "baton"
+    _complain(f"{reason}: see `{where} -h`")
+
+
+def _drop_output() -> None:
+    """The interpreter must not trip over the same output again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _build(command: str) -> typer.Typer:

@@ -10,10 +10,11 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import stat
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton.cli.state import ClusterState
@@ -21,6 +22,7 @@ from baton.errors import ConfigError
 
 _LOCK = "lock"
 _STATE = "cluster.json"
+_LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log\Z")
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:
@@ -49,12 +51,18 @@ class RunDir:
 
     def create(self) -> None:
         """Make the directory with mode 700; raises ConfigError when it can't be made or is not this user's alone."""
-        try:
+        with self._usable():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             self._check()
             self.logs.mkdir(mode=0o700, exist_ok=True)
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Read-only, full, too long a path, ...: the way out is the same."""
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
                 f"run directory {self.path} can't be used ({error.strerror}): name another with --run-dir"
@@ -77,8 +85,12 @@ class RunDir:
             raise ConfigError(f"run directory {self.path} can be written by others: chmod 700 {self.path}")
 
     def take(self) -> None:
-        """Hold the directory until `release` or this process's end; raises ConfigError when a live cluster holds it."""
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        """Hold the directory until `release` or this process's end.
+
+        Raises ConfigError when a live cluster holds it or nothing can be written there.
+        """
+        with self._usable():
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -91,10 +103,17 @@ class RunDir:
         self.sign()
 
     def sign(self) -> None:
-        """Write this process's id into the lock that it holds."""
+        """Write this process's id into the lock that it holds; raises ConfigError on a full disk."""
         assert self._lock is not None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with self._usable():
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def clear_logs(self) -> None:
+        """Remove the logs of the cluster before; whatever else is there is somebody's."""
+        for log in self.logs.iterdir():
+            if _LOG_NAME.match(log.name):
+                log.unlink()
 
     def release(self) -> None:
         """Let the directory go and remove the state."""
@@ -107,7 +126,7 @@ class RunDir:
     def holder(self) -> int | None:
         """Process id of the supervisor that holds the directory; None when nobody does."""
         try:
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR)
+            descriptor = os.open(self.path / _LOCK, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -133,12 +152,17 @@ class RunDir:
         return freed.wait(timeout_s)
 
     def write_state(self, state: ClusterState) -> None:
-        """Replace the state in one piece; readable by this user alone."""
-        descriptor, name = tempfile.mkstemp(dir=self.path, prefix=".cluster-", suffix=".json")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(state.to_json(), file, indent=2)
-            file.write("\n")
-        os.replace(name, self.path / _STATE)
+        """Replace the state in one piece; readable by this user alone. Raises ConfigError on a full disk."""
+        with self._usable():
+            descriptor, name = tempfile.mkstemp(dir=self.path, prefix=".cluster-", suffix=".json")
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump(state.to_json(), file, indent=2)
+                    file.write("\n")
+                os.replace(name, self.path / _STATE)
+            except BaseException:
+                os.unlink(name)
+                raise
 
     def read_state(self) -> ClusterState | None:
         """The last state that a supervisor wrote; None without one. Raises ConfigError when it can't be read."""

@@ -13,9 +13,22 @@ from baton.cli.run_dir import RunDir, default_run_dir
 from baton.cli.state import ClusterState
 from baton.errors import Unreachable
 
+
+def run_dir_path(text: str) -> Path:
+    """What --run-dir says; raises BadParameter for nothing, which is what an unset shell variable says."""
+    if not text:
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
+
 RunDirOption = Annotated[
     Path | None,
-    typer.Option(help="Directory of the running cluster. Default: this user's own.", show_default=False, metavar="DIR"),
+    typer.Option(
+        help="Directory of the running cluster. Default: this user's own.",
+        show_default=False,
+        metavar="DIR",
+        parser=run_dir_path,
+    ),
 ]
 AddressOption = Annotated[
     str | None, typer.Option(help="HOST:PORT of the router's gRPC port instead of a run directory.", metavar="ADDRESS")

@@ -20,7 +20,7 @@ from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor
 from baton.cli.supervisor.daemon import serve_detached
 from baton.cli.supervisor.plan import plan_nodes, plan_redis
 from baton.cli.supervisor.preflight import check_up
-from baton.cli.target import run_dir_of
+from baton.cli.target import run_dir_of, run_dir_path
 from baton.clock import SystemClock
 from baton.config import Loaded, UpConfig
 from baton.observe.logs import configure_logging, log_level
@@ -31,7 +31,12 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the command."""
     more = (
         option(
-            "run_dir", Path | None, None, help="Directory of this cluster. Default: this user's own.", metavar="DIR"
+            "run_dir",
+            Path | None,
+            None,
+            help="Directory of this cluster. Default: this user's own.",
+            metavar="DIR",
+            parser=run_dir_path,
         ),
         option("detach", bool, False, "-d", "--detach", help="Return when the cluster is ready; it runs on."),
         option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
@@ -49,8 +54,7 @@ def _up(
     place.take()
     try:
         plan = _plan(loaded.config, place, file)
-        for log in place.logs.glob("*.log"):
-            log.unlink()
+        place.clear_logs()
     except BaseException:
         place.release()
         raise

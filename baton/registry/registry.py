@@ -196,7 +196,7 @@ class Registry:
             result = await self._operate(operation)
         except _FOREIGN as error:
             self._healthy = False
-            reason = str(error) or type(error).__name__
+            reason = str(error).rstrip(".") or type(error).__name__
             raise Unreachable(f"registry {self._where} does not answer: {reason}") from None
         self._healthy = True
         return result

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path
 from baton.v1 import generation_pb2 as generation
@@ -38,27 +39,40 @@ _PATH_KEYS = (
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
-    """A client's request for the wire; raises ValueError where a number does not fit its field."""
-    params = generation.SamplingParams(
-        logit_bias=request.logit_bias, stop=request.stop, stop_token_ids=request.stop_token_ids
-    )
+    """A client's request for the wire; raises InvalidRequest for a value that does not fit its field."""
+    pb = generation.GenerateRequest()
+    params = pb.sampling_params
+    params.SetInParent()
     for name in _OPTIONAL_FIELDS:
-        value = getattr(request, name)
-        if value is not None:
-            setattr(params, name, value)
-    pb = generation.GenerateRequest(
-        request_id=request.request_id,
-        model=request.model,
-        sampling_params=params,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-    )
-    if isinstance(request.prompt, str):
-        pb.text = request.prompt
-    elif request.prompt is not None:
-        pb.token_ids.ids.extend(request.prompt)
-        pb.token_ids.SetInParent()
+        if (value := getattr(request, name)) is not None:
+            with _named(name):
+                setattr(params, name, value)
+    for name in ("request_id", "model", "priority", "cache_salt"):
+        with _named(name):
+            setattr(pb, name, getattr(request, name))
+    with _named("logit_bias"):
+        params.logit_bias.update(request.logit_bias)
+    with _named("stop"):
+        params.stop.extend(request.stop)
+    with _named("stop_token_ids"):
+        params.stop_token_ids.extend(request.stop_token_ids)
+    with _named("prompt"):
+        if isinstance(request.prompt, str):
+            pb.text = request.prompt
+        elif request.prompt is not None:
+            pb.token_ids.ids.extend(request.prompt)
+            pb.token_ids.SetInParent()
     return pb
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, "is not valid UTF-8") from None
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(field, str(error)) from None
 
 
 def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError
 from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
@@ -27,11 +27,7 @@ class GenerationStub:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> Iterator[GenerateEvent]:
-        try:
-            pb = request_to_pb(request)
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest("request", str(error)) from error
-        call = self._stub.Generate(pb, timeout=timeout_s)
+        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s)
         try:
             with self._translated():
                 for response in call:

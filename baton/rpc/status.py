@@ -59,6 +59,8 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
         return kind(field, message)
     if kind is not None:
         return kind(message)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return Unreachable(f"{peer} is another service's address ({message.rstrip('!')})")
     kind = _BY_CODE.get(error.code(), BatonError)
     return kind(f"{peer} does not answer: {message}" if kind is Unreachable else message)
 

@@ -97,7 +97,9 @@ class ChildRun:
             with suppress(BlockingIOError):
                 while piece := os.read(pipe, 65536):
                     if redis is not None:
-                        os.write(output, piece)
+                        # On a full disk the log suffers, not the server.
+                        with suppress(OSError):
+                            os.write(output, piece)
                         if redis.says_ready(piece):
                             self._on_news(Ready("", ""))
                         continue

@@ -23,7 +23,7 @@ from baton.cli.supervisor.child import ChildRun, DeathPipe, describe_exit
 from baton.cli.supervisor.plan import ChildSpec, with_flags
 from baton.cli.supervisor.restart import ChildLife, ChildState, RetryIn
 from baton.clock import Clock
-from baton.errors import BatonError, ExitCode
+from baton.errors import BatonError, ConfigError, ExitCode
 from baton.observe.ready import Failed, Ready
 
 _log = structlog.get_logger(__name__)
@@ -122,8 +122,9 @@ class ClusterSupervisor:
     async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
         """Start everything, call `on_ready`, keep it running until a signal, stop everything.
 
-        Raises StartFailed; nothing runs any more then.
+        Raises StartFailed, or ConfigError when the run directory can't hold the state; nothing runs any more then.
         """
+        self._run_dir.write_state(self.state())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
         try:
@@ -261,7 +262,7 @@ class ClusterSupervisor:
     def _write(self) -> None:
         self._changed.set()
         state = self.state()
-        with suppress(OSError):
+        with suppress(ConfigError):
             # A full or vanished disk must not end a cluster that serves.
             self._run_dir.write_state(state)
         self._on_change(state)

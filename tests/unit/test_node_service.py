@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -72,22 +73,19 @@ class Rig:
     def _drain(self) -> None:
         self.drained += 1
 
-    def ask(self, port: Port, key: AttemptKey = KEY, **fields: object) -> None:
+    def ask(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
         port.receive(submit(key, **fields))
 
 
-def submit(key: AttemptKey = KEY, **fields: object) -> Submit:
+def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
     params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
-    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)  # type: ignore[arg-type]
+    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)
 
 
 async def heard(port: Port) -> list[StepReport]:
     """Everything that is queued for the router now."""
-    reports = []
     stream = port.reports()
-    for _ in range(port.num_queued):
-        reports.append(await anext(stream))
-    return reports
+    return [await anext(stream) for _ in range(port.num_queued)]
 
 
 async def deltas(port: Port) -> list[RequestDelta]:
@@ -258,7 +256,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "values"), BAD)
-async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values: dict[str, object]) -> None:
+async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values: dict[str, Any]) -> None:
     rig = Rig()
     port = rig.service.open_port("router-0")
     rig.ask(port, **values)

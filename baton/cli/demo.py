@@ -60,7 +60,7 @@ def prompts() -> list[Run]:
         Run("a function", "def fibonacci(n):"),
         Run("a class", "class Stack:\n    def __init__(self):\n"),
         Run("a script", "import os\nimport sys\n\n\ndef main():\n"),
-        Run("a long prompt", source[: source.rindex("\n") + 1]),
+        Run("a long one", source[: source.rindex("\n") + 1]),
     ]
 
 
@@ -214,25 +214,24 @@ def _tail(prompt: str, lines: int) -> str:
 
 
 def _show_summary(runs: Sequence[Run], console: Console) -> None:
-    """What happened to each request."""
-    columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TOKENS", "TTFT", "TOKENS/S"]
+    """What happened to each request, in 80 columns."""
+    columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TTFT", "TOKENS/S"]
     console.print()
-    print_table(columns, [_row(run) for run in runs])
+    print_table(columns, [_row(run) for run in runs], gap=2)
     console.print()
 
 
 def _row(run: Run) -> list[str]:
     end = run.answer.finished
     if end is None:
-        return [run.title, "failed", *[""] * 7]
+        return [run.title, "failed", *[""] * 6]
     return [
         run.title,
         end.path.prefill_node or "-",
-        f"{end.prompt_tokens - end.cached_tokens} tokens",
+        str(end.prompt_tokens - end.cached_tokens),
         size(end.kv_bytes),
         f"{end.transfer_ms:.1f} ms",
         end.path.decode_node,
-        str(end.completion_tokens),
         f"{end.ttft_ms:.0f} ms",
         f"{tokens_per_second(end):.0f}",
     ]

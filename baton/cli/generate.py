@@ -73,7 +73,10 @@ class Answer:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="The text to continue; - reads it from standard input.", show_default=False, metavar="PROMPT"
+        ),
     ] = None,
     token_ids: Annotated[
         str | None, typer.Option(help="The prompt as token ids, like 1,2,3, instead of text.", metavar="IDS")

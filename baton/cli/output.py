@@ -38,12 +38,12 @@ def print_yaml(value: Any) -> None:
     print("\n".join(_yaml(value)))  # noqa: T201
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True) -> None:
-    """Left-aligned columns three spaces apart, as kubectl prints them: nothing a shell would stumble on."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3) -> None:
+    """Left-aligned columns `gap` spaces apart, as kubectl prints them: nothing a shell would stumble on."""
     lines = [list(columns), *map(list, rows)] if headers else list(map(list, rows))
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
     for line in lines:
-        print("   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())  # noqa: T201
+        print((" " * gap).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())  # noqa: T201
 
 
 def say(text: str = "", *, end: str = "\n") -> None:

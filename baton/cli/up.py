@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from baton.cli.options import config_flags, option
-from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.run_dir import RunDir, default_run_dir
 from baton.cli.state import ClusterState
 from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor
@@ -65,7 +65,7 @@ def _up(
     if detach:
         show(serve_detached(lambda report: _serve(plan, place, report), place.log("supervisor")))
     else:
-        _serve(plan, place, show)
+        _serve(plan, place, show, _PhaseNotes() if sys.stderr.isatty() else lambda _state: None)
 
 
 def _plan(config: UpConfig, place: RunDir, file: Path | None) -> ClusterPlan:
@@ -85,11 +85,30 @@ def _plan(config: UpConfig, place: RunDir, file: Path | None) -> ClusterPlan:
     )
 
 
-def _serve(plan: ClusterPlan, place: RunDir, on_ready: Callable[[ClusterState], None]) -> None:
+class _PhaseNotes:
+    """Tells a person at a terminal why nothing seems to happen."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+
+    def __call__(self, state: ClusterState) -> None:
+        before, self._phase = self._phase, state.phase
+        if not before:
+            note("Starting …")
+        elif (before, state.phase) == ("ready", "draining"):
+            note("Stopping: what runs may end first. Once more ends it at once.")
+
+
+def _serve(
+    plan: ClusterPlan,
+    place: RunDir,
+    on_ready: Callable[[ClusterState], None],
+    on_change: Callable[[ClusterState], None] = lambda _state: None,
+) -> None:
     """Run the cluster to its end; the run directory is free afterwards."""
 
     async def run() -> None:
-        await ClusterSupervisor(plan, place, SystemClock()).run(on_ready)
+        await ClusterSupervisor(plan, place, SystemClock(), on_change).run(on_ready)
 
     place.sign()
     try:

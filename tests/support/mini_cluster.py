@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -17,36 +17,17 @@ from random import Random
 import grpc
 
 from baton.config import NodeConfig
-from baton.engine.outputs import TokenLogprobs
 from baton.engine.runner.base import ModelRunner
 from baton.node.serve import Node, NodeStop
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc import status
-from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, NodeDescription, TraceEvent
+from baton.rpc.messages import NodeDescription, TraceEvent
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
-from baton.v1 import generation_pb2, generation_pb2_grpc, operator_pb2, operator_pb2_grpc
+from baton.v1 import operator_pb2, operator_pb2_grpc
 from router.app import RouterAddresses, RouterConfig, run_router
+from tests.support.caller import Caller
 
 CLUSTER = "mini"
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a client got."""
-
-    token_ids: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    seed: int = 0
-    finished: Finished | None = None
-
-    @property
-    def end(self) -> Finished:
-        assert self.finished is not None
-        return self.finished
 
 
 @dataclass(slots=True)
@@ -65,56 +46,13 @@ class RunningNode:
         return stats.total_blocks - stats.free_blocks
 
 
-class MiniCluster:
+class MiniCluster(Caller):
     """Started by `mini_cluster`."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
         self.nodes: dict[str, RunningNode] = {}
         self.router = RouterAddresses("", "", "")
-        self.channel: grpc.aio.Channel
-
-    async def generate(
-        self,
-        request: GenerateRequest,
-        timeout_s: float = 60.0,
-        on_event: Callable[[Accepted | Chunk], None] = lambda event: None,
-    ) -> Answer:
-        """Run one request to its end; raises what the server meant."""
-        answer = Answer()
-        call = self.call(request, timeout_s)
-        try:
-            while isinstance(response := await call.read(), generation_pb2.GenerateResponse):
-                event = event_from_pb(response)
-                if isinstance(event, generation_pb2.Finished):
-                    metadata = [(key, value) for key, value in await call.trailing_metadata()]
-                    answer.finished = finished_from_pb(event, metadata)
-                    continue
-                if isinstance(event, Chunk):
-                    answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
-                    answer.token_ids += event.token_ids
-                    answer.text += event.text
-                    answer.logprobs += event.logprobs
-                else:
-                    answer.seed = event.seed
-                on_event(event)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, "router") from error
-        finally:
-            call.cancel()
-        code = await call.code()
-        if code is not grpc.StatusCode.OK:
-            raise status.from_rpc_error(await _as_error(call), "router")
-        return answer
-
-    def call(
-        self, request: GenerateRequest, timeout_s: float = 60.0
-    ) -> grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]:
-        """The bare call, for tests that leave in the middle."""
-        stub = generation_pb2_grpc.GenerationStub(self.channel)
-        call: grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
-        call = stub.Generate(request_to_pb(request), timeout=timeout_s)
-        return call
 
     async def trace(self, node_id: str) -> Sequence[TraceEvent]:
         """A node's events, oldest first."""
@@ -138,12 +76,6 @@ class MiniCluster:
                 await stream.close()
             finally:
                 await client.close()
-
-
-async def _as_error(call: grpc.aio.UnaryStreamCall[object, object]) -> grpc.RpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
 
 
 @asynccontextmanager

@@ -1,0 +1,35 @@
+"""One cluster for every fault that a cluster survives: two nodes of each kind, simulated, slow enough to be hit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.mini_cluster import simulated_model_dir
+from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
+from tests.support.slow_model import FLAGS, MAX_MODEL_LEN, STEP_TIMES, VOCAB_SIZE
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_model_dir(tmp_path_factory.mktemp("simulated"), VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
+    run_dir = tmp_path_factory.mktemp("cluster") / "run"
+    with process_cluster(run_dir, model, *FLAGS, "--prefill", "2", "--decode", "2", environment=STEP_TIMES) as running:
+        yield running
+
+
+@pytest.fixture
+async def session(cluster: ProcessCluster) -> AsyncIterator[ClusterSession]:
+    """The shared cluster, whole and idle before a test and again after it."""
+    async with cluster.session() as opened:
+        await opened.whole()
+        await opened.idle()
+        yield opened
+        await opened.whole()
+        await opened.idle()

@@ -1,0 +1,92 @@
+"""How a cluster ends, and what it says of itself when it can't go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.engine.runner.random_model import write_random_model
+from baton.errors import BatonError
+from baton.rpc.messages import GenerateRequest
+from tests.support.mini_cluster import random_prompt
+from tests.support.process_cluster import ProcessCluster, ended, process_cluster
+from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+from tests.support.tiny_models import TINY_MODELS
+
+
+def pids(cluster: ProcessCluster) -> list[int]:
+    state = cluster.state
+    return [state.pid, *(process.pid for process in state.processes)]
+
+
+async def test_down_lets_running_requests_end(tmp_path: Path, model: Path) -> None:
+    with process_cluster(tmp_path / "run", model, *FLAGS, environment=STEP_TIMES) as cluster:
+        everybody = pids(cluster)
+        async with cluster.session() as session:
+            request = ask("last", chunks=3, max_tokens=12)
+            answering = asyncio.create_task(session.generate(request))
+            await session.seen("prefill", "chunk_computed", "last")
+            stopped = await asyncio.to_thread(cluster.baton, "down", "-o", "json")
+            assert json.loads(stopped.stdout)["was_running"] is True
+            answer = await answering
+            assert_right(answer, request)
+            assert answer.end.path.attempts == 1
+        assert not any(map(_lives, everybody))
+
+
+async def test_nobody_survives_the_supervisor(tmp_path: Path, model: Path) -> None:
+    with process_cluster(tmp_path / "run", model, *FLAGS, environment=STEP_TIMES) as cluster:
+        async with cluster.session() as session:
+            request = ask("orphan", chunks=3)
+            answering = asyncio.create_task(session.generate(request))
+            await session.seen("prefill", "chunk_computed", "orphan")
+            everybody = pids(cluster)
+            # One that does not run can't watch anything; the kernel ends it all the same.
+            os.kill(cluster.process("decode-0").pid, signal.SIGSTOP)
+            await asyncio.to_thread(ended, everybody, lambda: os.kill(cluster.state.pid, signal.SIGKILL))
+            with pytest.raises(BatonError):
+                await answering
+        assert cluster.baton("status").returncode != 0
+        # The directory is free at once: the next cluster needs no cleaning up.
+        again = cluster.baton("up", "--detach", "--grpc-port", "0", "--model", str(model), *FLAGS)
+        assert again.returncode == 0, again.stderr
+
+
+async def test_a_crash_loop_is_shown(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    write_random_model(directory, TINY_MODELS["llama"], seed=1)
+    with process_cluster(tmp_path / "run", directory, "--dtype", "float32", "--kv-cache-memory", "4MiB") as cluster:
+        async with cluster.session() as session:
+            await session.whole()
+            prompt = GenerateRequest(random_prompt(Random(1), 50, 256), temperature=0.0, max_tokens=8)
+            undisturbed = await session.generate(prompt)
+            assert undisturbed.end.path.prefill_node == "prefill-0"
+            weights = directory / "model.safetensors"
+            weights.rename(weights.with_suffix(".away"))
+            cluster.signal("prefill-0", signal.SIGKILL)
+            await session.until(lambda _: cluster.process("prefill-0").status == "CrashLoop")
+            shown = cluster.baton("status")
+            assert "CrashLoop" in shown.stdout
+            assert "safetensors" in shown.stdout, "and why"
+            found = json.loads(cluster.baton("get", "nodes", "-o", "json").stdout)
+            assert {node["name"]: node["status"] for node in found}["prefill-0"] == "CrashLoop"
+            alone = await session.generate(prompt)
+            assert alone.end.path.prefill_node == ""
+            assert alone.token_ids == undisturbed.token_ids
+            weights.with_suffix(".away").rename(weights)
+            await session.whole()
+            assert (await session.generate(prompt)).end.path.prefill_node == "prefill-0"
+
+
+def _lives(pid: int) -> bool:
+    """Whether it still runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,100 @@
+"""kill -9 of nodes at the moments that hurt. Every request still gets exactly the tokens it would have had."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from baton.rpc.messages import Accepted, Chunk
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+
+async def test_undisturbed(session: ClusterSession) -> None:
+    """What the other tests compare with: the closed form is what the cluster gives, greedy and sampled."""
+    for request in (ask("plain"), ask("plain-sampled", sampled=True)):
+        answer = await session.generate(request)
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 1
+        assert answer.end.kv_bytes > 0
+
+
+async def test_the_prefill_node_while_it_computes(session: ClusterSession) -> None:
+    request = ask("prefill-dies", sampled=True)
+    answering = asyncio.create_task(session.generate(request))
+    decode = await session.seen("decode", "read_done", "prefill-dies")
+    prefill = await session.seen("prefill", "chunk_computed", "prefill-dies")
+    before = session.cluster.signal(prefill, signal.SIGKILL)
+    answer = await answering
+    assert_right(answer, request)
+    assert answer.end.path.attempts >= 2
+    first = [e.name for e in await session.trace(decode, "prefill-dies") if e.attempt.attempt == 1]
+    assert "read_done" in first, "blocks had moved before it died"
+    assert "kv_arrived" not in first, "not all of them"
+    now = await session.back(before)
+    assert now.last_exit == "SIGKILL"
+
+
+async def test_the_decode_node_before_the_first_token(session: ClusterSession) -> None:
+    request = ask("decode-dies-early")
+    events: list[Accepted | Chunk] = []
+    answering = asyncio.create_task(session.generate(request, on_event=events.append))
+    decode = await session.seen("decode", "read_done", "decode-dies-early")
+    before = session.cluster.signal(decode, signal.SIGKILL)
+    assert not [event for event in events if isinstance(event, Chunk)], "no token was out when it died"
+    answer = await answering
+    assert_right(answer, request)
+    assert answer.end.path.attempts >= 2
+    assert answer.end.path.decode_node != decode
+    await session.back(before)
+
+
+async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
+    request = ask("decode-dies-late", chunks=2, max_tokens=24, sampled=True)
+    some = asyncio.Event()
+    out: list[int] = []
+
+    def on_event(event: Accepted | Chunk) -> None:
+        if isinstance(event, Chunk):
+            out.extend(event.token_ids)
+            if len(out) >= 4:
+                some.set()
+
+    answering = asyncio.create_task(session.generate(request, on_event=on_event))
+    await some.wait()
+    decode = await session.seen("decode", "kv_arrived", "decode-dies-late")
+    before = session.cluster.signal(decode, signal.SIGKILL)
+    assert 4 <= len(out) < 24
+    answer = await answering
+    assert_right(answer, request)
+    assert answer.end.path.attempts == 2
+    await session.back(before)
+
+
+async def test_both_prefill_nodes_at_once(session: ClusterSession) -> None:
+    requests = [ask(f"both-{i}", chunks=2, sampled=bool(i % 2)) for i in range(6)]
+    answering = [asyncio.create_task(session.generate(request)) for request in requests]
+    await asyncio.gather(*(session.seen("decode", "subscribed", f"both-{i}") for i in range(6)))
+    killed = [session.cluster.signal(name, signal.SIGKILL) for name in session.cluster.nodes("prefill")]
+    answers = await asyncio.gather(*answering)
+    for answer, request in zip(answers, requests, strict=True):
+        assert_right(answer, request)
+    again = [answer for answer in answers if answer.end.path.attempts > 1]
+    assert len(again) >= 3
+    assert {answer.end.path.prefill_node for answer in again} == {""}, "the decode nodes computed alone"
+    for before in killed:
+        await session.back(before)
+
+
+async def test_a_request_id_used_again_goes_the_whole_way(session: ClusterSession) -> None:
+    """Not a fault of ours: a client that tries again under the same name, right after it left."""
+    request = ask("again", chunks=2)
+    call = session.call(request)
+    await call.read()
+    await session.seen("prefill", "chunk_computed", "again")
+    call.cancel()
+    await session.idle()
+    for _ in range(2):
+        answer = await session.generate(request)
+        assert_right(answer, request)
+        assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)

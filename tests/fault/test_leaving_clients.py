@@ -1,0 +1,53 @@
+"""A client that goes away, in each stage, from real processes: nobody keeps a block for it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import DeadlineExceeded
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+
+@pytest.mark.parametrize(
+    ("stage", "role", "event", "count"),
+    [
+        ("accepted", "decode", "queued", 1),
+        ("computing", "prefill", "chunk_computed", 1),
+        ("moving", "decode", "read_done", 2),
+        ("streaming", "decode", "remote_kv_arrived", 1),
+    ],
+)
+async def test_leaving(session: ClusterSession, stage: str, role: str, event: str, count: int) -> None:
+    request = ask(f"leaves-{stage}", chunks=3, max_tokens=40)
+    call = session.call(request)
+    await call.read()
+    await session.seen(role, event, request.request_id, count)
+    call.cancel()
+    await session.idle()
+    for name in (*session.cluster.nodes("prefill"), *session.cluster.nodes("decode")):
+        events = [e.name for e in await session.trace(name, request.request_id)]
+        assert not events or "abort" in events, "who had to do with it was told"
+
+
+async def test_leaving_while_queued_behind_others(session: ClusterSession) -> None:
+    stays = [ask(f"stays-{i}", chunks=2) for i in range(4)]
+    answering = [asyncio.create_task(session.generate(request)) for request in stays]
+    for request in stays:
+        await session.seen("decode", "subscribed", request.request_id)
+    leaver = session.call(ask("leaves-queue", chunks=4))
+    await leaver.read()
+    await session.seen("prefill", "queued", "leaves-queue")
+    leaver.cancel()
+    for answer, request in zip(await asyncio.gather(*answering), stays, strict=True):
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 1
+
+
+async def test_a_deadline_in_the_middle(session: ClusterSession) -> None:
+    request = ask("deadline", chunks=4)
+    with pytest.raises(DeadlineExceeded):
+        await session.generate(request, timeout_s=1.0)
+    await session.idle()

@@ -1,0 +1,58 @@
+"""kill -9 of what is not on the data path (Redis), and of what every stream goes through (the router)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from baton.errors import BatonError
+from baton.registry.embedded import embedded_redis
+from baton.registry.registry import Registry
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+
+async def test_redis(session: ClusterSession) -> None:
+    incarnations = {p.incarnation for p in session.cluster.state.processes if p.role != "redis"}
+    running = ask("redis-dies", chunks=2, max_tokens=12)
+    answering = asyncio.create_task(session.generate(running))
+    await session.seen("prefill", "chunk_computed", running.request_id)
+    # The supervisor does not run either, so Redis stays away until we have looked.
+    with session.cluster.stopped(session.cluster.state.pid):
+        before = session.cluster.signal("redis", signal.SIGKILL)
+        status = await session.until(lambda found: found.health != "ok")
+        assert status.health == "degraded"
+        assert "registry" in status.detail
+        assert_right(await answering, running)
+        for request in (ask("no-redis-0", chunks=2), ask("no-redis-1", chunks=2, sampled=True)):
+            answer = await session.generate(request)
+            assert_right(answer, request)
+            assert (answer.end.path.attempts, bool(answer.end.path.prefill_node)) == (1, True)
+    now = await session.back(before)
+    assert now.last_exit == "SIGKILL"
+    assert {p.incarnation for p in session.cluster.state.processes if p.role != "redis"} == incarnations
+    registry = Registry.connect(embedded_redis(session.cluster.run_dir).url, "default")
+    try:
+        async for snapshot in registry.watch():
+            # Nothing was kept on disk: each of them has registered again.
+            if {record.incarnation for record in snapshot.values()} == incarnations:
+                break
+    finally:
+        await registry.close()
+
+
+async def test_the_router(session: ClusterSession) -> None:
+    """A stream can't outlive its only router yet; blocks and address do."""
+    address = session.cluster.state.grpc_address
+    lost = asyncio.create_task(session.generate(ask("router-dies")))
+    await session.seen("decode", "read_done", "router-dies")
+    before = session.cluster.signal("router-0", signal.SIGKILL)
+    with pytest.raises(BatonError):
+        await lost
+    await session.idle()
+    await session.back(before)
+    assert session.cluster.state.grpc_address == address
+    request = ask("router-dies", chunks=1)
+    assert_right(await session.generate(request), request)

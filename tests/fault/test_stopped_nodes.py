@@ -1,0 +1,67 @@
+"""SIGSTOP: a node that neither answers nor dies. Its silence is noticed; what it says afterwards changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.rpc.messages import Accepted, Chunk
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+
+async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
+    request = ask("decode-stops", chunks=2, max_tokens=24, sampled=True)
+    some = asyncio.Event()
+    out: list[int] = []
+
+    def on_event(event: Accepted | Chunk) -> None:
+        if isinstance(event, Chunk):
+            out.extend(event.token_ids)
+            if len(out) >= 4:
+                some.set()
+
+    answering = asyncio.create_task(session.generate(request, on_event=on_event))
+    await some.wait()
+    name = await session.seen("decode", "kv_arrived", request.request_id)
+    process = session.cluster.process(name)
+    with session.cluster.stopped(process.pid):
+        assert len(out) < 24
+        answer = await answering
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 2
+        assert answer.end.path.decode_node != name
+        status = await session.status()
+        assert next(node for node in status.nodes if node.name == name).status in ("Suspect", "Lost")
+    await _comes_back_as_it_was(session, name, process.incarnation)
+    stale = [e.name for e in await session.trace(name, request.request_id) if e.attempt.attempt == 1]
+    assert stale[-1] in ("finished", "abort", "lease_released"), "it had more to do, and gave it up"
+
+
+async def test_a_prefill_node_while_it_computes(session: ClusterSession) -> None:
+    request = ask("prefill-stops", sampled=True)
+    answering = asyncio.create_task(session.generate(request))
+    decode = await session.seen("decode", "read_done", request.request_id)
+    name = await session.seen("prefill", "chunk_computed", request.request_id)
+    process = session.cluster.process(name)
+    with session.cluster.stopped(process.pid):
+        answer = await answering
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 2
+        first = [e.name for e in await session.trace(decode, request.request_id) if e.attempt.attempt == 1]
+        assert "kv_arrived" not in first
+        await session.idle(decode)
+    await _comes_back_as_it_was(session, name, process.incarnation)
+
+
+async def _comes_back_as_it_was(session: ClusterSession, name: str, incarnation: str) -> None:
+    """The same process is used again, everybody is idle, and new work goes through it."""
+    await session.whole()
+    await session.idle()
+    assert session.cluster.process(name).incarnation == incarnation
+    requests = [ask(f"after-{name}-{i}", chunks=1) for i in range(4)]
+    answers = await asyncio.gather(*map(session.generate, requests))
+    for answer, request in zip(answers, requests, strict=True):
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 1
+    used = {answer.end.path.prefill_node for answer in answers} | {answer.end.path.decode_node for answer in answers}
+    assert name in used

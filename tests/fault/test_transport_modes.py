@@ -1,0 +1,39 @@
+"""The hand-off and its worst fault over TCP alone; everything else runs over what UCX prefers on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from tests.support.process_cluster import process_cluster
+from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+
+
+async def test_tcp(tmp_path: Path, model: Path) -> None:
+    environment = {**STEP_TIMES, "UCX_TLS": "tcp,self"}
+    with process_cluster(tmp_path / "run", model, *FLAGS, environment=environment) as cluster:
+        async with cluster.session() as session:
+            await session.whole()
+            request = ask("tcp-plain", sampled=True)
+            answer = await session.generate(request)
+            assert_right(answer, request)
+            assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)
+
+            request = ask("tcp-dies", sampled=True)
+            answering = asyncio.create_task(session.generate(request))
+            await session.seen("decode", "read_done", "tcp-dies")
+            before = cluster.signal("prefill-0", signal.SIGKILL)
+            answer = await answering
+            assert_right(answer, request)
+            assert answer.end.path.attempts == 2
+            first = [e.name for e in await session.trace("decode-0", "tcp-dies") if e.attempt.attempt == 1]
+            assert "kv_arrived" not in first
+            await session.back(before)
+            await session.idle()
+
+            request = ask("tcp-again")
+            answer = await session.generate(request)
+            assert_right(answer, request)
+            assert (answer.end.path.attempts, answer.end.path.prefill_node) == (1, "prefill-0")
+            await session.idle()

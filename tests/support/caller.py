@@ -1,0 +1,84 @@
+"""A client over real gRPC that keeps all it was told, the indices of tokens included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.engine.outputs import TokenLogprobs
+from baton.rpc import status
+from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest
+from baton.v1 import generation_pb2, generation_pb2_grpc
+
+Call = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    seed: int = 0
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        assert self.finished is not None
+        return self.finished
+
+
+class Caller:
+    """Speaks to one router; `channel` is the owner's to open and close."""
+
+    channel: grpc.aio.Channel
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        timeout_s: float = 60.0,
+        on_event: Callable[[Accepted | Chunk], None] = lambda event: None,
+    ) -> Answer:
+        """Run one request to its end; raises what the server meant."""
+        answer = Answer()
+        call = self.call(request, timeout_s)
+        try:
+            while isinstance(response := await call.read(), generation_pb2.GenerateResponse):
+                event = event_from_pb(response)
+                if isinstance(event, generation_pb2.Finished):
+                    metadata = [(key, value) for key, value in await call.trailing_metadata()]
+                    answer.finished = finished_from_pb(event, metadata)
+                    continue
+                if isinstance(event, Chunk):
+                    answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
+                    answer.token_ids += event.token_ids
+                    answer.text += event.text
+                    answer.logprobs += event.logprobs
+                else:
+                    answer.seed = event.seed
+                on_event(event)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error, "router") from error
+        finally:
+            call.cancel()
+        code = await call.code()
+        if code is not grpc.StatusCode.OK:
+            raise status.from_rpc_error(await _as_error(call), "router")
+        return answer
+
+    def call(self, request: GenerateRequest, timeout_s: float = 60.0) -> Call:
+        """The bare call, for tests that leave in the middle."""
+        stub = generation_pb2_grpc.GenerationStub(self.channel)
+        call: Call = stub.Generate(request_to_pb(request), timeout=timeout_s)
+        return call
+
+
+async def _as_error(call: Call) -> grpc.RpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )

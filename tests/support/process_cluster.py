@@ -1,0 +1,219 @@
+"""A cluster of real processes, started with `baton up`, seen as a client, an operator and the kernel see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import grpc
+
+from baton.cli.run_dir import RunDir
+from baton.cli.state import ClusterState, ProcessState
+from baton.rpc.messages import ClusterStatus, LoadReport, TraceEvent
+from baton.rpc.node_client import NodeClient
+from baton.rpc.operator_service import status_from_pb
+from baton.v1 import operator_pb2, operator_pb2_grpc
+from tests.support.caller import Caller
+
+BOUND_S = 100.0
+"""Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
+_PAUSE_S = 0.05
+"""Between two questions of the same kind, so that asking takes no core from those that are asked."""
+
+
+class ProcessCluster:
+    """One `baton up`. Processes are named as in `baton status`."""
+
+    def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
+        self._run_dir = RunDir(run_dir)
+        self._environment = {**os.environ, **environment}
+
+    def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run the command on this cluster."""
+        command = [sys.executable, "-P", "-m", "baton.cli.main", *words, "--run-dir", str(self._run_dir.path)]
+        return subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=BOUND_S, check=False
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run_dir.path
+
+    @property
+    def state(self) -> ClusterState:
+        """What the supervisor wrote last."""
+        state = self._run_dir.read_state()
+        assert state is not None, "no cluster is running"
+        return state
+
+    def process(self, name: str) -> ProcessState:
+        """One process as its supervisor sees it."""
+        return next(process for process in self.state.processes if process.name == name)
+
+    def nodes(self, role: str) -> list[str]:
+        """Names of the nodes of a role."""
+        return [process.name for process in self.state.processes if process.role == role]
+
+    def signal(self, name: str, number: signal.Signals) -> ProcessState:
+        """Send a signal; returns the process as it was just before."""
+        process = self.process(name)
+        os.kill(process.pid, number)
+        return process
+
+    @contextmanager
+    def stopped(self, pid: int) -> Iterator[None]:
+        """A process that the kernel does not run meanwhile."""
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[ClusterSession]:
+        """Connections for the time of one test."""
+        state = self.state
+        async with (
+            grpc.aio.insecure_channel(state.grpc_address) as public,
+            grpc.aio.insecure_channel(state.operator_address) as private,
+        ):
+            yield ClusterSession(self, public, private)
+
+
+class ClusterSession(Caller):
+    """What a test does with a running cluster."""
+
+    def __init__(self, cluster: ProcessCluster, public: grpc.aio.Channel, private: grpc.aio.Channel) -> None:
+        self.cluster = cluster
+        self.channel = public
+        self._operator = operator_pb2_grpc.OperatorStub(private)
+
+    async def status(self) -> ClusterStatus:
+        """The cluster as its router sees it."""
+        return status_from_pb(await self._operator.GetStatus(operator_pb2.GetStatusRequest(), wait_for_ready=True))
+
+    async def until(self, is_so: Callable[[ClusterStatus], bool]) -> ClusterStatus:
+        """Ask the router until it says so; returns what it said."""
+        found = await self.status()
+        async with asyncio.timeout(BOUND_S):
+            while not is_so(found):
+                await asyncio.sleep(_PAUSE_S)
+                found = await self.status()
+        return found
+
+    async def whole(self) -> ClusterStatus:
+        """Wait until every process that the supervisor runs is one that the router uses."""
+
+        def is_whole(status: ClusterStatus) -> bool:
+            processes = self.cluster.state.processes
+            wanted = {p.incarnation for p in processes if p.role != "redis" and p.status == "Ready"}
+            ready = {node.incarnation for node in status.nodes if node.status == "Ready"}
+            return status.health == "ok" and ready == wanted and all(p.status == "Ready" for p in processes)
+
+        return await self.until(is_whole)
+
+    async def back(self, before: ProcessState) -> ProcessState:
+        """Wait until a process that was killed is replaced by a new one and the cluster is whole; returns that."""
+
+        def is_replaced(_: ClusterStatus) -> bool:
+            now = self.cluster.process(before.name)
+            return now.pid not in (0, before.pid) and now.status == "Ready"
+
+        await self.until(is_replaced)
+        await self.whole()
+        now = self.cluster.process(before.name)
+        assert now.restarts > before.restarts
+        return now
+
+    async def trace(self, name: str, request_id: str = "") -> list[TraceEvent]:
+        """Events that a node keeps, oldest first; of one request if it is named."""
+        client = NodeClient(self.cluster.process(name).address)
+        try:
+            events = await client.trace()
+        finally:
+            await client.close()
+        return [event for event in events if request_id in ("", event.attempt.request_id)]
+
+    async def seen(self, role: str, event: str, request_id: str, count: int = 1) -> str:
+        """Wait until a node of the role has recorded the event so many times; returns the node's name."""
+        watches = [
+            asyncio.create_task(self._watch(name, event, request_id, count), name=name)
+            for name in self.cluster.nodes(role)
+        ]
+        try:
+            async with asyncio.timeout(BOUND_S):
+                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _watch(self, name: str, event: str, request_id: str, count: int) -> str:
+        client = NodeClient(self.cluster.process(name).address)
+        last, found = 0, 0
+        try:
+            while found < count:
+                for one in await client.trace(last):
+                    last = one.seq
+                    found += one.name == event and one.attempt.request_id == request_id
+                await asyncio.sleep(_PAUSE_S)
+            return name
+        finally:
+            await client.close()
+
+    async def idle(self, *names: str) -> None:
+        """Wait until these nodes (default: all) run nothing, and lease, quarantine and use no block."""
+        async with asyncio.timeout(BOUND_S):
+            for name in names or (*self.cluster.nodes("prefill"), *self.cluster.nodes("decode")):
+                client = NodeClient(self.cluster.process(name).address)
+                try:
+                    stream = await client.attach("test-watch")
+                    async for report in stream:
+                        if is_idle(report.load):
+                            break
+                    await stream.close()
+                finally:
+                    await client.close()
+
+
+def is_idle(load: LoadReport) -> bool:
+    """Whether every block is free (or only cached) and nothing runs or waits."""
+    busy = load.running or load.waiting or load.waiting_for_remote_kvs
+    return not busy and load.free_blocks == load.total_blocks and not (load.leased_blocks or load.quarantined_blocks)
+
+
+@contextmanager
+def process_cluster(
+    run_dir: Path, model: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ProcessCluster]:
+    """`baton up --detach` with these flags; on exit nothing of it is left."""
+    cluster = ProcessCluster(run_dir, environment or {})
+    words = ("up", "--detach", "--grpc-port", "0", "--model", str(model), *flags, "-o", "json")
+    started = cluster.baton(*words)
+    assert started.returncode == 0, started.stderr
+    try:
+        yield cluster
+    finally:
+        stopped = cluster.baton("down", "--timeout", "60", "--force")
+        assert stopped.returncode == 0, stopped.stderr
+
+
+def ended(pids: Sequence[int], act: Callable[[], None]) -> None:
+    """Do something and return when all of these processes have ended, whoever their parent is."""
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    try:
+        act()
+        for pid, descriptor in zip(pids, descriptors, strict=True):
+            readable, _, _ = select.select([descriptor], [], [], BOUND_S)
+            assert readable, f"process {pid} lives on"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,41 @@
+"""A simulated model whose steps take so long that a test can act in the middle of any stage."""
+
+from __future__ import annotations
+
+from random import Random
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import expected_tokens
+from baton.rpc.messages import GenerateRequest
+from tests.support.caller import Answer
+from tests.support.mini_cluster import random_prompt
+
+_SPEC = SimulatedSpec()
+VOCAB_SIZE, MAX_MODEL_LEN = _SPEC.vocab_size, _SPEC.max_model_len
+CHUNK = 64
+STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "6", "BATON_SIMULATED_DECODE_SEQ_MS": "60"}
+"""A chunk takes 0.4 s, an output token 60 ms for each running sequence."""
+FLAGS = ("--runner", "simulated", "--max-num-batched-tokens", str(CHUNK), "--kv-cache-memory", "8MiB")
+
+
+def ask(request_id: str, chunks: int = 4, max_tokens: int = 6, *, sampled: bool = False) -> GenerateRequest:
+    """A request with a prompt of its own, which follows from its id."""
+    prompt = random_prompt(Random(request_id), chunks * CHUNK - 5, VOCAB_SIZE)
+    temperature, seed = (1.0, 7) if sampled else (0.0, None)
+    return GenerateRequest(prompt, request_id=request_id, temperature=temperature, seed=seed, max_tokens=max_tokens)
+
+
+def tokens_of(request: GenerateRequest) -> list[int]:
+    """What an undisturbed run gives."""
+    assert isinstance(request.prompt, list)
+    params = SamplingParams(
+        temperature=request.temperature or 0.0, seed=request.seed or 0, max_tokens=request.max_tokens or 0
+    )
+    return expected_tokens(request.prompt, params, _SPEC)
+
+
+def assert_right(answer: Answer, request: GenerateRequest) -> None:
+    """All tokens of an undisturbed run, each index once and in order."""
+    assert answer.token_ids == tokens_of(request)
+    assert answer.indices == list(range(len(answer.token_ids)))

@@ -69,7 +69,9 @@ class DispatchLimits:
     """Bounds of one router."""
 
     capacity_wait_s: float = 10.0
-    """How long a request waits for a node to come (back) before it fails."""
+    """How long a new request waits for a node to come before it is turned away."""
+    recovery_wait_s: float = 120.0
+    """How long a request whose nodes were lost waits for one to come back: long enough to load a model."""
     max_backlog_tokens: int = 256
     stall_s: float = 30.0
     """How long a client may leave more than the backlog unread."""
@@ -306,7 +308,9 @@ class Dispatcher:
             run.wanted = place
             run.why_waiting = error
             if run.patience is None:
-                until = self._timers.monotonic() + self._limits.capacity_wait_s
+                limits = self._limits
+                patience_s = limits.capacity_wait_s if place.attempt == 1 else limits.recovery_wait_s
+                until = self._timers.monotonic() + patience_s
                 run.patience = self._timers.call_at(until, lambda: self._feed(run, GiveUp(run.why_waiting)))
             return ()
         if run.patience is not None:

@@ -43,10 +43,12 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     """The least loaded pair that fits. Raises NoCapacity with the reason when there is none, and InvalidRequest when
     the nodes are there but too small.
 
-    `candidates` are the nodes that take work; `exclude` names incarnations that already failed this request. A pair
-    must agree on everything that KV depends on. One node alone runs the request only when the other kind is missing.
+    `candidates` are the nodes that take work; `exclude` names incarnations that already failed this request, which are
+    asked again when there is nobody else: they take work now, so they may only have been away. A pair must agree on
+    everything that KV depends on. One node alone runs the request only when the other kind is missing.
     """
-    fitting = [c for c in candidates if c.node.incarnation not in exclude and _fits(c.node, demand)]
+    able = [c for c in candidates if _fits(c.node, demand)]
+    fitting = [c for c in able if c.node.incarnation not in exclude] or able
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
     decodes = sorted((c for c in fitting if c.node.role is Role.DECODE), key=_order)
     best_prefill = _best_by_kv(prefills)
@@ -58,10 +60,10 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     alone = decodes or prefills
     if alone:
         return Placement(None, alone[0].node, _why_alone(candidates, prefills, decodes, exclude), candidates)
-    if any(c.node.model == demand.model and c.node.incarnation not in exclude for c in candidates):
+    if any(c.node.model == demand.model for c in candidates):
         tokens = demand.num_prompt_tokens + demand.max_tokens
         raise InvalidRequest("prompt", f"with max_tokens comes to {tokens} tokens, more than any node's KV cache holds")
-    raise NoCapacity(_why_nobody(candidates, demand))
+    raise NoCapacity(f"no node that serves {demand.model} is up")
 
 
 def _fits(node: NodeDescription, demand: Demand) -> bool:
@@ -99,10 +101,3 @@ def _why_alone(
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""
     return f"no {missing.value} node is left{note}"
-
-
-def _why_nobody(candidates: Sequence[Candidate], demand: Demand) -> str:
-    failed = sum(1 for c in candidates if c.node.model == demand.model)
-    if failed:
-        return f"every node that is up ({failed}) failed this request"
-    return f"no node that serves {demand.model} is up"

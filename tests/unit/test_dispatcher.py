@@ -336,6 +336,19 @@ async def test_waits_for_a_node_but_not_for_ever() -> None:
             await reader.finished()
 
 
+async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None:
+    async with router_rig(decode("d1")) as rig:
+        reader = rig.ask(max_tokens=1)
+        await rig.submitted("d1")
+        rig.nodes["d1"].die()
+        await rig.attached(0)
+        rig.timers.advance(100)
+        assert rig.dispatcher.num_waiting == 1
+        rig.timers.advance(30)
+        with pytest.raises(NoCapacity, match="no node that serves demo is up"):
+            await reader.finished()
+
+
 async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         reader, first = await start_pair(rig, max_tokens=2)

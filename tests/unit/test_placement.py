@@ -72,8 +72,14 @@ def test_nobody_and_why() -> None:
         choose([], DEMAND)
     with pytest.raises(NoCapacity, match="no node that serves demo is up"):
         choose([at(decode(model="other"))], DEMAND)
-    with pytest.raises(NoCapacity, match=r"every node that is up \(1\) failed"):
-        choose([at(decode())], DEMAND, {"d1.1"})
+
+
+def test_who_failed_is_asked_again_when_nobody_else_is_left() -> None:
+    assert names(choose([at(decode("d1")), at(decode("d2"), 9)], DEMAND, {"d1.1"})) == (None, "d2")
+    assert names(choose([at(decode("d1"))], DEMAND, {"d1.1"})) == (None, "d1")
+    assert names(choose([at(prefill()), at(decode())], DEMAND, {"p1.1", "d1.1"})) == ("p1", "d1")
+    # One that never failed but is too small is nobody.
+    assert names(choose([at(decode("d1")), at(decode("d2", num_blocks=4))], DEMAND, {"d1.1"})) == (None, "d1")
 
 
 def word(view: ClusterView, incarnation: str) -> str | None:

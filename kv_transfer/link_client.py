@@ -81,8 +81,9 @@ class LinkClient:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _live(self) -> None:
-        channel = self._make_channel(self._source.address)
+        channel: grpc.aio.Channel | None = None
         try:
+            channel = self._make_channel(self._source.address)
             error = await self._converse(channel)
         except Exception as fault:
             # Whatever it was, the transfers on this link must hear that it is over.
@@ -90,7 +91,8 @@ class LinkClient:
             error = TransferFailed(TransferCause.PEER_GONE, f"link to {self._source.incarnation}: {fault!r}")
         finally:
             self._stream = None
-            await channel.close(None)
+            if channel is not None:
+                await channel.close(None)
         self._handler.link_down(self._source.incarnation, error)
 
     async def _converse(self, channel: grpc.aio.Channel) -> TransferFailed:

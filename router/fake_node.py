@@ -21,6 +21,8 @@ class FakeStream:
     async def send(self, message: RouterMessage) -> None:
         if self.is_closed:
             raise NodeLost(f"node {self.welcome.node_id} is gone: the stream is closed")
+        if self._node.send_error is not None:
+            raise self._node.send_error
         self._node.inbox.put_nowait(message)
 
     async def __aiter__(self) -> AsyncIterator[StepReport]:
@@ -54,12 +56,17 @@ class FakeNode:
         self.is_up = True
         self.is_silent = False
         """Takes connections but answers nothing, like a stopped process."""
+        self.attach_error: Exception | None = None
+        self.send_error: Exception | None = None
+        """What attaching and sending raise, if anything."""
 
     @property
     def incarnation(self) -> str:
         return self.description.incarnation
 
     async def attach(self) -> FakeStream:
+        if self.attach_error is not None:
+            raise self.attach_error
         if self.is_silent:
             await asyncio.get_running_loop().create_future()
         if not self.is_up:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from baton.errors import BatonError, NodeLost
 from baton.registry import NodeRecord
 from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from router.timers import Timers, sleep_until
+
+_log = logging.getLogger(__name__)
 
 
 class NodeStream(Protocol):
@@ -171,6 +174,8 @@ class _Link:
         self._outbox: deque[RouterMessage] = deque()
         self._outbox_filled = asyncio.Event()
         self._last_message = 0.0
+        self._heard = False
+        """The stream has brought a report."""
         self._task = asyncio.create_task(self._run(), name=f"link-{record.incarnation}")
 
     @property
@@ -199,14 +204,19 @@ class _Link:
         failures = 0
         try:
             while self.registered:
+                if failures:
+                    await sleep_until(self._owner.timers, self._owner.retry_at(failures))
                 try:
-                    stream = await self._owner.attach(client, self._record)
+                    self._heard = False
+                    await self._serve(await self._owner.attach(client, self._record))
+                    # A stream that never brought anything is no better than none.
+                    failures = 0 if self._heard else failures + 1
                 except BatonError:
                     failures += 1
-                    await sleep_until(self._owner.timers, self._owner.retry_at(failures))
-                    continue
-                failures = 0
-                await self._serve(stream)
+                except Exception:
+                    # Whatever it was, without a link nobody could use the node any more.
+                    _log.exception("link to %s", self._record.incarnation)
+                    failures += 1
         finally:
             await client.close()
 
@@ -225,6 +235,9 @@ class _Link:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = next(task.result() for task in tasks if task in done)
+        except Exception as fault:
+            reason = f"the router failed at it: {fault}"
+            raise
         finally:
             self._stream = None
             listener.on_lost(incarnation, reason)
@@ -238,6 +251,7 @@ class _Link:
         listener, timers, incarnation = self._owner.listener, self._owner.timers, self._record.incarnation
         try:
             async for report in stream:
+                self._heard = True
                 self._last_message = timers.monotonic()
                 listener.on_report(incarnation, report)
         except BatonError as error:

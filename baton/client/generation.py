@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 
 from baton.rpc.generation_client import GenerationStub
@@ -15,8 +15,10 @@ class GenerationClient:
     def __init__(self, address: str) -> None:
         self._stub = GenerationStub(address)
 
-    def generate(self, request: GenerateRequest, timeout_s: float | None = None) -> Iterator[GenerateEvent]:
-        """Stream one request: Accepted, Chunks, Finished. Closing the iterator early cancels the request."""
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None = None
+    ) -> Generator[GenerateEvent, None, None]:
+        """Stream one request: Accepted, Chunks, Finished. Closing the generator early cancels the request."""
         return self._stub.generate(request, timeout_s)
 
     def cancel(self, request_id: str) -> None:

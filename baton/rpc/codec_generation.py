@@ -136,7 +136,12 @@ def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
     """The serving path as trailing metadata: for people who debug, outside the public messages."""
     path = finished.path
     values = (path.prefill_node, path.decode_node, str(path.attempts), path.reason, str(finished.kv_bytes))
-    return tuple(zip(_PATH_KEYS, values, strict=True))
+    return tuple(zip(_PATH_KEYS, map(_printable, values), strict=True))
+
+
+def _printable(value: str) -> str:
+    """Metadata takes printable ASCII only, and little of it: a value that is not would cost the whole answer."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200]).strip()
 
 
 def event_from_pb(pb: generation.GenerateResponse) -> Accepted | Chunk | generation.Finished:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
@@ -26,7 +26,7 @@ class GenerationStub:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> Iterator[GenerateEvent]:
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> Generator[GenerateEvent, None, None]:
         call = self._stub.Generate(request_to_pb(request), timeout=timeout_s)
         try:
             with self._translated():

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import BatonError, InvalidRequest
-from baton.rpc import status
+from baton.errors import InvalidRequest
 from baton.rpc.codec_generation import event_to_pb, path_to_metadata, request_from_pb
 from baton.rpc.messages import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
@@ -40,7 +39,7 @@ class GenerationHandler(Protocol):
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Turns calls into the handler's and its errors into statuses."""
+    """Turns calls into the handler's; what it raises is for `FaultBarrier`."""
 
     def __init__(self, handler: GenerationHandler) -> None:
         self._handler = handler
@@ -51,47 +50,32 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
-        try:
-            _check_size(request.ByteSize())
-            events = self._handler.generate(request_from_pb(request), context.time_remaining())
-            request_id = request.request_id
-            # aclosing, since a handler that is cancelled while it writes may never be resumed: the request must end
-            # all the same.
-            async with aclosing(events):
-                async for event in events:
-                    if isinstance(event, Accepted):
-                        request_id = event.request_id
-                    elif isinstance(event, Finished):
-                        context.set_trailing_metadata(path_to_metadata(event))
-                    yield event_to_pb(event, request_id)
-        except BatonError as error:
-            await status.abort(context, error)
+        _check_size(request.ByteSize())
+        events = self._handler.generate(request_from_pb(request), context.time_remaining())
+        request_id = request.request_id
+        # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Accepted):
+                    request_id = event.request_id
+                elif isinstance(event, Finished):
+                    context.set_trailing_metadata(path_to_metadata(event))
+                yield event_to_pb(event, request_id)
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
-        try:
-            await self._handler.cancel(request.request_id)
-        except BatonError as error:
-            await status.abort(context, error)
+        await self._handler.cancel(request.request_id)
         return generation.CancelResponse()
 
     async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
-        try:
-            _check_size(request.ByteSize())
-            return generation.TokenizeResponse(token_ids=self._handler.tokenize(request.model, request.text))
-        except BatonError as error:
-            await status.abort(context, error)
-            raise
+        _check_size(request.ByteSize())
+        return generation.TokenizeResponse(token_ids=self._handler.tokenize(request.model, request.text))
 
     async def Detokenize(
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
-        try:
-            _check_size(request.ByteSize())
-            text = self._handler.detokenize(request.model, list(request.token_ids))
-            return generation.DetokenizeResponse(text=text)
-        except BatonError as error:
-            await status.abort(context, error)
-            raise
+        _check_size(request.ByteSize())
+        text = self._handler.detokenize(request.model, list(request.token_ids))
+        return generation.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: generation.ListModelsRequest, context: _Context

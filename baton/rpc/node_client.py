@@ -70,15 +70,16 @@ class NodeClient:
         try:
             await call.write(node.AttachRequest(hello=node.AttachHello(router_id=router_id, incarnation=incarnation)))
             first = await call.read()
+            if not isinstance(first, node.AttachResponse) or first.WhichOneof("message") != "welcome":
+                raise NodeLost(f"{self.address} did not say welcome")
+            return NodeStream(description_from_pb(first.welcome), call)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
-        except asyncio.CancelledError:
+        except asyncio.InvalidStateError as error:
+            raise NodeLost(f"{self.address} ended the stream: {error}") from error
+        except BaseException:
             call.cancel()
             raise
-        if not isinstance(first, node.AttachResponse) or first.WhichOneof("message") != "welcome":
-            call.cancel()
-            raise NodeLost(f"{self.address} did not say welcome")
-        return NodeStream(description_from_pb(first.welcome), call)
 
     async def describe(self) -> tuple[NodeDescription, LoadReport]:
         """What the node is and how busy."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import BatonError, ConfigError, InvalidRequest
-from baton.rpc import status
+from baton.errors import ConfigError, InvalidRequest
+from baton.ids import AttemptKey
 from baton.rpc.codec_node import (
+    attempt_from_pb,
     description_to_pb,
     load_to_pb,
     report_to_pb,
@@ -20,6 +22,8 @@ from baton.rpc.codec_node import (
 from baton.rpc.messages import LoadReport, NodeDescription, RouterMessage, StepReport, TraceEvent
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
+
+_log = logging.getLogger(__name__)
 
 SERVICE_NAME = "baton.v1.Node"
 
@@ -31,6 +35,10 @@ class RouterPort(Protocol):
 
     def receive(self, message: RouterMessage) -> None:
         """Take work; returns at once."""
+        ...
+
+    def refuse(self, attempt: AttemptKey, error: str) -> None:
+        """A message could not be taken: answer that its attempt failed here."""
         ...
 
     def reports(self) -> AsyncIterator[StepReport]:
@@ -49,7 +57,9 @@ class NodeHandler(Protocol):
 
     def load(self) -> LoadReport: ...
 
-    def open_port(self, router_id: str) -> RouterPort: ...
+    def open_port(self, router_id: str) -> RouterPort:
+        """A router attaches; raises Draining."""
+        ...
 
     def drain(self) -> None: ...
 
@@ -68,13 +78,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Attach(
         self, requests: AsyncIterator[node.AttachRequest], context: _Context
     ) -> AsyncIterator[node.AttachResponse]:
-        try:
-            router_id = await self._greet(requests)
-        except BatonError as error:
-            await status.abort(context, error)
-            return
-        port = self._handler.open_port(router_id)
-        reader = asyncio.create_task(self._read(requests, port), name=f"attach-{router_id}")
+        port = self._handler.open_port(await self._greet(requests))
+        reader = asyncio.create_task(self._read(requests, port), name="attach-read")
         try:
             yield node.AttachResponse(welcome=description_to_pb(self._handler.describe()))
             async for report in port.reports():
@@ -82,9 +87,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         finally:
             reader.cancel()
             port.close()
-        if reader.done() and not reader.cancelled() and (error_raised := reader.exception()):
-            refusal = error_raised if isinstance(error_raised, BatonError) else BatonError(str(error_raised))
-            await status.abort(context, refusal)
+        if reader.done() and not reader.cancelled():
+            reader.result()
 
     async def _greet(self, requests: AsyncIterator[node.AttachRequest]) -> str:
         """The hello; raises InvalidRequest or ConfigError when the stream is not meant for this incarnation."""
@@ -98,9 +102,16 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     @staticmethod
     async def _read(requests: AsyncIterator[node.AttachRequest], port: RouterPort) -> None:
+        """Hand on what the router says. What one message breaks is that message's loss alone."""
         try:
             async for request in requests:
-                port.receive(router_message_from_pb(request))
+                try:
+                    port.receive(router_message_from_pb(request))
+                except InvalidRequest as error:
+                    _refuse(port, request, str(error))
+                except Exception:
+                    _log.exception("a message of a router")
+                    _refuse(port, request, "the node failed at this message")
         finally:
             port.close()
 
@@ -115,3 +126,12 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
         return node.TraceResponse(events=[trace_to_pb(event) for event in self._handler.trace(request.after)])
+
+
+def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:
+    """Messages that name no attempt have nobody to be told of; they are skipped, as a newer router's would be."""
+    kind = request.WhichOneof("message")
+    if kind == "submit":
+        port.refuse(attempt_from_pb(request.submit.attempt), error)
+    else:
+        _log.warning("skipped a message of a router (%s): %s", kind, error)

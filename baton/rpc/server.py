@@ -7,6 +7,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
+from baton.rpc.fault_barrier import FaultBarrier
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Above this gRPC itself refuses; the public service refuses far earlier, with the field's name."""
@@ -27,7 +28,7 @@ class RpcServer:
     """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
 
     def __init__(self, service_names: tuple[str, ...]) -> None:
-        self.server = grpc.aio.server(options=_OPTIONS)
+        self.server = grpc.aio.server(interceptors=(FaultBarrier(),), options=_OPTIONS)
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

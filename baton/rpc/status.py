@@ -12,6 +12,8 @@ from baton import errors
 from baton.errors import BatonError, InvalidRequest, NodeLost, Status, TransferFailed, Unreachable
 
 _DOMAIN = "baton"
+_MAX_STORY_BYTES = 512
+"""Of an error's words: they travel three times over in metadata, of which peers take 8 KiB, percent-encoded."""
 _CODES = {status: grpc.StatusCode[status.name] for status in Status}
 _BY_NAME: dict[str, type[BatonError]] = {
     name: kind
@@ -27,15 +29,24 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
     """End the call with the error's status and its details (field violation, error class, retryable). Always raises."""
-    detail = status_pb2.Status(code=_CODES[error.status].value[0], message=str(error))
+    detail = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
     detail.details.add().Pack(info)
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_shortened(error.field), description=_shortened(error.reason)
+        )
         detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status = rpc_status.to_status(detail)
     await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+
+
+def _shortened(story: str) -> str:
+    data = story.encode(errors="replace")
+    if len(data) <= _MAX_STORY_BYTES:
+        return data.decode()
+    return data[:_MAX_STORY_BYTES].decode(errors="ignore") + "..."
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:

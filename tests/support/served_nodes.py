@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from baton.engine.request import Leg
+from baton.ids import AttemptKey
 from baton.rpc.messages import (
     Abort,
     LoadReport,
@@ -39,6 +40,10 @@ class ScriptedPort:
         self._node.received.put_nowait(message)
         if isinstance(message, Submit) and not self._node.is_stuck:
             self.answer(message)
+
+    def refuse(self, attempt: AttemptKey, error: str) -> None:
+        delta = RequestDelta(attempt, outcome=Outcome.ERROR, error=error)
+        self._reports.put_nowait(StepReport((delta,), LoadReport()))
 
     def answer(self, submit: Submit, stop: int | None = None) -> None:
         """Send the leg's tokens, up to output index `stop` and without an end if that is given."""

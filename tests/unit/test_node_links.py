@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+from baton.errors import NodeLost
 from baton.rpc.messages import Abort, NodeDescription, StepReport
 from router.fake_node import FakeNode, FakeNodes
 from router.node_links import NodeLinks
@@ -17,11 +18,14 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.report_error: Exception | None = None
 
     def on_attached(self, description: NodeDescription) -> None:
         self.heard.put_nowait(("attached", description.incarnation))
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
+        if self.report_error is not None:
+            raise self.report_error
         self.heard.put_nowait(("report", incarnation))
 
     def on_lost(self, incarnation: str, reason: str) -> None:
@@ -139,3 +143,59 @@ async def test_closing_tells_the_listener_and_the_node() -> None:
     stream = rig.nodes["d1"].stream
     assert stream is not None
     assert stream.is_closed
+
+
+async def test_a_fault_of_ours_costs_one_attachment_not_the_node() -> None:
+    """Whatever raises what it should not: the link comes back, and nobody waits for the registry to change."""
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    node.attach_error = RuntimeError("out of luck")
+    rig.links.update([record_of(decode())])
+    await rig.timers.is_due(within=2.0)
+    node.attach_error = None
+    rig.timers.advance(2.0)
+    assert await rig.hear() == ("attached", "d1.1")
+    node.send_error = ValueError("that can't be written")
+    assert rig.links.send("d1.1", Abort(key(), "x"))
+    heard, reason = await rig.hear()
+    assert heard == "lost"
+    assert "that can't be written" in reason
+    node.send_error = None
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    assert rig.links.send("d1.1", Abort(key(), "y"))
+    message = await node.inbox.get()
+    assert isinstance(message, Abort)
+    assert message.reason == "y"
+    await rig.close()
+
+
+async def test_a_listener_that_raises_costs_one_attachment_not_the_node() -> None:
+    rig = Rig(decode())
+    rig.listener.report_error = RuntimeError("out of luck")
+    rig.links.update([record_of(decode())])
+    assert await rig.hear() == ("attached", "d1.1")
+    rig.nodes["d1"].report()
+    heard, reason = await rig.hear()
+    assert heard == "lost"
+    assert "out of luck" in reason
+    rig.listener.report_error = None
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    rig.nodes["d1"].report()
+    assert await rig.hear() == ("report", "d1.1")
+    await rig.close()
+
+
+async def test_streams_that_bring_nothing_are_not_opened_all_the_time() -> None:
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    rig.links.update([record_of(decode())])
+    for opened in range(1, 4):
+        assert await rig.hear() == ("attached", "d1.1")
+        assert node.num_attachments == opened
+        assert node.stream is not None
+        node.stream.put(NodeLost("it ended"))
+        assert await rig.hear() == ("lost", "it ended")
+        await rig.retry_is_due()
+    await rig.close()

@@ -1,0 +1,445 @@
+"""Servers and clients of `baton.rpc` over loopback, with handlers that a test writes: what survives the wire, and what
+one bad message may cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from baton import errors
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    EngineFault,
+    InvalidRequest,
+    NodeLost,
+    TransferFailed,
+    Unreachable,
+)
+from baton.ids import AttemptKey
+from baton.rpc import generation_service, node_service, operator_service
+from baton.rpc.generation_client import GenerationStub
+from baton.rpc.generation_service import GenerationServicer
+from baton.rpc.messages import (
+    Abort,
+    Accepted,
+    Chunk,
+    ClusterStatus,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    LoadReport,
+    ModelCard,
+    NodeDescription,
+    Path,
+    RequestDelta,
+    RouterMessage,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+from baton.rpc.node_client import NodeClient
+from baton.rpc.node_service import NodeServicer
+from baton.rpc.operator_client import OperatorStub
+from baton.rpc.operator_service import OperatorServicer
+from baton.rpc.server import RpcServer
+from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
+from tests.support.router_parts import decode
+
+SECRET = "/home/somebody/secret.py"
+FINISHED = Finished("length", None, 3, 2, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 1, "least loaded pair"))
+KEY = AttemptKey("r", 1, 2**63)
+SUBMIT = Submit(KEY, Leg.DECODE, (1, 2, 3), SamplingParams(), 0, "", KVSource("p", "p.1", "host:1"))
+
+
+class Handler:
+    """The public service as a test wants it. An error set is raised by everything."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.events: list[GenerateEvent] = [Accepted("r", 5, 3), Chunk(0, [7, 8], "ab", []), FINISHED]
+        self.endless = False
+        self.closed = asyncio.Event()
+        self.asked: list[object] = []
+
+    def _maybe_raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    async def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        self.asked.append(request)
+        try:
+            self._maybe_raise()
+            for event in self.events:
+                yield event
+            index = 2
+            while self.endless:
+                yield Chunk(index, (1,) * 1000, "x" * 1000)
+                index += 1000
+        finally:
+            self.closed.set()
+
+    async def cancel(self, request_id: str) -> None:
+        self._maybe_raise()
+        self.asked.append(request_id)
+
+    def tokenize(self, model: str, text: str) -> Sequence[int]:
+        self._maybe_raise()
+        return [len(text)]
+
+    def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        self._maybe_raise()
+        return str(list(token_ids))
+
+    def list_models(self) -> Sequence[ModelCard]:
+        self._maybe_raise()
+        return [ModelCard("m", 64, 300)]
+
+    def status(self) -> ClusterStatus:
+        self._maybe_raise()
+        return ClusterStatus("c", "ok", "", ())
+
+
+@asynccontextmanager
+async def served(handler: Handler) -> AsyncIterator[tuple[str, GenerationStub]]:
+    server = RpcServer((generation_service.SERVICE_NAME, operator_service.SERVICE_NAME))
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    GenerationServicer(handler).add_to_server(server.server)
+    OperatorServicer(handler).add_to_server(server.server)
+    await server.start()
+    stub = GenerationStub(address)
+    try:
+        yield address, stub
+    finally:
+        stub.close()
+        await server.stop(0)
+
+
+async def ask(stub: GenerationStub, request: GenerateRequest | None = None) -> list[GenerateEvent]:
+    return await asyncio.to_thread(lambda: list(stub.generate(request or GenerateRequest([1, 2, 3]), 30.0)))
+
+
+async def test_a_stream_arrives_as_it_was_sent() -> None:
+    handler = Handler()
+    async with served(handler) as (_, stub):
+        assert await ask(stub) == handler.events
+        await asyncio.to_thread(stub.cancel, "r")
+        assert handler.asked == [GenerateRequest([1, 2, 3]), "r"]
+        assert await asyncio.to_thread(stub.tokenize, "", "four") == [4]
+        assert await asyncio.to_thread(stub.detokenize, "", [4, 5]) == "[4, 5]"
+        assert await asyncio.to_thread(stub.list_models) == [ModelCard("m", 64, 300)]
+
+
+def every_error() -> list[BatonError]:
+    kinds = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, BatonError)]
+    made: list[BatonError] = []
+    for kind in kinds:
+        if issubclass(kind, InvalidRequest):
+            made.append(kind("prompt", "is ünfit, 100 %"))
+        elif kind is not TransferFailed:
+            made.append(kind("it did not work: 100 %\nsecond line"))
+    return made
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
+async def test_an_error_keeps_its_class_its_words_and_its_field(error: BatonError) -> None:
+    async with served(Handler(error)) as (_, stub):
+        for call in (lambda: list(stub.generate(GenerateRequest([1]), 30.0)), lambda: stub.cancel("r")):
+            with pytest.raises(BatonError) as caught:
+                await asyncio.to_thread(call)
+            assert type(caught.value) is type(error)
+            assert str(caught.value) == str(error)
+            assert caught.value.retryable is error.retryable
+            if isinstance(error, InvalidRequest):
+                assert isinstance(caught.value, InvalidRequest)
+                assert (caught.value.field, caught.value.reason) == (error.field, error.reason)
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "漢"])
+async def test_a_long_story_does_not_cost_the_error_its_class(letter: str) -> None:
+    """Errors travel as metadata, of which HTTP/2 peers take little."""
+    async with served(Handler(EngineFault("first words " + letter * 50_000))) as (_, stub):
+        with pytest.raises(EngineFault, match="first words"):
+            await ask(stub)
+
+
+async def test_a_handler_that_breaks_gives_internal_and_keeps_its_secrets() -> None:
+    handler = Handler(RuntimeError(f"no such thing in {SECRET}"))
+    async with served(handler) as (address, stub):
+        async with grpc.aio.insecure_channel(address) as channel:
+            public = generation_pb2_grpc.GenerationStub(channel)
+            calls = [
+                public.Generate(generation_pb2.GenerateRequest(text="x")).read(),
+                public.Cancel(generation_pb2.CancelRequest(request_id="r")),
+                public.Tokenize(generation_pb2.TokenizeRequest(text="x")),
+                public.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[1])),
+                public.ListModels(generation_pb2.ListModelsRequest()),
+            ]
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.INTERNAL
+                assert SECRET not in repr(caught.value)
+                assert "Traceback" not in repr(caught.value)
+        with pytest.raises(BatonError):
+            await asyncio.to_thread(OperatorStub(address).status, 10.0)
+        handler.error = None
+        assert await ask(stub) == handler.events
+
+
+async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
+    handler = Handler()
+    async with served(handler) as (address, stub):
+        async with grpc.aio.insecure_channel(address) as channel:
+            service = f"/{generation_service.SERVICE_NAME}"
+            not_utf8, cut_off = b"\x0a\x02\xff\xfe", b"\x0a\xff"
+            calls = [channel.unary_stream(f"{service}/Generate", None, None)(bad) for bad in (not_utf8, cut_off)]
+            answers: list[Awaitable[object]] = [call.read() for call in calls]
+            for method in ("Cancel", "Tokenize", "Detokenize"):
+                answers += [channel.unary_unary(f"{service}/{method}", None, None)(bad) for bad in (not_utf8, cut_off)]
+            answers.append(channel.unary_unary(f"{service}/ListModels", None, None)(cut_off))
+            for answer in answers:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await answer
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, answer
+        assert handler.asked == []
+        assert await ask(stub) == handler.events
+
+
+async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
+    handler = Handler()
+    handler.endless = True
+    async with served(handler) as (_, stub):
+        stream = stub.generate(GenerateRequest([1]), None)
+        assert isinstance(await asyncio.to_thread(next, stream), Accepted)
+        await asyncio.to_thread(stream.close)
+        await handler.closed.wait()
+
+
+async def test_a_client_that_leaves_without_having_read_closes_it_too() -> None:
+    """The server is then in the middle of a write, which HTTP/2's flow control holds."""
+    handler = Handler()
+    handler.endless = True
+    async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+        await call.read()
+        assert not handler.closed.is_set()
+        call.cancel()
+        await handler.closed.wait()
+
+
+async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
+    handler = Handler()
+    handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=Path("prefill-ü", "d", 1, "zwei\nZeilen"))]
+    async with served(handler) as (_, stub):
+        *_, end = await ask(stub)
+        assert isinstance(end, Finished)
+        assert (end.finish_reason, end.path.decode_node) == ("length", "d")
+
+
+async def test_nobody_there_is_unreachable() -> None:
+    async with served(Handler()) as (address, _):
+        pass
+    stub = GenerationStub(address)
+    with pytest.raises(Unreachable, match="does not answer"):
+        await ask(stub)
+    stub.close()
+
+
+# Nodes.
+
+
+class FakePort:
+    def __init__(self, handler: NodeHandler, router_id: str) -> None:
+        self.router_id = router_id
+        self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
+        self.refused: asyncio.Queue[tuple[AttemptKey, str]] = asyncio.Queue()
+        self.closed = asyncio.Event()
+        self.queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._handler = handler
+
+    def receive(self, message: RouterMessage) -> None:
+        if self._handler.receive_error is not None:
+            raise self._handler.receive_error
+        self.received.put_nowait(message)
+
+    def refuse(self, attempt: AttemptKey, error: str) -> None:
+        self.refused.put_nowait((attempt, error))
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        while (report := await self.queue.get()) is not None:
+            yield report
+
+    def close(self) -> None:
+        self.closed.set()
+        self.queue.put_nowait(None)
+
+
+class NodeHandler:
+    """A node as a test wants it."""
+
+    def __init__(self) -> None:
+        self.description = decode()
+        self.ports: asyncio.Queue[FakePort] = asyncio.Queue()
+        self.open_error: Exception | None = None
+        self.receive_error: Exception | None = None
+        self.drains = 0
+
+    def describe(self) -> NodeDescription:
+        return self.description
+
+    def load(self) -> LoadReport:
+        return LoadReport(running=3, total_blocks=8)
+
+    def open_port(self, router_id: str) -> FakePort:
+        if self.open_error is not None:
+            raise self.open_error
+        port = FakePort(self, router_id)
+        self.ports.put_nowait(port)
+        return port
+
+    def drain(self) -> None:
+        self.drains += 1
+
+    def trace(self, after: int) -> Sequence[TraceEvent]:
+        return [TraceEvent(after + 1, 10, "queued", KEY, 3, "x")]
+
+
+class Node:
+    """A served node handler with one client."""
+
+    def __init__(self) -> None:
+        self.handler = NodeHandler()
+        self.server = RpcServer((node_service.SERVICE_NAME,))
+        self.address = f"127.0.0.1:{self.server.bind('127.0.0.1', 0)}"
+        NodeServicer(self.handler).add_to_server(self.server.server)
+        self.client = NodeClient(self.address)
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[Node]:
+    node = Node()
+    await node.server.start()
+    yield node
+    await node.client.close()
+    await node.server.stop(0)
+
+
+async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
+    stream = await node.client.attach("router-1", node.handler.description.incarnation)
+    assert stream.welcome == node.handler.description
+    port = await node.handler.ports.get()
+    assert port.router_id == "router-1"
+    await stream.send(SUBMIT)
+    await stream.send(Abort(KEY, "enough"))
+    assert [await port.received.get() for _ in range(2)] == [
+        replace(SUBMIT, prompt_token_ids=[1, 2, 3]),
+        Abort(KEY, "enough"),
+    ]
+    report = StepReport([RequestDelta(KEY, 3, [9], [TokenLogprobs(9, -0.5, 1, [(9, -0.5)])])], LoadReport(running=1))
+    port.queue.put_nowait(report)
+    reports = aiter(stream)
+    assert await anext(reports) == report
+    port.close()
+    with pytest.raises(NodeLost, match="ended the stream"):
+        await anext(reports)
+
+
+async def test_another_incarnation_is_refused_and_opens_no_port(node: Node) -> None:
+    with pytest.raises(ConfigError, match=r"not d1\.999"):
+        await node.client.attach("router-1", "d1.999")
+    assert node.handler.ports.empty()
+
+
+async def test_a_stream_that_does_not_begin_with_hello_is_refused(node: Node) -> None:
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        for first in (node_pb2.AttachRequest(), node_pb2.AttachRequest(abort=node_pb2.Abort())):
+            call = node_pb2_grpc.NodeStub(channel).Attach(iter([first]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        call = node_pb2_grpc.NodeStub(channel).Attach(iter([]))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    assert node.handler.ports.empty()
+
+
+async def test_a_node_that_takes_no_routers_says_why(node: Node) -> None:
+    node.handler.open_error = errors.Draining("the node has stopped")
+    with pytest.raises(errors.Draining, match="has stopped"):
+        await node.client.attach("router-1")
+
+
+async def test_a_node_that_dies_is_lost_to_reader_and_writer(node: Node) -> None:
+    stream = await node.client.attach("router-1")
+    await node.server.stop(0)
+    with pytest.raises(NodeLost, match="is gone"):
+        await anext(aiter(stream))
+    with pytest.raises(NodeLost, match="is gone"):
+        await stream.send(SUBMIT)
+    with pytest.raises(BatonError) as caught:
+        await node.client.attach("router-1")
+    assert caught.value.retryable
+
+
+async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
+    stream = await node.client.attach("router-1")
+    port = await node.handler.ports.get()
+    await stream.close()
+    await port.closed.wait()
+
+
+async def test_a_router_that_leaves_without_having_read_closes_its_port(node: Node) -> None:
+    """The node is then in the middle of a write, which HTTP/2's flow control holds."""
+    stream = await node.client.attach("router-1")
+    port = await node.handler.ports.get()
+    for _ in range(50):
+        port.queue.put_nowait(StepReport([RequestDelta(KEY, 0, [9], error="x" * 100_000)], LoadReport()))
+    await anext(aiter(stream))
+    assert not port.closed.is_set()
+    await stream.close()
+    await port.closed.wait()
+
+
+async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> None:
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        call = node_pb2_grpc.NodeStub(channel).Attach()
+        await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
+        await call.read()
+        port = await node.handler.ports.get()
+        attempt = node_pb2.Attempt(request_id="r", attempt=1, flight=2**63)
+        await call.write(node_pb2.AttachRequest(submit=node_pb2.Submit(attempt=attempt)))
+        assert await port.refused.get() == (KEY, "submit.leg: unknown leg")
+        await call.write(node_pb2.AttachRequest())
+        await call.write(node_pb2.AttachRequest(abort=node_pb2.Abort(attempt=attempt, reason="x")))
+        assert await port.received.get() == Abort(KEY, "x")
+        assert not port.closed.is_set()
+
+
+async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: Node) -> None:
+    stream = await node.client.attach("router-1")
+    port = await node.handler.ports.get()
+    node.handler.receive_error = RuntimeError(f"no such thing in {SECRET}")
+    await stream.send(SUBMIT)
+    attempt, error = await port.refused.get()
+    assert attempt == KEY
+    assert SECRET not in error
+    node.handler.receive_error = None
+    await stream.send(Abort(KEY, "x"))
+    assert await port.received.get() == Abort(KEY, "x")
+
+
+async def test_questions_are_answered(node: Node) -> None:
+    assert await node.client.describe() == (node.handler.description, LoadReport(running=3, total_blocks=8))
+    assert await node.client.trace(4) == [TraceEvent(5, 10, "queued", KEY, 3, "x")]
+    await node.client.drain()
+    assert node.handler.drains == 1

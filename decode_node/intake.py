@@ -215,6 +215,11 @@ class IntakeConnector:
         self._post = post
         self._planned: set[str] = set()
 
+    @property
+    def num_followed(self) -> int:
+        """Live requests that it remembers something of."""
+        return len(self._planned)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         # A prompt is pulled once: after a preemption its lease is over, and what is lost is computed here.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:

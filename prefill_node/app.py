@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.config import NodeConfig
-from baton.engine.connector import KVConnector
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.process import run_node
@@ -33,7 +32,7 @@ class PrefillRole:
         self._connector = OfferConnector(self.handoff, config.block_size, context.post)
 
     @property
-    def connector(self) -> KVConnector:
+    def connector(self) -> OfferConnector:
         return self._connector
 
     @property

@@ -187,6 +187,11 @@ class OfferConnector:
         self._post = post
         self._offered: dict[str, _Offered] = {}
 
+    @property
+    def num_followed(self) -> int:
+        """Live requests that it remembers something of."""
+        return len(self._offered)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         return NO_EXTERNAL_TOKENS
 

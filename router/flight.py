@@ -8,8 +8,9 @@ The rules:
    other nodes, what the client already has is dropped, and compared. A difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
 4. Whoever still works on an attempt that is over is told so in the same breath.
-5. An attempt that a node refuses costs none of the budget; an error inside the engine is final, because it would come
-   back.
+5. An attempt that a node refuses, or that is lost with a node which never said that it had it (several may die at
+   once, and are found dead one by one), costs none of the budget; an error inside the engine is final, because it
+   would come back.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class _Leg:
     node: NodeDescription
     leg: Leg
     outcome: Outcome | None = None
+    taken: bool = False
+    """The node has said something of it, if only that it is there."""
     lost: bool = False
     released: bool = False
     """Was said to be ended: it counts no more towards its node's load."""
@@ -68,8 +71,10 @@ class _Leg:
 
     @property
     def may_hold_blocks(self) -> bool:
-        """A handed-off prompt stays leased until the decode node has it."""
-        return not self.lost and self.outcome in (None, Outcome.HANDED_OFF)
+        """A computed prompt stays on offer until a decode node has it, also when its first token was the last one."""
+        if self.lost or self.outcome is None:
+            return not self.lost
+        return self.leg is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,7 @@ class Flight:
         if leg is None or not leg.is_running:
             self.stale_events += 1
             return []
+        leg.taken = True
         if delta.timings is not None:
             leg.timings = delta.timings
         effects: list[FlightEffect] = []
@@ -228,7 +234,8 @@ class Flight:
                 return self._retry(node.incarnation, f"node {node.node_id} gave it up: {delta.error or 'no reason'}")
             case Outcome.KV_LOST:
                 source = self._placement.prefill if self._placement and self._placement.prefill else node
-                return self._retry(source.incarnation, f"KV of {source.node_id} was lost: {delta.error}")
+                why = f"KV of {source.node_id} was lost: {delta.error}"
+                return self._lose(self._legs.get(source.incarnation, leg), why)
             case Outcome.REFUSED:
                 return self._refused(node, delta.error)
             case Outcome.IGNORED:
@@ -247,7 +254,7 @@ class Flight:
         leg.lost = True
         if leg.leg is Leg.PREFILL and self._is_done_with_prefill(leg):
             return self._release(leg)
-        return self._retry(incarnation, reason)
+        return self._lose(leg, reason)
 
     def _is_done_with_prefill(self, leg: _Leg) -> bool:
         """Whether the attempt can go on without its prefill node.
@@ -256,12 +263,20 @@ class Flight:
         """
         return leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self.num_output_tokens > 0)
 
+    def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
+        if leg.taken:
+            return self._retry(leg.node.incarnation, cause)
+        return self._not_taken(leg.node, FlightStep.LEG_LOST, cause)
+
     def _refused(self, node: NodeDescription, why: str) -> list[FlightEffect]:
+        return self._not_taken(node, FlightStep.REFUSED, f"node {node.node_id} refused: {why}")
+
+    def _not_taken(self, node: NodeDescription, step: FlightStep, cause: str) -> list[FlightEffect]:
         self._refusals += 1
         if self._refusals > MAX_REFUSALS:
-            return self._give_up(AttemptsExhausted(f"refused {self._refusals} times, last by {node.node_id}: {why}"))
-        self._machine.feed(FlightStep.REFUSED)
-        return self._next_attempt(node.incarnation, f"node {node.node_id} refused")
+            return self._give_up(AttemptsExhausted(f"taken by none of {self._refusals} nodes; the last: {cause}"))
+        self._machine.feed(step)
+        return self._next_attempt(node.incarnation, cause)
 
     def _retry(self, failed: str, cause: str) -> list[FlightEffect]:
         self._failures += 1

@@ -39,7 +39,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
         )
         detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status = rpc_status.to_status(detail)
-    await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    try:
+        await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    except grpc.aio.InternalError as gone:
+        # A caller that was killed hears nothing any more, and that is no fault.
+        raise grpc.aio.AbortError(str(error)) from gone
 
 
 def _shortened(story: str) -> str:

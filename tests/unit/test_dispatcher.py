@@ -295,6 +295,7 @@ async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
         rig.tell("p1", other, 0, "z", Outcome.LENGTH)
         await quick.finished()
         await rig.aborted("d1")
+        await rig.aborted("p1")
         await rig.nodes["d1"].all_read()
         # Reading in time is forgiven, ...
         assert isinstance(await anext(slow), Chunk)

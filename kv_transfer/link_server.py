@@ -97,7 +97,11 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             # Cancellation may come without an exception here; nothing but `finally` is sure to run.
             del self._links[number]
             self._handler.link_closed(number, reason)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        try:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
+        except grpc.aio.InternalError as error:
+            # A reader that was killed hears nothing any more, and that is no fault.
+            raise grpc.aio.AbortError(reason) from error
 
     async def _greet(self, context: _Context) -> LinkHello:
         """Hello and welcome; ends the call when the reader can't be served."""

@@ -147,6 +147,8 @@ class NodeService:
             # From here on it is the client who waits, whether in the engine's inbox or in its queue.
             port.live[message.attempt] = AttemptClock(queued=self._clock.monotonic())
             self._idle.clear()
+            # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
+            port.push(StepReport((RequestDelta(message.attempt),), self._load))
             self._driver.submit(self._request(port, message))
 
     def _owner(self, attempt: AttemptKey) -> Port | None:

@@ -86,6 +86,20 @@ async def test_both_prefill_nodes_at_once(session: ClusterSession) -> None:
         await session.back(before)
 
 
+async def test_every_node_at_once(session: ClusterSession) -> None:
+    """The stream waits for their successors and goes on where it was."""
+    request = ask("all-die", chunks=2, max_tokens=16, sampled=True)
+    answering = asyncio.create_task(session.generate(request))
+    await session.seen("decode", "remote_kv_arrived", request.request_id)
+    names = (*session.cluster.nodes("prefill"), *session.cluster.nodes("decode"))
+    killed = [session.cluster.signal(name, signal.SIGKILL) for name in names]
+    answer = await answering
+    assert_right(answer, request)
+    assert answer.end.path.attempts >= 2
+    for before in killed:
+        await session.back(before)
+
+
 async def test_a_request_id_used_again_goes_the_whole_way(session: ClusterSession) -> None:
     """Not a fault of ours: a client that tries again under the same name, right after it left."""
     request = ask("again", chunks=2)

@@ -53,6 +53,15 @@ class ProcessCluster:
         assert state is not None, "no cluster is running"
         return state
 
+    def complaints(self) -> dict[str, str]:
+        """First lines with a traceback in the logs, by process: a fault outside is none inside."""
+        found = {}
+        for log in sorted((self._run_dir.path / "logs").glob("*.log")):
+            bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
+            if bad:
+                found[log.stem] = bad[0][:2000]
+        return found
+
     def process(self, name: str) -> ProcessState:
         """One process as its supervisor sees it."""
         return next(process for process in self.state.processes if process.name == name)
@@ -204,6 +213,7 @@ def process_cluster(
     finally:
         stopped = cluster.baton("down", "--timeout", "60", "--force")
         assert stopped.returncode == 0, stopped.stderr
+    assert cluster.complaints() == {}
 
 
 def ended(pids: Sequence[int], act: Callable[[], None]) -> None:

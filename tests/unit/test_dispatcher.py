@@ -186,7 +186,8 @@ async def test_three_losses_are_the_end() -> None:
     async with router_rig(decode("d1"), decode("d2"), decode("d3"), decode("d4")) as rig:
         reader = rig.ask()
         for name in ("d1", "d2", "d3"):
-            await rig.submitted(name)
+            rig.tell(name, (await rig.submitted(name)).attempt, 0, "")
+            await rig.nodes[name].all_read()
             rig.nodes[name].die()
         with pytest.raises(AttemptsExhausted, match="3 attempts failed; the last: node d3 is gone"):
             await reader.finished()

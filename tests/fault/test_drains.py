@@ -1,0 +1,30 @@
+"""A node that is told to end while it works: nothing is lost, nothing is done twice, and its successor takes over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.rpc.node_client import NodeClient
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+
+@pytest.mark.parametrize(
+    ("role", "event"), [("prefill", "chunk_computed"), ("decode", "read_done"), ("decode", "remote_kv_arrived")]
+)
+async def test_draining_in_the_middle(session: ClusterSession, role: str, event: str) -> None:
+    request = ask(f"drains-{role}-{event}", chunks=3, max_tokens=12)
+    answering = asyncio.create_task(session.generate(request))
+    name = await session.seen(role, event, request.request_id)
+    before = session.cluster.process(name)
+    client = NodeClient(before.address)
+    await client.drain()
+    await client.close()
+    elsewhere = ask(f"meanwhile-{role}-{event}", chunks=1)
+    for one, answer in ((elsewhere, await session.generate(elsewhere)), (request, await answering)):
+        assert_right(answer, one)
+        assert answer.end.path.attempts == 1 or one is elsewhere
+    now = await session.back(before)
+    assert now.last_exit == "exit 0"

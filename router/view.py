@@ -69,6 +69,7 @@ class ClusterView:
 
     def attached(self, description: NodeDescription, now: float) -> None:
         """The stream to this incarnation is open."""
+        self.forget_lost(now)
         node = self._nodes.get(description.incarnation)
         if node is None:
             return

@@ -125,6 +125,18 @@ def test_a_successor_replaces_the_lost_run() -> None:
     assert [s.incarnation for s in view.statuses(now=2, wall=9)] == ["d1.2"]
 
 
+def test_nodes_that_came_and_went_are_forgotten_though_nobody_asks() -> None:
+    """Their names need not come back, as those of an orchestrator's never do."""
+    view = ClusterView()
+    for number in range(10):
+        now, node = number * LOST_SHOWN_S, decode(f"d{number}")
+        view.registered([record_of(node)])
+        view.attached(node, now)
+        view.registered([])
+        view.detached(node.incarnation, "gone", now)
+    assert [word(view, f"d{number}.1") for number in range(10)] == [None] * 9 + ["Lost"]
+
+
 def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])

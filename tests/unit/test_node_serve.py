@@ -1,0 +1,191 @@
+"""One incarnation from start to stop, with a scripted engine behind real gRPC and a registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.config import NodeConfig
+from baton.engine.connector import KVTransferOutput
+from baton.engine.outputs import SchedulerOutput
+from baton.engine.request import Leg, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner
+from baton.errors import BatonError, ConfigError, EngineFault, NodeLost
+from baton.ids import AttemptKey
+from baton.node.fake_role import FakeRole
+from baton.node.role import RoleContext
+from baton.node.serve import Node, NodeStop
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
+from baton.rpc.node_client import NodeClient, NodeStream
+
+KEY = AttemptKey("r", 1, 5)
+
+
+class Running:
+    """A node that serves, and everything a test wants of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.runner = ScriptedRunner(33, 16)
+        self.role = FakeRole()
+        self.context: RoleContext
+        self.store = MemoryStore()
+        self.registry = MemoryRegistry(self.store, "test")
+        self.stop = NodeStop()
+        self.description: asyncio.Future[NodeDescription] = asyncio.get_running_loop().create_future()
+        config = NodeConfig.model_validate(
+            {
+                "role": "prefill",
+                "node_id": "p",
+                "registry": "memory://",
+                "cluster": "test",
+                "model": directory,
+                "block_size": 16,
+                "drain_s": 60.0,
+                "max_num_seqs": 4,
+            }
+        )
+        self.node = Node(config, self.runner, self._make_role, self.registry)
+        self.task = asyncio.create_task(self.node.serve(self.description.set_result, self.stop))
+
+    def _make_role(self, context: RoleContext) -> FakeRole:
+        self.context = context
+        return self.role
+
+    async def client(self) -> NodeClient:
+        return NodeClient((await self.description).address)
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[tuple[Running, NodeClient, NodeStream]]:
+    node = Running(directory)
+    client = await node.client()
+    stream = await client.attach("router-0", (await node.description).incarnation)
+    try:
+        yield node, client, stream
+    finally:
+        await client.close()
+        node.stop.force()
+        await asyncio.gather(node.task, return_exceptions=True)
+        assert not node.role.is_up
+        assert not await node.registry.read()
+        await node.registry.close()
+
+
+def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
+    return Submit(KEY, leg, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
+
+
+async def until_end(stream: NodeStream) -> RequestDelta:
+    async for report in stream:
+        for delta in report.deltas:
+            if delta.outcome is not None:
+                return delta
+    raise AssertionError
+
+
+async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, client, stream):
+        await stream.send(submit())
+        assert (await until_end(stream)).outcome is Outcome.LENGTH
+        await client.drain()
+        await node.task
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+
+
+async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, client, stream):
+        await stream.send(submit(Leg.PREFILL))
+        assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
+        for _ in range(3):
+            await client.drain()
+        node.stop()
+        async for report in stream:
+            if report.load.draining:
+                break
+        assert report.load.leased_blocks == 1
+        await stream.send(submit())
+        assert (await until_end(stream)).outcome is Outcome.REFUSED
+        async with grpc.aio.insecure_channel((await node.description).address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Node"))
+            assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert not node.task.done(), "a lease is out"
+        node.context.tell_engine(KVTransferOutput(released=frozenset({str(KEY)})))
+        await node.task
+
+
+async def test_the_second_signal_waits_for_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, _, stream):
+        await stream.send(submit(Leg.PREFILL))
+        await until_end(stream)
+        node.stop()
+        node.stop()
+        await node.task
+
+
+async def test_an_engine_that_dies_ends_the_node_and_its_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as (node, _, stream):
+
+        def broken() -> SchedulerOutput:
+            raise ValueError("the books disagree")
+
+        monkeypatch.setattr(node.node.scheduler, "schedule", broken)
+        await stream.send(submit())
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+        with pytest.raises(EngineFault, match="the books disagree"):
+            await node.task
+
+
+async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that waits for tokens that were dropped would wait for ever; one whose node is gone goes elsewhere."""
+    async with running(tmp_path) as (node, _, stream):
+
+        def broken(attempt: AttemptKey) -> None:
+            raise ValueError("no figures")
+
+        monkeypatch.setattr(node.role, "transfer_figures", broken)
+        await stream.send(submit())
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+        with pytest.raises(EngineFault, match="no figures"):
+            await node.task
+
+
+async def test_a_role_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+    node = Running(tmp_path)
+    node.role.start_error = ConfigError("no transfer agent")
+    with pytest.raises(ConfigError, match="no transfer agent"):
+        await node.task
+    assert not node.description.done()
+    assert not await node.registry.read()
+    await node.registry.close()
+
+
+async def test_a_stop_before_it_is_ready_ends_it_in_order(tmp_path: Path) -> None:
+    node = Running(tmp_path)
+    node.stop()
+    await node.task
+    assert not node.role.is_up
+    await node.registry.close()
+
+
+async def test_a_router_that_comes_while_the_node_ends_is_turned_away(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, client, stream):
+        node.stop()
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+        with pytest.raises(BatonError) as caught:
+            await client.attach("router-0")
+        assert caught.value.retryable
+        await node.task

@@ -100,8 +100,8 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         try:
             await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         except grpc.aio.InternalError as error:
-            # A reader that was killed hears nothing any more, and that is no fault.
-            raise grpc.aio.AbortError(reason) from error
+            # The reader was killed and hears nothing any more; gRPC had only not noticed yet, or it had cancelled us.
+            raise asyncio.CancelledError(reason) from error
 
     async def _greet(self, context: _Context) -> LinkHello:
         """Hello and welcome; ends the call when the reader can't be served."""

@@ -21,6 +21,10 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # A caller whose machine is gone, or whose process is stopped, closes nothing: what it asked for would run on.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
 )
 
 

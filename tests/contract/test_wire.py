@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -396,6 +398,27 @@ async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
     port = await node.handler.ports.get()
     await stream.close()
     await port.closed.wait()
+
+
+async def test_a_router_that_is_stopped_gives_its_port_back(node: Node) -> None:
+    """It closes nothing and its kernel goes on acknowledging; what it asked for would run for nobody."""
+    script = f"""
+import asyncio
+from baton.rpc.node_client import NodeClient
+async def main():
+    stream = await NodeClient("{node.address}").attach("router-1")
+    async for _ in stream:
+        pass
+asyncio.run(main())
+"""
+    router = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    port = await node.handler.ports.get()
+    router.send_signal(signal.SIGSTOP)
+    try:
+        await port.closed.wait()
+    finally:
+        router.kill()
+        await router.wait()
 
 
 async def test_a_router_that_leaves_without_having_read_closes_its_port(node: Node) -> None:

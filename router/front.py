@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
@@ -33,18 +34,19 @@ class GenerationHandler:
         """End a live request; raises RequestNotFound."""
         self._dispatcher.cancel(request_id)
 
-    def tokenize(self, model: str, text: str) -> Sequence[int]:
+    async def tokenize(self, model: str, text: str) -> Sequence[int]:
         """The token ids that `generate` would see; raises InvalidRequest."""
         check_model(model, self._card())
         check_text("text", text, MAX_PROMPT_BYTES)
-        return self._text_codec().encode(text)
+        # In a thread: a long text takes a second, in which nobody else would hear anything.
+        return await asyncio.to_thread(self._text_codec().encode, text)
 
-    def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids; raises InvalidRequest."""
         card = self._card()
         check_model(model, card)
         check_token_ids("token_ids", token_ids, card.vocab_size)
-        return self._text_codec().decode(token_ids)
+        return await asyncio.to_thread(self._text_codec().decode, token_ids)
 
     def list_models(self) -> Sequence[ModelCard]:
         return [self._card()]

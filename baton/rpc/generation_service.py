@@ -31,9 +31,9 @@ class GenerationHandler(Protocol):
         """End a live request; raises RequestNotFound."""
         ...
 
-    def tokenize(self, model: str, text: str) -> Sequence[int]: ...
+    async def tokenize(self, model: str, text: str) -> Sequence[int]: ...
 
-    def detokenize(self, model: str, token_ids: Sequence[int]) -> str: ...
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str: ...
 
     def list_models(self) -> Sequence[ModelCard]: ...
 
@@ -68,13 +68,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
         _check_size(request.ByteSize())
-        return generation.TokenizeResponse(token_ids=self._handler.tokenize(request.model, request.text))
+        token_ids = await self._handler.tokenize(request.model, request.text)
+        return generation.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
         _check_size(request.ByteSize())
-        text = self._handler.detokenize(request.model, list(request.token_ids))
+        text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -94,11 +94,11 @@ class Handler:
         self._maybe_raise()
         self.asked.append(request_id)
 
-    def tokenize(self, model: str, text: str) -> Sequence[int]:
+    async def tokenize(self, model: str, text: str) -> Sequence[int]:
         self._maybe_raise()
         return [len(text)]
 
-    def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         self._maybe_raise()
         return str(list(token_ids))
 

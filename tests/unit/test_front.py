@@ -1,0 +1,73 @@
+"""What the router's services call, where it is not the dispatcher's own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from baton.errors import InvalidRequest, UnknownModel
+from baton.rpc.messages import ModelCard
+from baton.text.detokenizer import Detokenizer
+from router.dispatcher import Dispatcher
+from router.fake_node import FakeNodes
+from router.front import GenerationHandler
+from router.node_links import NodeLinks
+from router.text_stream import TextCodec
+from router.timers import ManualTimers
+from router.view import ClusterView
+from tests.support.router_parts import MODEL
+
+LONG_S = 30.0
+
+
+class SlowCodec:
+    """Goes on only when the event loop lets it."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+
+    def _wait(self) -> None:
+        if not self.may_go_on.wait(LONG_S):
+            raise TimeoutError("the event loop stood still")
+
+    def encode(self, text: str) -> list[int]:
+        self._wait()
+        return [len(text)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self._wait()
+        return str(list(token_ids))
+
+    def detokenizer(self) -> Detokenizer:
+        raise NotImplementedError
+
+
+def handler(codec: TextCodec | None) -> GenerationHandler:
+    timers, view, card = ManualTimers(), ClusterView(), ModelCard(MODEL, 64, 300)
+    links = NodeLinks(FakeNodes().connect, "router-1", timers, Random(1))
+    return GenerationHandler(Dispatcher(view, links, codec, lambda: card, timers, Random(1)), codec, lambda: card)
+
+
+async def test_a_long_text_stops_nobody_else() -> None:
+    codec = SlowCodec()
+    front = handler(codec)
+    waiting = [asyncio.create_task(front.tokenize("", "four")), asyncio.create_task(front.detokenize("", [4, 5]))]
+    await asyncio.wait(waiting, timeout=0)
+    codec.may_go_on.set()
+    assert await asyncio.gather(*waiting) == [[4], "[4, 5]"]
+
+
+async def test_what_can_t_be_a_text_is_refused_by_name() -> None:
+    front = handler(SlowCodec())
+    with pytest.raises(UnknownModel, match="model"):
+        await front.tokenize("another", "x")
+    with pytest.raises(InvalidRequest, match="text: contains NUL"):
+        await front.tokenize("", "a\0b")
+    with pytest.raises(InvalidRequest, match="token_ids: token 1"):
+        await front.detokenize("", [1, 300])
+    with pytest.raises(InvalidRequest, match="without a tokenizer"):
+        await handler(None).tokenize("", "x")

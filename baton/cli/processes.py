@@ -13,6 +13,7 @@ import typer
 from baton.cli.options import config_flags, option
 from baton.cli.supervisor.parent import end_with_parent
 from baton.config import Loaded, NodeConfig, RouterConfig
+from baton.engine.runner.checkpoint import check_model_dir
 from baton.errors import BatonError
 from baton.observe.logs import configure_logging, log_level
 from baton.observe.ready import Failed, announce
@@ -49,6 +50,9 @@ def _node(loaded: Loaded[NodeConfig], _file: Path | None, verbose: int, parent_f
     config = loaded.config
 
     def run() -> int:
+        if config.runner == "torch":
+            # Cheap, and torch is not: a wrong path is told at once.
+            check_model_dir(config.model)
         if config.role == "prefill":
             from prefill_node import app as prefill_app
 
@@ -76,6 +80,8 @@ def _be(name: str, run: Callable[[], int], notify_fd: int | None, verbose: int, 
     if parent_fd is not None:
         end_with_parent(parent_fd)
     configure_logging(log_level(verbose, os.environ, "info"), environ=os.environ, process=name)
+    # gRPC's core writes lines of its own about errors that come to us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         code = run()
     except BatonError as error:

@@ -24,7 +24,7 @@ from baton.cli.target import run_dir_of, run_dir_path
 from baton.clock import SystemClock
 from baton.config import Loaded, UpConfig
 from baton.observe.logs import configure_logging, log_level
-from baton.registry.embedded import embedded_redis
+from baton.registry.embedded import EmbeddedRedis, embedded_redis
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -53,7 +53,9 @@ def _up(
     place.create()
     place.take()
     try:
-        plan = _plan(loaded.config, place, file)
+        check_up(loaded.config)
+        redis = None if loaded.config.registry else embedded_redis(place.path)
+        plan = _plan(loaded.config, redis, file)
         place.clear_logs()
     except BaseException:
         place.release()
@@ -62,16 +64,17 @@ def _up(
     def show(state: ClusterState) -> None:
         _show(state, place, output, detached=detach)
 
+    def serve(report: Callable[[ClusterState], None]) -> None:
+        notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
+        _serve(plan, place, redis, report, notes)
+
     if detach:
-        show(serve_detached(lambda report: _serve(plan, place, report), place.log("supervisor")))
+        show(serve_detached(serve, place.log("supervisor")))
     else:
-        _serve(plan, place, show, _PhaseNotes() if sys.stderr.isatty() else lambda _state: None)
+        serve(show)
 
 
-def _plan(config: UpConfig, place: RunDir, file: Path | None) -> ClusterPlan:
-    """What will run; raises ConfigError for everything that can be known to be wrong now."""
-    check_up(config)
-    redis = None if config.registry else embedded_redis(place.path)
+def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> ClusterPlan:
     registry = redis.url if redis is not None else config.registry
     cores = len(os.sched_getaffinity(0))
     return ClusterPlan(
@@ -102,19 +105,26 @@ class _PhaseNotes:
 def _serve(
     plan: ClusterPlan,
     place: RunDir,
+    redis: EmbeddedRedis | None,
     on_ready: Callable[[ClusterState], None],
-    on_change: Callable[[ClusterState], None] = lambda _state: None,
+    on_change: Callable[[ClusterState], None] | None,
 ) -> None:
     """Run the cluster to its end; the run directory is free afterwards."""
 
     async def run() -> None:
-        await ClusterSupervisor(plan, place, SystemClock(), on_change).run(on_ready)
+        await ClusterSupervisor(plan, place, SystemClock(), on_change or _ignore).run(on_ready)
 
     place.sign()
     try:
         asyncio.run(run())
     finally:
+        if redis is not None:
+            redis.remove_socket()
         place.release()
+
+
+def _ignore(_state: ClusterState) -> None:
+    pass
 
 
 def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool) -> None:

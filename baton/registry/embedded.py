@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,18 @@ class EmbeddedRedis:
 
     command: tuple[str, ...]
     socket: Path
+    run_dir: Path
 
     @property
     def url(self) -> str:
         return f"unix://{self.socket}"
+
+    def remove_socket(self) -> None:
+        """Once the server has ended: remove its socket if it could not, and the directory that was made for it."""
+        with suppress(OSError):
+            self.socket.unlink(missing_ok=True)
+            if self.socket.parent != self.run_dir.resolve():
+                self.socket.parent.rmdir()
 
 
 def embedded_redis(run_dir: Path) -> EmbeddedRedis:
@@ -58,7 +67,7 @@ def embedded_redis(run_dir: Path) -> EmbeddedRedis:
         *("--logfile", ""),
         *("--dir", str(run_dir)),
     )
-    return EmbeddedRedis(command, socket)
+    return EmbeddedRedis(command, socket, run_dir)
 
 
 def find_redis_server() -> Path:

@@ -114,6 +114,7 @@ class ClusterSupervisor:
         self._death_pipe = DeathPipe()
         self._children = [_Child(spec, run_dir.log(spec.name)) for spec in (*plan.first, *plan.others)]
         self._phase = "starting"
+        self._has_served = False
         self._started_at = clock.wall()
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
@@ -131,6 +132,7 @@ class ClusterSupervisor:
             await self._start()
             if not self._stop.is_set():
                 self._phase = "ready"
+                self._has_served = True
                 self._write()
                 on_ready(self.state())
                 await self._stop.wait()
@@ -218,7 +220,8 @@ class ClusterSupervisor:
         child.exit_code = code
         child.last_exit = describe_exit(code) if child.refusal is None else child.refusal.error
         effect = child.life.exited(self._clock.monotonic())
-        if isinstance(effect, RetryIn) and self._phase != "starting":
+        # One death in a start ends it; that others follow is no news, and nobody is to come back.
+        if isinstance(effect, RetryIn) and self._has_served:
             _log.warning(
                 "process died",
                 name=child.spec.name,

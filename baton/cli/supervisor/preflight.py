@@ -13,12 +13,14 @@ from baton.config import UpConfig
 from baton.engine.runner.checkpoint import check_model_dir
 from baton.errors import ConfigError
 from baton.registry.registry import require_registry
+from baton.text.model_files import read_model_files
 
 
 def check_up(config: UpConfig) -> None:
     """Raises ConfigError for a model, a port or a registry that the cluster could not start with."""
     if config.runner == "torch":
         check_architecture(config.model, check_model_dir(config.model))
+        read_model_files(config.model)
     check_port_free(config.host, config.grpc_port, "--grpc-port")
     if config.registry:
         asyncio.run(require_registry(config.registry, config.cluster))

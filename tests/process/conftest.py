@@ -1,0 +1,37 @@
+"""A shell for each test, and one running cluster of a tiny model for all that only ask it something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.engine.runner.random_model import write_random_model
+from tests.process.shell import Shell
+from tests.support.process_cluster import ProcessCluster, process_cluster
+from tests.support.tiny_models import TINY_MODELS
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Fails the test that leaves a process behind."""
+    opened = Shell(tmp_path / "home")
+    yield opened
+    opened.nothing_left()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(directory, TINY_MODELS["llama"], seed=1)
+    # It stands in for a model that was saved the usual way: a directory that names its architecture.
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    return directory
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
+    with process_cluster(tmp_path_factory.mktemp("cluster") / "run", model, "--threads", "1") as running:
+        yield running

@@ -1,0 +1,105 @@
+"""A user's shell: the installed command, an environment of its own, and a look at what was left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+BATON = Path(sys.executable).with_name("baton")
+ROOT = Path(__file__).parents[2]
+BOUND_S = 100.0
+"""Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
+_MARK = "BATON_TEST_MARK"
+
+
+class Shell:
+    """Whatever is started here, however far it detaches itself, carries the shell's mark in its environment."""
+
+    def __init__(self, home: Path) -> None:
+        home.mkdir(exist_ok=True)
+        self.home = home
+        self._mark = uuid.uuid4().hex
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+        self.environment = kept | {
+            _MARK: self._mark,
+            "HOME": str(home),
+            "XDG_RUNTIME_DIR": str(home),
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{BATON.parent}:{os.environ['PATH']}",
+        }
+
+    def baton(
+        self, *words: object, environment: Mapping[str, str] | None = None, **settings: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command to its end; `settings` as for subprocess.run."""
+        return self.run([str(BATON), *map(str, words)], environment=environment, **settings)
+
+    def run(
+        self, command: list[str], environment: Mapping[str, str] | None = None, **settings: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run any command to its end."""
+        output = {} if "stdout" in settings else {"stdout": subprocess.PIPE}
+        given = {} if "input" in settings else {"stdin": subprocess.DEVNULL}
+        return subprocess.run(
+            command,
+            env=self.environment | dict(environment or {}),
+            cwd=settings.pop("cwd", self.home),
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=BOUND_S,
+            check=False,
+            **given,
+            **output,
+            **settings,
+        )
+
+    def start(self, *words: object, **settings: Any) -> subprocess.Popen[bytes]:
+        """Start the command; `settings` as for subprocess.Popen."""
+        settings.setdefault("stdin", subprocess.DEVNULL)
+        return subprocess.Popen([str(BATON), *map(str, words)], env=self.environment, cwd=self.home, **settings)
+
+    def left(self) -> dict[int, str]:
+        """Every process that was started here and still runs: its id and its command line."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                # Redis writes its title over its environment, but it lives in the directory of its cluster.
+                marked = f"{_MARK}={self._mark}".encode() in (process / "environ").read_bytes()
+                if marked or (process / "cwd").readlink().is_relative_to(self.home.parent):
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def nothing_left(self) -> None:
+        """Fail unless every process that was started here has ended or is about to."""
+        for pid, command in self.left().items():
+            assert ends(pid), f"left behind: {command}"
+        assert not self.left()
+
+
+def ends(pid: int) -> bool:
+    """Wait for a process's end, whoever its parent is; returns whether it came."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], BOUND_S)[0])
+    finally:
+        os.close(descriptor)
+
+
+def refusal(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one line with which a command said no; fails when it said more, or ended otherwise."""
+    assert (done.returncode, done.stdout or "") == (code, ""), done
+    assert done.stderr.startswith("baton: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("\n")
+    return done.stderr.removeprefix("baton: ").rstrip("\n")

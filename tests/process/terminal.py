@@ -1,0 +1,68 @@
+"""A command at a terminal: what a person sees, and what the keys do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import termios
+from types import TracebackType
+
+from tests.process.shell import BOUND_S, Shell
+
+
+class Terminal:
+    """A pseudo-terminal of 80 columns with one command in its foreground."""
+
+    def __init__(self, shell: Shell, *words: object) -> None:
+        self._ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+        self.process: subprocess.Popen[bytes] = shell.start(
+            *words,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            # Without a controlling terminal, Ctrl-C would be a letter like any other.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self.screen = ""
+
+    def until(self, text: str) -> str:
+        """Wait until the text is on the screen; returns all that was ever shown."""
+        while text not in self.screen:
+            assert self._read(), f"{text!r} never came: {self.screen}"
+        return self.screen
+
+    def ctrl_c(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def end(self) -> int:
+        """Wait for the command's end; returns its exit code."""
+        while self._read():
+            pass
+        return self.process.wait(BOUND_S)
+
+    def _read(self) -> bool:
+        assert select.select([self._ours], [], [], BOUND_S)[0], f"nothing more came: {self.screen}"
+        try:
+            piece = os.read(self._ours, 65536)
+        except OSError:
+            # How Linux says that nobody holds the other side any more.
+            return False
+        self.screen += piece.decode(errors="replace").replace("\r\n", "\n")
+        return bool(piece)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.end()
+        os.close(self._ours)

@@ -1,0 +1,134 @@
+"""`baton up` in the foreground of a terminal: what it prints can be pasted, and Ctrl-C loses nobody's stream."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+import grpc
+from google.protobuf import json_format
+
+from baton.cli.run_dir import RunDir
+from baton.client import GenerationClient
+from baton.rpc.messages import Accepted, Chunk, Finished
+from baton.v1 import generation_pb2
+from tests.process.shell import Shell, refusal
+from tests.process.terminal import Terminal
+from tests.support.slow_model import FLAGS, STEP_TIMES, ask, tokens_of
+
+LAST_LINE = "Ctrl-C stops it.\n"
+
+
+def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run"
+    with Terminal(shell, "up", "--model", model, "--grpc-port", 0, "--run-dir", run_dir) as terminal:
+        screen = terminal.until(LAST_LINE)
+        state = RunDir(run_dir).read_state()
+        assert state is not None
+        lines = screen.splitlines()
+        assert lines[:2] == ["Starting …", lines[1]]
+        assert lines[1].split() == ["NAME", "ROLE", "STATUS", "PID", "ADDRESS"]
+        shown = [line.split() for line in lines[2:6]]
+        assert shown == [[p.name, p.role, "Ready", str(p.pid), p.address or "-"] for p in state.processes]
+        assert {int(row[3]) for row in shown} < set(shell.left())
+        assert f"tiny is served on {state.grpc_address} (gRPC); operators: {state.operator_address}" in lines
+
+        commands = [line.strip() for line in lines if line.startswith("  ")]
+        assert [command.split()[:2] for command in commands[:2]] == [["baton", "generate"], ["baton", "get"]]
+        generated, nodes = (shell.run(["sh", "-c", command]) for command in commands[:2])
+        assert (generated.returncode, generated.stderr) == (0, "")
+        assert generated.stdout.strip()
+        assert nodes.stdout.count("Ready") == 3
+        assert_grpcurl_works(commands[2], state.grpc_address)
+
+        terminal.ctrl_c()
+        assert terminal.end() == 0
+        assert terminal.screen.endswith("Stopping: what runs may end first. Once more ends it at once.\n")
+    assert not shell.left()
+    assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "logs"]
+    assert f"no cluster is running in {run_dir}" in refusal(shell.baton("status", "--run-dir", run_dir), 5)
+
+
+def assert_grpcurl_works(line: str, address: str) -> None:
+    """Do what grpcurl would do with its arguments."""
+    program, plaintext, data, body, where, method = shlex.split(line)
+    assert (program, plaintext, data, where) == ("grpcurl", "-plaintext", "-d", address)
+    service, name = method.split("/")
+    described = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+    assert (described.full_name, described.methods_by_name[name].input_type.name) == (service, "GenerateRequest")
+    request = json_format.Parse(body, generation_pb2.GenerateRequest())
+    with grpc.insecure_channel(where) as channel:
+        call = channel.unary_stream(
+            f"/{method}",
+            request_serializer=generation_pb2.GenerateRequest.SerializeToString,
+            response_deserializer=generation_pb2.GenerateResponse.FromString,
+        )
+        events = list(call(request))
+    assert events[-1].finished.usage.completion_tokens == request.sampling_params.max_tokens == 32
+
+
+def test_ctrl_c_lets_a_running_stream_end(shell: Shell, tmp_path: Path) -> None:
+    shell.environment |= STEP_TIMES
+    request = ask("drained", max_tokens=40)
+    with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
+        terminal.until(LAST_LINE)
+        state = RunDir(tmp_path / "run").read_state()
+        assert state is not None
+        tokens: list[int] = []
+        with GenerationClient(state.grpc_address) as client:
+            for event in client.generate(request):
+                if isinstance(event, Accepted):
+                    terminal.ctrl_c()
+                    terminal.until("Stopping:")
+                elif isinstance(event, Chunk):
+                    tokens += event.token_ids
+        assert isinstance(event, Finished)
+        assert terminal.end() == 0
+    assert tokens == tokens_of(request)
+    assert not shell.left()
+
+
+def test_ctrl_c_twice_ends_everything_at_once(shell: Shell, tmp_path: Path) -> None:
+    shell.environment |= STEP_TIMES
+    with Terminal(shell, "up", *FLAGS, "--grpc-port", 0, "--run-dir", tmp_path / "run") as terminal:
+        terminal.until(LAST_LINE)
+        # A stream that would go on for minutes, and whose client hears its end as an error.
+        words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "--run-dir", tmp_path / "run")
+        with shell.start(*words, "-o", "json", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+            while not sum(node["running"] for node in nodes(shell, tmp_path / "run")):
+                assert client.poll() is None
+            terminal.ctrl_c()
+            terminal.until("Stopping:")
+            terminal.ctrl_c()
+            assert terminal.end() == 0
+            answer, complaint = client.communicate()
+    assert client.returncode not in (0, 130)
+    assert answer == b""
+    assert complaint.startswith(b"baton: ")
+    assert complaint.count(b"\n") == 1
+    assert not shell.left()
+
+
+def test_ctrl_c_of_a_client_is_quiet_and_frees_what_it_held(shell: Shell, tmp_path: Path) -> None:
+    shell.environment |= STEP_TIMES
+    run_dir = tmp_path / "run"
+    assert shell.baton("up", "--detach", *FLAGS, "--grpc-port", 0, "--run-dir", run_dir).returncode == 0
+    words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "-o", "json", "--run-dir", run_dir)
+    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+        while not sum(node["running"] for node in nodes(shell, run_dir)):
+            assert client.poll() is None
+        client.send_signal(signal.SIGINT)
+        assert client.communicate() == (b"", b"")
+    assert client.returncode == 130
+    while sum(node["running"] + node["waiting"] for node in nodes(shell, run_dir)):
+        pass
+    assert shell.baton("down", "--run-dir", run_dir).returncode == 0
+
+
+def nodes(shell: Shell, run_dir: Path) -> list[dict[str, int]]:
+    """Its nodes; asking takes a while, so that whoever asks again is not in the way of those that are asked."""
+    found: list[dict[str, int]] = json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", run_dir).stdout)
+    return found

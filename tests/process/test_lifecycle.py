@@ -1,0 +1,218 @@
+"""Clusters come and go: in the background, beside each other, in all kinds of places. Most are simulated: quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.run_dir import RunDir
+from tests.process.shell import ROOT, Shell, ends, refusal
+from tests.support.slow_model import FLAGS, STEP_TIMES
+
+QUICK = ("--runner", "simulated", "--kv-cache-memory", "8MiB", "--grpc-port", 0)
+ASK = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4, "--temperature", 0, "-o", "json")
+
+
+def test_detached_in_this_users_own_place_and_down_twice(shell: Shell) -> None:
+    place = shell.home / "baton"
+    started = shell.baton("up", "--detach", *QUICK, "-o", "json")
+    assert (started.returncode, started.stderr) == (0, "")
+    state = json.loads(started.stdout)
+    assert state["phase"] == "ready"
+    assert {p["name"]: p["status"] for p in state["processes"]} == dict.fromkeys(
+        ("redis", "prefill-0", "decode-0", "router-0"), "Ready"
+    )
+    pids = {state["pid"], *(p["pid"] for p in state["processes"])}
+    assert pids == set(shell.left())
+    assert {p.stat().st_mode & 0o077 for p in (place, *place.iterdir())} == {0}
+    answer = json.loads(shell.baton(*ASK).stdout)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert "prompt: this model is served without a tokenizer" in refusal(shell.baton("generate", "text"), 2)
+
+    stopped = shell.baton("down", "-o", "json")
+    assert json.loads(stopped.stdout) == {"run_dir": str(place), "was_running": True, "running": False}
+    assert all(ends(pid) for pid in pids)
+    assert sorted(path.name for path in place.iterdir()) == ["lock", "logs"]
+    again = shell.baton("down")
+    assert (again.returncode, again.stdout) == (0, f"no cluster is running in {place}\n")
+    assert refusal(shell.baton(*ASK), 5).startswith(f"no cluster is running in {place}: start one with `baton up`")
+
+
+def test_the_printed_lines_say_how_to_stop_what_runs_in_the_background(shell: Shell) -> None:
+    shown = shell.baton("up", "-d", *QUICK)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    # In the user's own place nobody needs to name it.
+    assert "--run-dir" not in shown.stdout
+    assert shown.stdout.endswith("baton down stops it.\n")
+    assert shell.run(["sh", "-c", "baton down"]).stdout == f"stopped the cluster in {shell.home / 'baton'}\n"
+
+
+def test_two_clusters_on_one_machine(shell: Shell, tmp_path: Path) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    states = [
+        json.loads(shell.baton("up", "-d", *QUICK, "--cluster", place.name, "--run-dir", place, "-o", "json").stdout)
+        for place in places
+    ]
+    assert len({p["pid"] for state in states for p in state["processes"]}) == 8
+    nodes = [json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", place).stdout) for place in places]
+    for state, found in zip(states, nodes, strict=True):
+        ours = {p["pid"] for p in state["processes"] if p["role"] != "redis"}
+        assert {node["pid"] for node in found} == ours
+    answers = [json.loads(shell.baton(*ASK, "--run-dir", place).stdout) for place in places]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    assert shell.baton("down", "--run-dir", places[0]).returncode == 0
+    assert json.loads(shell.baton("status", "-o", "json", "--run-dir", places[1]).stdout)["health"] == "ok"
+    assert shell.baton("status", "--run-dir", places[0]).returncode == 5
+    assert shell.baton("down", "--run-dir", places[1]).returncode == 0
+
+
+def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path) -> None:
+    shell.environment |= STEP_TIMES
+    where = ("--run-dir", tmp_path / "run")
+    assert shell.baton("up", "-d", *FLAGS, "--grpc-port", 0, *where).returncode == 0
+    words = ("generate", "--token-ids", "1,2,3", "--max-tokens", 4000, "-o", "json", *where)
+    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
+        running = 0
+        while not running:
+            assert client.poll() is None
+            nodes = json.loads(shell.baton("get", "nodes", "-o", "json", *where).stdout)
+            running = sum(node["running"] for node in nodes)
+        said = refusal(shell.baton("down", "--timeout", "0", *where), 6)
+        assert said.endswith("still drains after 0 s: wait on, or end it with `baton down --force`")
+        assert shell.baton("down", "--force", *where).returncode == 0
+        client.communicate()
+    assert client.returncode not in (0, 130)
+
+
+def test_a_run_directory_with_a_path_too_long_for_a_socket(shell: Shell, tmp_path: Path) -> None:
+    place = tmp_path / ("long" * 40)
+    started = shell.baton("up", "-d", *QUICK, "--run-dir", place)
+    assert started.returncode == 0, started.stderr
+    elsewhere = [word for p in shell.left().values() for word in p.split() if word.endswith("redis.sock")]
+    assert elsewhere
+    assert shell.baton(*ASK, "--run-dir", place).returncode == 0
+    assert shell.baton("down", "--run-dir", place).returncode == 0
+    assert not any(Path(word.removeprefix("unixsocket:")).parent.exists() for word in elsewhere)
+
+
+def test_a_project_directory_keeps_its_own_logs(shell: Shell) -> None:
+    (shell.home / "logs").mkdir()
+    (shell.home / "logs" / "mine.log").write_text("mine")
+    (shell.home / "logs" / "prefill-0.log").write_text("of a cluster before\n")
+    shell.home.chmod(0o700)
+    assert shell.baton("up", "-d", *QUICK, "--run-dir", ".").returncode == 0
+    assert shell.baton("down", "--run-dir", ".").returncode == 0
+    assert (shell.home / "logs" / "mine.log").read_text() == "mine"
+    assert "of a cluster before" not in (shell.home / "logs" / "prefill-0.log").read_text()
+
+
+def test_a_killed_supervisor_leaves_nothing_and_the_place_can_be_used_again(shell: Shell) -> None:
+    state = json.loads(shell.baton("up", "-d", *QUICK, "-o", "json").stdout)
+    os.kill(state["pid"], signal.SIGKILL)
+    for process in state["processes"]:
+        assert ends(process["pid"])
+    assert "no cluster is running" in refusal(shell.baton("status"), 5)
+    assert shell.baton("up", "-d", *QUICK).returncode == 0
+    assert shell.baton(*ASK).returncode == 0
+    assert shell.baton("down").returncode == 0
+
+
+def test_an_interrupted_start_leaves_nothing(shell: Shell, model: Path, tmp_path: Path) -> None:
+    """Ctrl-C of `baton up --detach`, as soon as its supervisor has begun to start processes."""
+    words = ("up", "--detach", "--model", model, "--grpc-port", 0, "--run-dir", tmp_path / "run")
+    with shell.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as starting:
+        place = RunDir(tmp_path / "run")
+        while not (place.exists() and (state := place.read_state()) and any(p.pid for p in state.processes)):
+            assert starting.poll() is None
+        starting.send_signal(signal.SIGINT)
+        assert starting.communicate() == (b"", b"")
+    assert starting.returncode == 130
+    shell.nothing_left()
+    assert place.read_state() is None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "baton-test", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a file system")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "full", "wb", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            return
+
+
+def test_a_full_disk_is_told_before_anything_starts(shell: Shell, small_disk: Path) -> None:
+    fill(small_disk)
+    for place in (small_disk, small_disk / "run"):
+        for detached in ((), ("-d",)):
+            said = refusal(shell.baton("up", *detached, *QUICK, "--run-dir", place), 78)
+            assert said == f"run directory {place} can't be used (No space left on device): name another with --run-dir"
+            shell.nothing_left()
+
+
+def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: Path) -> None:
+    assert shell.baton("up", "-d", *QUICK, "--run-dir", small_disk / "run").returncode == 0
+    fill(small_disk)
+    state = RunDir(small_disk / "run").read_state()
+    assert state is not None
+    assert shell.baton(*ASK, "--run-dir", small_disk / "run").returncode == 0
+    for name in ("decode-0", "redis"):
+        process = next(p for p in state.processes if p.name == name)
+        os.kill(process.pid, signal.SIGKILL)
+        assert ends(process.pid)
+    while (status := shell.baton("status", "--address", state.operator_address, "-o", "json")) and (
+        json.loads(status.stdout)["health"] != "ok"
+    ):
+        pass
+    assert shell.baton(*ASK, "--run-dir", small_disk / "run").returncode == 0
+    assert not list((small_disk / "run").glob(".cluster-*"))
+    assert shell.baton("down", "--run-dir", small_disk / "run").returncode == 0
+
+
+def test_a_read_only_place(shell: Shell, small_disk: Path) -> None:
+    (small_disk / "old").mkdir(mode=0o700)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for place in (small_disk / "old", small_disk / "new"):
+        said = refusal(shell.baton("up", *QUICK, "--run-dir", place), 78)
+        assert said == f"run directory {place} can't be used (Read-only file system): name another with --run-dir"
+        assert "no cluster is running" in refusal(shell.baton("status", "--run-dir", place), 5)
+
+
+def test_a_file_where_the_place_should_be(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for words in (("up", *QUICK), ("status",), ("down",)):
+        said = refusal(shell.baton(*words, "--run-dir", tmp_path / "file"), 78)
+        assert said == f"run directory {tmp_path / 'file'} is not a directory: name another with --run-dir"
+    said = refusal(shell.baton("up", *QUICK, "--run-dir", tmp_path / "file" / "run"), 78)
+    assert said.endswith("can't be used (Not a directory): name another with --run-dir") or "File exists" in said
+
+
+def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
+    done = shell.run([sys.executable, "-m", "baton.cli.demo"], cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))
+    assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
+    assert all(len(line) <= 80 for line in lines[table : table + 5])
+    assert lines[-1] == "Everything that was started is stopped."
+    assert not shell.left()

@@ -1,0 +1,188 @@
+"""What a user asks a running cluster, and how it answers: every format, every way to name the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.process.shell import Shell, refusal
+from tests.support.process_cluster import ProcessCluster
+
+GREEDY = ("--temperature", 0, "--max-tokens", 8)
+
+
+def test_generate_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+    ask = ("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir)
+    as_json = shell.baton(*ask, "-o", "json")
+    assert (as_json.returncode, as_json.stderr) == (0, "")
+    answer = json.loads(as_json.stdout)
+    assert {key: sorted(value) if isinstance(value, dict) else None for key, value in answer.items()} == {
+        "text": None,
+        "token_ids": None,
+        "finish_reason": None,
+        "usage": ["cached_tokens", "completion_tokens", "prompt_tokens"],
+        "path": ["attempts", "decode_node", "prefill_node", "reason"],
+        "timings": ["prefill_ms", "queue_ms", "total_ms", "transfer_ms", "ttft_ms"],
+        "kv_bytes": None,
+    }
+    assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] == 8
+    assert (answer["finish_reason"], answer["usage"]["prompt_tokens"]) == ("length", 5)
+    path = answer["path"]
+    assert (path["prefill_node"], path["decode_node"], path["attempts"]) == ("prefill-0", "decode-0", 1)
+    assert answer["kv_bytes"] > 0
+    assert 0 < answer["timings"]["ttft_ms"] <= answer["timings"]["total_ms"]
+    from_yaml = yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)
+    assert from_yaml["token_ids"] == answer["token_ids"]
+    assert from_yaml["text"] == answer["text"]
+    for how in ("--stream", "--no-stream"):
+        done = shell.baton(*ask, how)
+        assert (done.returncode, done.stdout, done.stderr) == (0, answer["text"] + "\n", "")
+
+
+def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluster: ProcessCluster, model: Path) -> None:
+    where = (*GREEDY, "--run-dir", cluster.run_dir)
+    said = shell.baton("generate", "hello", *where).stdout
+    assert shell.baton("generate", "-", *where, input="hello").stdout == said
+    ids = ",".join(str(token) for token in vocabulary_ids(model, "hello"))
+    assert shell.baton("generate", "--token-ids", ids, *where).stdout == said
+
+
+def vocabulary_ids(model: Path, text: str) -> list[int]:
+    """Of a tokenizer with one token for each letter."""
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    return [vocabulary[letter] for letter in text]
+
+
+def test_stop_and_seed(shell: Shell, cluster: ProcessCluster) -> None:
+    ask = ("generate", "hello", "--max-tokens", 24, "--seed", 5, "--run-dir", cluster.run_dir, "-o", "json")
+    first, second = (json.loads(shell.baton(*ask).stdout) for _ in range(2))
+    assert first["token_ids"] == second["token_ids"]
+    assert json.loads(shell.baton(*ask, "--seed", 6).stdout)["token_ids"] != first["token_ids"]
+    stop = first["text"][3:5]
+    stopped = json.loads(shell.baton(*ask, "--stop", stop).stdout)
+    assert stopped["text"] == first["text"][: first["text"].index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+    ask = ("get", "nodes", "--run-dir", cluster.run_dir)
+    names = ["prefill-0", "decode-0", "router-0"]
+    assert shell.baton(*ask, "-o", "name").stdout.split() == names
+    table = shell.baton(*ask).stdout.splitlines()
+    assert table[0].split() == ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
+    assert [line.split()[:4] for line in table[1:]] == [[name, name[:-2], "Ready", "yes"] for name in names]
+    assert shell.baton(*ask, "--no-headers", "-l", "role=router").stdout.split()[:3] == ["router-0", "router", "Ready"]
+    wide = shell.baton(*ask, "-o", "wide").stdout.splitlines()
+    assert wide[0].split()[:6] == table[0].split()
+    assert [len(line.split()) for line in wide] == [len(wide[0].split())] * 4
+    found = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    promised = ["name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage"]
+    assert all(set(promised) <= set(node) for node in found)
+    for node, process in zip(found, [cluster.process(name) for name in names], strict=True):
+        assert (node["name"], node["role"], node["status"]) == (process.name, process.role, "Ready")
+        assert (node["incarnation"], node["address"], node["pid"]) == (
+            process.incarnation,
+            process.address,
+            process.pid,
+        )
+        assert (node["model"], node["running"], node["waiting"]) == ("tiny", 0, 0)
+    assert [node["name"] for node in yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)] == names
+
+
+def test_status(shell: Shell, cluster: ProcessCluster) -> None:
+    ask = ("status", "--run-dir", cluster.run_dir)
+    said = shell.baton(*ask)
+    assert said.returncode == 0
+    assert said.stdout.splitlines()[:2] == ["default: ok", "1/1 prefill ready, 1/1 decode ready, 1/1 router ready"]
+    rows = [line.split() for line in said.stdout.splitlines()[4:]]
+    assert [row[:3] for row in rows] == [[p.name, "Ready", "0"] for p in cluster.state.processes]
+    found = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    assert (found["cluster"], found["health"], found["detail"]) == ("default", "ok", "")
+    assert found["supervisor"]["grpc_address"] == cluster.state.grpc_address
+    assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)["health"] == "ok"
+
+
+def test_by_address_alone(shell: Shell, cluster: ProcessCluster) -> None:
+    state = cluster.state
+    by_run_dir = shell.baton("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir)
+    assert shell.baton("generate", "hello", *GREEDY, "--address", state.grpc_address).stdout == by_run_dir.stdout != ""
+    nodes = shell.baton("get", "nodes", "-o", "name", "--address", state.operator_address)
+    assert nodes.stdout.split() == ["prefill-0", "decode-0", "router-0"]
+    status = json.loads(shell.baton("status", "--address", state.operator_address, "-o", "json").stdout)
+    assert (status["health"], status["supervisor"]) == ("ok", None)
+
+
+def test_the_wrong_port_is_told_apart(shell: Shell, cluster: ProcessCluster) -> None:
+    state = cluster.state
+    said = refusal(shell.baton("generate", "x", "--address", state.operator_address), 5)
+    assert said.startswith(f"{state.operator_address} is another service's address")
+    assert said.endswith("is this the router's gRPC address?")
+    said = refusal(shell.baton("status", "--address", state.grpc_address), 5)
+    assert said.endswith("is this the router's operator address?")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["", *GREEDY], 2, "prompt: is empty"),
+        (["x", "--temperature", "nan"], 2, "temperature: must be in [0, 2], not nan"),
+        (["x", "--top-p", "inf"], 2, "top_p: must be in (0, 1], not inf"),
+        (["x", "--max-tokens", "0"], 2, "max_tokens: must be at least 1, not 0"),
+        (["x", "--max-tokens", "-1"], 2, "max_tokens: Value out of range: -1"),
+        (["x", "--seed", "-1"], 2, "seed: Value out of range: -1"),
+        (["x", "--max-tokens", "512"], 2, "max_tokens: is 512, but the prompt leaves 511"),
+        (["x" * 600], 2, "prompt: has 600 tokens; tiny takes at most 511"),
+        (["x", "--model", "other"], 2, "model: 'other' is not served here; there is 'tiny'"),
+        (["--token-ids", "3,256"], 2, "prompt: token 1 is 256; ids are 0 to 255"),
+        (["--token-ids", "99999999999"], 2, "prompt: Value out of range: 99999999999"),
+        ([b"\xff"], 2, "prompt: is not valid UTF-8"),
+        (["x", "--timeout", "0"], 6, "eadline"),
+    ],
+)
+def test_a_bad_request_is_refused_by_the_name_of_its_field(
+    shell: Shell, cluster: ProcessCluster, words: list[str | bytes], code: int, said: str
+) -> None:
+    prompt = [os.fsdecode(word) if isinstance(word, bytes) else word for word in words]
+    assert said in refusal(shell.baton("generate", "--run-dir", cluster.run_dir, *prompt), code)
+
+
+def test_five_mebibytes_are_refused(shell: Shell, cluster: ProcessCluster) -> None:
+    done = shell.baton("generate", "-", "--run-dir", cluster.run_dir, input="x" * (5 << 20))
+    assert "at most 1048576 are taken" in refusal(done, 2)
+
+
+def test_a_second_up_in_the_same_place_changes_nothing(shell: Shell, cluster: ProcessCluster) -> None:
+    before = cluster.state
+    logs = {log.name: log.read_bytes() for log in (cluster.run_dir / "logs").iterdir()}
+    for detached in ((), ("--detach",)):
+        done = shell.baton("up", *detached, "--grpc-port", 0, "--run-dir", cluster.run_dir)
+        assert f"a cluster is already running in {cluster.run_dir}: stop it with `baton down`" in refusal(done, 78)
+    assert cluster.state == before
+    assert logs.items() <= {log.name: log.read_bytes() for log in (cluster.run_dir / "logs").iterdir()}.items()
+    assert shell.baton("generate", "hello", "--run-dir", cluster.run_dir).returncode == 0
+
+
+def test_the_place_is_found_through_the_environment(shell: Shell, cluster: ProcessCluster) -> None:
+    assert shell.baton("status", environment={"BATON_RUN_DIR": str(cluster.run_dir)}).returncode == 0
+    assert "no cluster is running in" in refusal(shell.baton("status"), 5)
+
+
+def test_a_reader_that_goes_away_is_no_story(shell: Shell, cluster: ProcessCluster) -> None:
+    for words in (("generate", "hello"), ("get", "nodes", "-o", "json")):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        done = shell.baton(*words, "--run-dir", cluster.run_dir, stdout=write_end)
+        os.close(write_end)
+        assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_the_output_is_one_line(shell: Shell, cluster: ProcessCluster) -> None:
+    for words in (("generate", "hello"), ("status",)):
+        with open("/dev/full", "w") as full:
+            done = shell.baton(*words, "--run-dir", cluster.run_dir, stdout=full)
+        assert refusal(done, 1) == "No space left on device"

@@ -1,0 +1,106 @@
+"""The scripts as a contributor runs them: what they check, they notice. On copies: nothing of the checkout changes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.process.shell import ROOT, Shell
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """What the scripts work on, with this environment as its .venv."""
+    place = tmp_path / "copy"
+    for part in ("proto", "scripts", "baton/v1"):
+        shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "ARCHITECTURE.md", place)
+    (place / ".venv").symlink_to(sys.prefix)
+    return place
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def edited_stub(copy: Path) -> str:
+    replace(copy / "baton/v1/generation_pb2.pyi", "class GenerateRequest", "class GeneratedRequest")
+    return "generation_pb2.pyi"
+
+
+def changed_proto(copy: Path) -> str:
+    replace(copy / "proto/baton/v1/kv_link.proto", "message ", "message Unheard {}\n\nmessage ")
+    return "kv_link_pb2.py"
+
+
+def missing_stub(copy: Path) -> str:
+    (copy / "baton/v1/node_pb2_grpc.py").unlink()
+    return "node_pb2_grpc.py"
+
+
+def stub_without_proto(copy: Path) -> str:
+    (copy / "baton/v1/gone_pb2.py").touch()
+    return "gone_pb2.py"
+
+
+@pytest.mark.parametrize("change", [edited_stub, changed_proto, missing_stub, stub_without_proto])
+def test_stubs_that_are_out_of_date_are_named(shell: Shell, copy: Path, change: Callable[[Path], str]) -> None:
+    name = change(copy)
+    before = {path: path.read_bytes() for path in (copy / "baton/v1").iterdir()}
+    checked = shell.run([str(copy / "scripts/stubs"), "--check"])
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert checked.stderr == f"stubs are out of date: {name}; run scripts/stubs\n"
+    assert {path: path.read_bytes() for path in (copy / "baton/v1").iterdir()} == before
+    assert shell.run([str(copy / "scripts/stubs")]).returncode == 0
+    assert shell.run([str(copy / "scripts/stubs"), "--check"]).returncode == 0
+
+
+def test_diagrams_that_are_out_of_date_are_noticed(shell: Shell, copy: Path) -> None:
+    page = copy / "ARCHITECTURE.md"
+    good = page.read_text()
+    assert shell.run([str(copy / "scripts/diagrams"), "--check"]).returncode == 0
+    replace(page, "stateDiagram-v2\n", "stateDiagram-v2\n    direction LR\n")
+    spoilt = page.read_text()
+    checked = shell.run([str(copy / "scripts/diagrams"), "--check"])
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert checked.stderr == "scripts/diagrams: ARCHITECTURE.md is out of date; run scripts/diagrams\n"
+    assert page.read_text() == spoilt
+    assert shell.run([str(copy / "scripts/diagrams")]).returncode == 0
+    assert page.read_text() == good
+
+
+def test_setup_says_what_it_needs(shell: Shell, copy: Path) -> None:
+    for part in ("pyproject.toml", "constraints.txt", "setup.py"):
+        shutil.copy(ROOT / part, copy)
+    kernels = "baton/engine/runner/kernels/csrc"
+    shutil.copytree(ROOT / kernels, copy / kernels)
+    (copy / ".venv").unlink()
+    done = shell.run([str(copy / "scripts/setup")], {"CC": "no-such-compiler"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("scripts/setup: no C compiler (no-such-compiler")
+    done = shell.run([str(copy / "scripts/setup")], {"CC": "true", "PYTHON": "no-such-python"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("scripts/setup: no Python 3.11 or later with the venv module")
+    assert not (copy / ".venv").exists()
+
+
+def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
+    command = [sys.executable, "-u", "-m", "baton.cli.demo"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=shell.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline().decode() == "Starting Redis, a router, a prefill node and a decode node …\n"
+        demo.send_signal(signal.SIGINT)
+        output, complaint = demo.communicate()
+    assert (demo.returncode, complaint) == (130, b"")
+    assert output.decode().endswith("interrupted; everything is stopped\n")
+    shell.nothing_left()

@@ -89,7 +89,8 @@ async def heard(port: Port) -> list[StepReport]:
 
 
 async def deltas(port: Port) -> list[RequestDelta]:
-    return [delta for report in await heard(port) for delta in report.deltas]
+    """What came of the attempts; that they were taken is left out."""
+    return [delta for report in await heard(port) for delta in report.deltas if delta != RequestDelta(delta.attempt)]
 
 
 def tokens(of: Sequence[RequestDelta]) -> list[int]:
@@ -268,6 +269,14 @@ async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values:
     assert not port.live
     assert not rig.log.after(0), "it reached the engine"
     await rig.service.wait_idle()
+
+
+async def test_an_attempt_is_taken_before_the_engine_hears_of_it() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    assert (await heard(port))[-1].deltas == (RequestDelta(KEY),)
+    rig.driver.run()
 
 
 async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:

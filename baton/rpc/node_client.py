@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from baton.errors import NodeLost
+from baton.errors import Cancelled, NodeLost
 from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_node import (
@@ -74,7 +74,9 @@ class NodeClient:
                 raise NodeLost(f"{self.address} did not say welcome")
             return NodeStream(description_from_pb(first.welcome), call)
         except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self.address) from error
+            refusal = status.from_rpc_error(error, self.address)
+            # Nobody here cancelled: the node did, because it is ending.
+            raise (NodeLost(f"{self.address} is ending") if isinstance(refusal, Cancelled) else refusal) from error
         except asyncio.InvalidStateError as error:
             raise NodeLost(f"{self.address} ended the stream: {error}") from error
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -42,8 +43,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     try:
         await context.abort(status.code, status.details or "", status.trailing_metadata or ())
     except grpc.aio.InternalError as gone:
-        # A caller that was killed hears nothing any more, and that is no fault.
-        raise grpc.aio.AbortError(str(error)) from gone
+        # A caller that is gone, or whose deadline passed, hears nothing any more, and that is no fault. gRPC takes a
+        # second AbortError for one.
+        raise asyncio.CancelledError(str(error)) from gone
 
 
 def _shortened(story: str) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ BATON = Path(sys.executable).with_name("baton")
 ROOT = Path(__file__).parents[2]
 BOUND_S = 100.0
 """Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
+_END_S = 10.0
+"""For the last moments of a process that has nothing to do any more."""
 _MARK = "BATON_TEST_MARK"
 
 
@@ -78,20 +82,23 @@ class Shell:
         return found
 
     def nothing_left(self) -> None:
-        """Fail unless every process that was started here has ended or is about to."""
-        for pid, command in self.left().items():
-            assert ends(pid), f"left behind: {command}"
+        """Fail unless every process that was started here has ended or is about to; kills those that stay."""
+        left = {pid: command for pid, command in self.left().items() if not ends(pid, _END_S)}
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert not left, f"left behind: {left}"
         assert not self.left()
 
 
-def ends(pid: int) -> bool:
+def ends(pid: int, bound_s: float = BOUND_S) -> bool:
     """Wait for a process's end, whoever its parent is; returns whether it came."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], BOUND_S)[0])
+        return bool(select.select([descriptor], [], [], bound_s)[0])
     finally:
         os.close(descriptor)
 

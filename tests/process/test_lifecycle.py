@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.run_dir import RunDir
+from baton.cli.state import ClusterState
 from tests.process.shell import ROOT, Shell, ends, refusal
 from tests.support.slow_model import FLAGS, STEP_TIMES
 
@@ -150,7 +151,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("only root can mount a file system")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def fill(disk: Path) -> None:
@@ -176,30 +177,36 @@ def test_a_disk_that_fills_up_does_not_end_a_cluster(shell: Shell, small_disk: P
     state = place.read_state()
     assert state is not None
     fill(small_disk)
-    for name in ("decode-0", "redis"):
-        process = next(p for p in state.processes if p.name == name)
-        os.kill(process.pid, signal.SIGKILL)
-        assert ends(process.pid)
-    wait_until_ok(shell, "--address", state.operator_address)
+    for name in ("redis", "decode-0"):
+        kill(state, name)
+    wait_until_whole(shell, state, "decode-0", "--address", state.operator_address)
     assert shell.baton(*ASK, "--run-dir", place.path).returncode == 0
     assert not list(place.path.glob(".cluster-*"))
 
     # With room again, the next change is written down, and all that was missed.
     (small_disk / "full").unlink()
-    prefill = next(p for p in state.processes if p.name == "prefill-0")
-    os.kill(prefill.pid, signal.SIGKILL)
-    assert ends(prefill.pid)
-    restarts = {"redis": 1, "prefill-0": 1, "decode-0": 1, "router-0": 0}
-    while (now := place.read_state()) is None or {p.name: p.restarts for p in now.processes} != restarts:
-        assert shell.baton("status", "--run-dir", place.path).returncode == 0
-    wait_until_ok(shell, "--run-dir", place.path)
+    kill(state, "prefill-0")
+    wait_until_whole(shell, state, "prefill-0", "--run-dir", place.path)
+    now = place.read_state()
+    assert now is not None
+    assert {p.name: p.restarts for p in now.processes} == {"redis": 1, "prefill-0": 1, "decode-0": 1, "router-0": 0}
     assert shell.baton("down", "--run-dir", place.path).returncode == 0
 
 
-def wait_until_ok(shell: Shell, *where: object) -> None:
-    """Ask until the cluster is whole; asking takes a while, so that it is not in the way of those that are asked."""
-    while json.loads(shell.baton("status", "-o", "json", *where).stdout)["health"] != "ok":
-        pass
+def kill(state: ClusterState, name: str) -> None:
+    pid = next(process.pid for process in state.processes if process.name == name)
+    os.kill(pid, signal.SIGKILL)
+    assert ends(pid)
+
+
+def wait_until_whole(shell: Shell, before: ClusterState, killed: str, *where: object) -> None:
+    """Ask until nothing is missing and a process was replaced; asking takes a while, and so is in nobody's way."""
+    dead = next(process.pid for process in before.processes if process.name == killed)
+    while True:
+        found = json.loads(shell.baton("status", "-o", "json", *where).stdout)
+        pids = {node["pid"] for node in found["nodes"] if node["status"] == "Ready"}
+        if found["health"] == "ok" and len(pids) == 3 and dead not in pids:
+            return
 
 
 def test_a_read_only_place(shell: Shell, small_disk: Path) -> None:

@@ -53,11 +53,16 @@ class EngineDriver:
         core: EngineCore,
         publish: Callable[[StepNews], None],
         on_crash: Callable[[BaseException], None],
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_crash` is called on the thread, which has ended when it returns: from then on nothing is computed."""
+        """`on_crash` is called on the thread, which has ended when it returns: from then on nothing is computed.
+
+        `flush` lets go of what the engine's connector left behind: called before a step and after its news are out.
+        """
         self._core = core
         self._publish = publish
         self._on_crash = on_crash
+        self._flush = flush
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
@@ -100,9 +105,12 @@ class EngineDriver:
                 command = self._inbox.get_nowait()
         except queue.Empty:
             pass
+        finally:
+            self._flush()
         if self._core.has_work():
             outputs.append(self._core.step())
         self._publish(StepNews(_merge(outputs), self._core.take_events(), self._core.make_stats()))
+        self._flush()
         return True
 
     def _obey(self, command: _Add | _Abort | KVTransferOutput) -> dict[int, EngineCoreOutputs]:

@@ -24,6 +24,8 @@ class RoleContext:
     clock: Clock
     post: Callable[[Callable[[], None]], None]
     """Runs a callable on the loop, in order; from any thread."""
+    post_after_step: Callable[[Callable[[], None]], None]
+    """Likewise, from the engine's thread alone, once the step's tokens are on their way to the routers."""
     tell_engine: Callable[[KVTransferOutput], None]
     """Wakes the engine; from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]

@@ -24,6 +24,7 @@ from baton.ids import new_incarnation
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.lifecycle import NodeEvent, node_lifecycle
+from baton.node.outbox import Outbox
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
@@ -127,7 +128,8 @@ class Node:
         self._rpc = rpc = RpcServer((SERVICE_NAME,))
         port = rpc.bind(config.host, config.port)
         cleanup.push_async_callback(rpc.stop, 1.0)
-        context = RoleContext(config, self.incarnation, self._runner, clock, post, tell_engine, log.record)
+        outbox = Outbox(post)
+        context = RoleContext(config, self.incarnation, self._runner, clock, post, outbox.add, tell_engine, log.record)
         self.role = role = self._make_role(context)
         await role.start()
         cleanup.push_async_callback(role.stop)
@@ -135,7 +137,7 @@ class Node:
         key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
         limits = scheduler_config(config, self._runner)
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
-        driver = EngineDriver(EngineCore(self.scheduler, self._runner), publish, crashed)
+        driver = EngineDriver(EngineCore(self.scheduler, self._runner), publish, crashed, outbox.flush)
         description = self._describe(config.advertise or join_address(config.host, port))
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):

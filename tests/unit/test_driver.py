@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from baton.engine.connector import KVTransferOutput
+from baton.engine.connector_fake import FakeConnector
 from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, SchedulerOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.node.driver import EngineDriver, StepNews
+from baton.node.outbox import Outbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
 LONG_S = 30.0
@@ -143,3 +145,26 @@ def test_stop_does_not_wait_for_work_that_is_left() -> None:
     rig.driver.stop()
     rig.driver.stop()
     rig.driver.submit(request("late"))
+
+
+def test_what_a_step_leaves_behind_goes_after_its_news() -> None:
+    """An offer wakes another node; the first token of the same step must not wait for that."""
+    order: queue.SimpleQueue[str] = queue.SimpleQueue()
+    outbox = Outbox(lambda action: action())
+
+    class Connector(FakeConnector):
+        def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+            outbox.add(lambda: order.put("left by the step"))
+
+    engine = EngineRig(connector=Connector())
+    outbox.add(lambda: order.put("left before"))
+
+    def publish(news: StepNews) -> None:
+        if news.outputs:
+            order.put("news")
+
+    driver = EngineDriver(engine.core, publish, lambda error: None, outbox.flush)
+    driver.start()
+    driver.submit(request("r", leg=Leg.PREFILL))
+    assert [order.get(timeout=LONG_S) for _ in range(3)] == ["left before", "news", "left by the step"]
+    driver.stop()

@@ -16,10 +16,10 @@ from random import Random
 import baton
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
-from baton.errors import ConfigError, Draining, ExitCode, Unreachable
+from baton.errors import Draining, ExitCode
 from baton.ids import new_incarnation
 from baton.observe.ready import Ready, announce
-from baton.registry import Lease, Membership, NodeRecord
+from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.registry import Registry
 from baton.rpc import generation_service, operator_service
 from baton.rpc.generation_service import GenerationServicer
@@ -205,10 +205,7 @@ async def run_router(
         if membership is None:
             membership = Registry.connect(config.registry_url, config.cluster)
             stack.push_async_callback(membership.close)
-        try:
-            await membership.ping()
-        except Unreachable as error:
-            raise ConfigError(f"{error}; start Redis there or name another one with --registry") from error
+        await require(membership)
         await _Router(config, membership, codec, files).run(ready, stop)
 
 

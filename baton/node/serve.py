@@ -19,7 +19,7 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.runner.base import ModelRunner
 from baton.engine.scheduler import Scheduler
-from baton.errors import ConfigError, EngineFault, Unreachable
+from baton.errors import EngineFault
 from baton.ids import new_incarnation
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
@@ -28,7 +28,7 @@ from baton.node.outbox import Outbox
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
-from baton.registry import Membership, NodeRecord
+from baton.registry import Membership, NodeRecord, require
 from baton.rpc.messages import NodeDescription, Role
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
 from baton.rpc.server import RpcServer, join_address
@@ -83,10 +83,7 @@ class Node:
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
         """Run until told to stop. Raises ConfigError before anything is started, EngineFault when the engine died."""
-        try:
-            await self._membership.ping()
-        except Unreachable as error:
-            raise ConfigError(f"{error}; start Redis there or name another one with --registry") from error
+        await require(self._membership)
         async with AsyncExitStack() as cleanup:
             service = await self._start(cleanup, stop)
             self._life.feed(NodeEvent.STARTED)

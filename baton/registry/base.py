@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from baton.errors import ConfigError, Unreachable
 from baton.registry.records import NodeRecord, Snapshot
 
 
@@ -69,3 +70,11 @@ class Membership(Protocol):
     async def close(self) -> None:
         """Close every lease and watch. Idempotent."""
         ...
+
+
+async def require(membership: Membership) -> None:
+    """For processes that are about to start; raises ConfigError when the registry does not answer."""
+    try:
+        await membership.ping()
+    except Unreachable as error:
+        raise ConfigError(f"{error}; start Redis there, or name another one with --registry") from None

@@ -28,6 +28,7 @@ from redis.exceptions import RedisError
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, Unreachable
 from baton.ids import random_token
+from baton.registry.base import require
 from baton.registry.feed import SnapshotFeed
 from baton.registry.outage import OutageGrace
 from baton.registry.records import NodeRecord, Reading, Snapshot, read_records
@@ -293,9 +294,7 @@ async def require_registry(url: str, cluster: str) -> None:
     """For processes that are about to start; raises ConfigError when no Redis answers there."""
     registry = Registry.connect(url, cluster)
     try:
-        await registry.ping()
-    except Unreachable as error:
-        raise ConfigError(f"{error}; start Redis there, or name another one with --registry") from None
+        await require(registry)
     finally:
         await registry.close()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""Above this gRPC itself refuses, on either side; the public service refuses far earlier, with the field's name."""
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     # Without it a peer that answers no ping is still believed for a minute.

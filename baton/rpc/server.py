@@ -7,10 +7,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
+from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.fault_barrier import FaultBarrier
 
-MAX_MESSAGE_BYTES = 16 << 20
-"""Above this gRPC itself refuses; the public service refuses far earlier, with the field's name."""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

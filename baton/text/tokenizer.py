@@ -51,11 +51,6 @@ class Tokenizer:
         """Number of tokens with a text, added tokens included; a model's output may be wider."""
         return int(self._backend.get_vocab_size())
 
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        """Tokens that have no place in a text."""
-        return self._special
-
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer puts around a text."""
         ids: list[int] = self._backend.encode(text).ids

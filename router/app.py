@@ -16,6 +16,7 @@ from random import Random
 import baton
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
+from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import Draining, ExitCode
 from baton.ids import new_incarnation
 from baton.observe.ready import Ready, announce
@@ -27,7 +28,7 @@ from baton.rpc.messages import ModelCard
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import OperatorServicer
 from baton.rpc.server import RpcServer, join_address
-from baton.text.model_files import ModelFiles, read_model_files
+from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.front import GenerationHandler, OperatorHandler
@@ -56,8 +57,8 @@ class RouterConfig:
     operator_port: int = 0
     advertise_host: str = ""
     """Where others reach this router; `host`, or this machine's name when that is a wildcard."""
-    skip_tokenizer_init: bool = False
-    """Serve token ids only; the model directory then needs no tokenizer.json."""
+    simulated: SimulatedSpec | None = None
+    """What simulated nodes run: then nothing of `model_dir` is read, and only token ids are served."""
     drain_s: float = 30.0
     """How long running requests may go on once the router is to stop."""
     lease_s: float = LEASE_S
@@ -76,11 +77,11 @@ class RouterAddresses:
 
 
 class _Cards:
-    """What the model can do: config.json's word until nodes are attached, then theirs."""
+    """What the model can do: what is known without nodes until some are attached, then their word."""
 
-    def __init__(self, name: str, files: ModelFiles, view: ClusterView) -> None:
+    def __init__(self, known: ModelCard, view: ClusterView) -> None:
         self._view = view
-        self._known = ModelCard(name, files.max_position_embeddings, files.vocab_size)
+        self._known = known
 
     def __call__(self) -> ModelCard:
         nodes = [node for node in self._view.descriptions() if node.model == self._known.name]
@@ -93,16 +94,14 @@ class _Cards:
 class _Router:
     """One running router."""
 
-    def __init__(
-        self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, files: ModelFiles
-    ) -> None:
+    def __init__(self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, card: ModelCard) -> None:
         rng, clock = Random(), SystemClock()
         self._config = config
         self._membership = membership
         self._timers = LoopTimers()
         self._view = ClusterView()
         self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times)
-        cards = _Cards(config.model_name, files, self._view)
+        cards = _Cards(card, self._view)
         self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits)
         self._public = RpcServer((generation_service.SERVICE_NAME,))
         self._private = RpcServer((operator_service.SERVICE_NAME,))
@@ -199,14 +198,21 @@ async def run_router(
 
     Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry.
     """
-    files = read_model_files(config.model_dir)
-    codec = None if config.skip_tokenizer_init else Tokenizer.load(config.model_dir)
+    card = _card_without_nodes(config)
+    codec = None if config.simulated else Tokenizer.load(config.model_dir)
     async with contextlib.AsyncExitStack() as stack:
         if membership is None:
             membership = Registry.connect(config.registry_url, config.cluster)
             stack.push_async_callback(membership.close)
         await require(membership)
-        await _Router(config, membership, codec, files).run(ready, stop)
+        await _Router(config, membership, codec, card).run(ready, stop)
+
+
+def _card_without_nodes(config: RouterConfig) -> ModelCard:
+    if config.simulated is not None:
+        return ModelCard(config.model_name, config.simulated.max_model_len, config.simulated.vocab_size)
+    files = read_model_files(config.model_dir)
+    return ModelCard(config.model_name, files.max_position_embeddings, files.vocab_size)
 
 
 def main(config: ProcessConfig) -> int:
@@ -237,18 +243,18 @@ def main(config: ProcessConfig) -> int:
 
 
 def _router_config(config: ProcessConfig) -> RouterConfig:
-    simulated = config.runner == "simulated"
+    simulated = SimulatedSpec() if config.runner == "simulated" else None
     return RouterConfig(
         registry_url=config.registry,
         cluster=config.cluster,
         router_id=config.router_id,
         model_dir=config.model,
-        model_name=config.model_name or ("simulated" if simulated else config.served_model_name),
+        model_name=config.model_name or (simulated.name if simulated else config.served_model_name),
         host=config.host,
         grpc_port=config.grpc_port,
         operator_port=config.operator_port,
         advertise_host=config.advertise_host,
-        skip_tokenizer_init=simulated,
+        simulated=simulated,
         drain_s=config.drain_s,
         lease_s=config.lease_s,
     )

@@ -13,7 +13,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.errors import ConfigError, Draining, InvalidRequest, RequestNotFound, Unreachable
+from baton.engine.runner import SimulatedSpec
+from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.generation_client import GenerationStub
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
@@ -42,7 +43,9 @@ def model_dir(tmp_path: Path) -> Path:
 class Cluster:
     """A router and its nodes, as a client and an operator see them."""
 
-    def __init__(self, store: MemoryStore, model_dir: Path, nodes: dict[str, ServedNode]) -> None:
+    def __init__(
+        self, store: MemoryStore, model_dir: Path, nodes: dict[str, ServedNode], simulated: SimulatedSpec | None
+    ) -> None:
         self.store = store
         self.nodes = nodes
         self.stop = asyncio.Event()
@@ -54,6 +57,7 @@ class Cluster:
             model_dir=model_dir,
             model_name=MODEL,
             grpc_port=0,
+            simulated=simulated,
         )
         self.membership = MemoryRegistry(store, "test")
         self.task = asyncio.create_task(
@@ -89,14 +93,14 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(model_dir: Path, *names: str) -> AsyncIterator[Cluster]:
+async def cluster(model_dir: Path, *names: str, simulated: SimulatedSpec | None = None) -> AsyncIterator[Cluster]:
     nodes = {name: ServedNode(prefill(name) if name.startswith("p") else decode(name)) for name in names}
     store = MemoryStore()
     for node in nodes.values():
         await node.start()
         record = record_of(node.description)
         store.put("test", record.incarnation, record.to_json())
-    one = Cluster(store, model_dir, nodes)
+    one = Cluster(store, model_dir, nodes, simulated)
     try:
         await one.addresses
         await one.has_status("Ready", *nodes)
@@ -160,6 +164,20 @@ async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
         finally:
             operator.close()
             user.close()
+
+
+async def test_a_router_of_simulated_nodes_knows_their_model_before_they_come(tmp_path: Path) -> None:
+    spec = SimulatedSpec()
+    async with cluster(tmp_path / "nothing", simulated=spec) as one:
+        user = GenerationStub((await one.addresses).grpc)
+        try:
+            card = ModelCard(MODEL, spec.max_model_len, spec.vocab_size)
+            assert await asyncio.to_thread(user.list_models) == [card]
+        finally:
+            user.close()
+        # It waits for a node, and is not refused for its largest id.
+        with pytest.raises(DeadlineExceeded):
+            await one.generate(GenerateRequest([spec.vocab_size - 1]), timeout_s=0.1)
 
 
 @pytest.mark.parametrize(

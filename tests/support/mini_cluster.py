@@ -17,7 +17,7 @@ from random import Random
 import grpc
 
 from baton.config import NodeConfig
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner import ModelRunner, SimulatedSpec
 from baton.node.serve import Node, NodeStop
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import NodeDescription, TraceEvent
@@ -154,7 +154,7 @@ async def _start_router(
         model_dir=model_dir,
         model_name=model_name,
         grpc_port=0,
-        skip_tokenizer_init=token_ids_only,
+        simulated=SimulatedSpec() if token_ids_only else None,
         drain_s=0.0,
     )
     membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()

@@ -1,0 +1,27 @@
+"""Where one layer's keys and values lie in the block-major cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """One layer's share of every block; offsets and strides count elements.
+
+    Inside a block the layer's keys are [num_kv_heads, block_size, key_dim] at `key_offset` and its values
+    [num_kv_heads, block_size, value_dim] at `value_offset`. Other layers may have other shapes.
+    """
+
+    memory: torch.Tensor
+    """The whole cache, one dimension, float32 or bfloat16."""
+    num_blocks: int
+    block_stride: int
+    key_offset: int
+    value_offset: int
+    num_kv_heads: int
+    block_size: int
+    key_dim: int
+    value_dim: int

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from baton.engine.runner.base import KVLayout, ModelInfo
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of the link's conversation; nodes of different versions refuse each other."""
 
 
@@ -21,9 +21,8 @@ class LayoutFingerprint:
     numerics: str
     dtype: str
     block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    geometry: str
+    """Heads and widths of every layer, as `KVLayout.geometry` spells them."""
     block_bytes: int
     backend: str
 
@@ -35,9 +34,7 @@ class LayoutFingerprint:
             numerics=model.numerics,
             dtype=layout.dtype,
             block_size=layout.block_size,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+            geometry=layout.geometry,
             block_bytes=layout.block_bytes,
             backend=backend,
         )

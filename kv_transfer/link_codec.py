@@ -187,9 +187,7 @@ def _layout_pb(layout: LayoutFingerprint) -> kv_link_pb2.KvLayout:
         numerics=layout.numerics,
         dtype=layout.dtype,
         block_size=layout.block_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
+        geometry=layout.geometry,
         block_bytes=layout.block_bytes,
         backend=layout.backend,
     )
@@ -201,9 +199,7 @@ def _layout(layout: kv_link_pb2.KvLayout) -> LayoutFingerprint:
         numerics=layout.numerics,
         dtype=layout.dtype,
         block_size=layout.block_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
+        geometry=layout.geometry,
         block_bytes=layout.block_bytes,
         backend=layout.backend,
     )

@@ -40,8 +40,7 @@ class CacheKeyFields:
     @classmethod
     def of(cls, model: ModelInfo, layout: KVLayout) -> CacheKeyFields:
         """The fields of a loaded model."""
-        shape = f"{layout.num_layers}x2x{layout.num_kv_heads}x{layout.block_size}x{layout.head_dim}"
-        return cls(model.fingerprint, layout.dtype, f"{shape}/{model.numerics}")
+        return cls(model.fingerprint, layout.dtype, f"{layout.geometry}/{layout.block_size}/{model.numerics}")
 
 
 class BlockHasher:

@@ -76,26 +76,22 @@ class LinkWelcome(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "block_bytes", "backend")
+    __slots__ = ("model_fingerprint", "numerics", "dtype", "block_size", "block_bytes", "backend", "geometry")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
-    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     numerics: str
     dtype: str
     block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     block_bytes: int
     backend: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ...) -> None: ...
+    geometry: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("attempt", "first_block")

@@ -15,10 +15,12 @@ import torch
 from baton.engine.outputs import NewRequestData
 from baton.engine.request import SamplingParams
 from baton.engine.runner import attention, layers
+from baton.engine.runner.attention import cache_views
 from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
 from baton.engine.runner.kernel_choice import choose_operations
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.self_check import why_not_bit_exact
+from baton.engine.runner.torch_operations import keys_and_values
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import load_model
 from tests.support.tiny_models import TINY_MODELS
@@ -87,8 +89,12 @@ class Run:
         return min(count, len(state.token_ids) - state.num_computed_tokens)
 
     def _kv(self, state: RequestState) -> torch.Tensor:
-        by_token = self.transformer.kv_cache[state.block_table.tolist()].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
-        return by_token[:LENGTH].contiguous()
+        rows = []
+        for cache in cache_views(self.transformer.kv_cache, self.transformer.layout):
+            for view in keys_and_values(cache):
+                by_token = view[state.block_table.tolist()].transpose(1, 2).flatten(0, 1)
+                rows.append(by_token[:LENGTH].flatten(1))
+        return torch.cat(rows, dim=1)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ BLOCK_BYTES = 64
 NUM_BLOCKS = 1280
 HEARTBEAT_S = 0.05
 WITHIN_S = 20.0
-LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, 1, 1, 2, BLOCK_BYTES, "memory")
+LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, "1*1x(2+2)", BLOCK_BYTES, "memory")
 
 
 def new_memory() -> KVMemory:

@@ -10,7 +10,7 @@ from baton.engine.runner.base import KVLayout, ModelInfo
 from kv_transfer.layout import LayoutFingerprint, refusal
 
 MODEL = ModelInfo("m", "f00d", "llama", "float32", "cpu-avx512", 100, 64, frozenset({2}), True)
-LAYOUT = KVLayout(block_size=16, num_layers=2, num_kv_heads=4, head_dim=32, dtype="float32")
+LAYOUT = KVLayout.uniform(block_size=16, num_layers=2, num_kv_heads=4, head_dim=32, dtype="float32")
 OURS = LayoutFingerprint.of(MODEL, LAYOUT, "nixl")
 
 

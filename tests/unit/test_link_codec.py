@@ -25,7 +25,7 @@ from kv_transfer.link_messages import (
 )
 
 A = AttemptKey("req-1", 3, 2**63 + 5)
-LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, 2, 4, 32, 4096, "nixl")
+LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl")
 
 
 @pytest.mark.parametrize(

@@ -1,109 +1,186 @@
 """Paged attention as transformers sees it: one function in its AttentionInterface, and no masks.
 
-Every attention module carries a `baton_attend` that the function hands queries, keys and values to: first a
-`ProbeAttention` that only looks at their shapes, then the `PagedAttention` that owns the step. The cache is one
-tensor, block-major: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+Every attention module carries a `baton_attend` that queries, keys and values are handed to: first a `ProbeAttention`
+that only looks at their shapes, then the `PagedAttention` that owns the step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from baton.engine.runner.base import KVLayout, LayerGeometry
+from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.operations import Operations
 from baton.errors import ConfigError
 
 ATTENTION_NAME = "baton_paged"
 
-_UNSUPPORTED_KEYWORDS = {"s_aux": "attention sinks", "position_bias": "a position bias", "alibi": "a position bias"}
+_UNSUPPORTED_KEYWORDS = {"position_bias": "a position bias", "alibi": "a position bias"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionParameters:
     """What distinguishes one attention layer from another besides its weights."""
 
     scale: float
-    window: int | None
+    window: int | None = None
     """Keys a query sees, itself included; None is all of them."""
-    softcap: float | None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """[H]: one more score for each head, without a value."""
 
 
 class UnsupportedAttention(ConfigError):
-    """The model attends in a way that the paged cache or the kernels can't do yet."""
+    """The model attends in a way that the paged cache or the kernels can't do."""
 
 
 class Attend(Protocol):
-    """Takes one layer's query [T, H, D], key and value [T, KH, D]; returns [T, H, D]."""
+    """Takes one layer's query [T, H, KD], key [T, KH, KD] and value [T, KH, VD]; returns [T, H, VD].
+
+    With `sampling` the query has only the rows that sample; key and value have all.
+    """
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionParameters
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
     ) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepLayout:
     """Which rows of a step belong to whom; rows past the last sequence's are padding.
 
     query_start int32 [B + 1], seq_lens int32 [B] (keys of the sequence, this step's included), block_tables int32
-    [B, W], slots int64 [T] (block * block_size + offset; negative for padding).
+    [B, W], slots int64 [T] (block * block_size + offset; negative for padding), sample_start int32 [B + 1] (as
+    query_start, of the rows that sample: one or none a sequence).
     """
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     slots: torch.Tensor
+    sample_start: torch.Tensor
+
+
+def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
+    """Every layer's share of a flat block-major cache [num_blocks * block_elements]."""
+    views, offset = [], 0
+    for layer in layout.layers:
+        key_elements = layer.num_kv_heads * layout.block_size * layer.key_dim
+        views.append(
+            CacheView(
+                memory=memory,
+                num_blocks=memory.numel() // layout.block_elements,
+                block_stride=layout.block_elements,
+                key_offset=offset,
+                value_offset=offset + key_elements,
+                num_kv_heads=layer.num_kv_heads,
+                block_size=layout.block_size,
+                key_dim=layer.key_dim,
+                value_dim=layer.value_dim,
+            )
+        )
+        offset += layout.block_size * layer.token_elements
+    return views
 
 
 class PagedAttention:
     """Stores a step's keys and values in the cache and reads the history back from it."""
 
-    def __init__(self, operations: Operations, kv_cache: torch.Tensor) -> None:
+    def __init__(self, operations: Operations, caches: Sequence[CacheView]) -> None:
         self._operations = operations
-        self._kv_cache = kv_cache
+        self._caches = caches
         self.layout: StepLayout | None = None
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionParameters
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
     ) -> torch.Tensor:
         layout = self.layout
         if layout is None:
             raise RuntimeError("attention outside of a step")
-        self._operations.store_kv(key.contiguous(), value.contiguous(), self._kv_cache, layer, layout.slots)
+        cache = self._caches[layer]
+        self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots)
         return self._operations.paged_attention(
-            query.contiguous(),
-            self._kv_cache,
-            layer,
-            layout.query_start,
+            _dense_rows(query),
+            cache,
+            layout.sample_start if sampling else layout.query_start,
             layout.seq_lens,
             layout.block_tables,
-            how.scale,
-            how.window,
-            how.softcap,
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks=how.sinks,
         )
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] itself when each row is one piece of memory, as the kernels want it; else a copy."""
+    strides, width = x.stride(), x.shape[2]
+    return x if strides[2] == 1 and strides[1] == width else x.contiguous()
 
 
 @dataclass(slots=True)
 class ProbeAttention:
-    """Computes nothing, remembers which layers there are; raises UnsupportedAttention if they don't fit one cache."""
+    """Computes nothing, remembers which layers there are and what they keep."""
 
-    num_layers: int = 0
-    num_kv_heads: int = 0
-    head_dim: int = 0
+    layers: dict[int, LayerGeometry] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: AttentionParameters
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
     ) -> torch.Tensor:
-        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise UnsupportedAttention("keys and values of different widths (latent attention) are not supported yet")
-        shape = (key.shape[1], key.shape[2])
-        if self.num_layers and shape != (self.num_kv_heads, self.head_dim):
-            raise UnsupportedAttention("layers with different key and value shapes are not supported yet")
-        self.num_kv_heads, self.head_dim = shape
-        self.num_layers = max(self.num_layers, layer + 1)
-        return torch.zeros_like(query)
+        self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class EchoAttention:
+    """Gives every query head its own value row, and remembers what it was given: for comparing two ways to compute."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.how: AttentionParameters | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor:
+        self.seen.append((query.clone(), key.clone(), value.clone()))
+        self.how = how
+        mixed = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        width = min(query.shape[2], value.shape[2])
+        mixed[..., :width] += query[..., :width]
+        mixed[..., :width] -= key[..., :width].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return mixed
 
 
 def bind(module: nn.Module, attend: Attend) -> None:
@@ -123,16 +200,18 @@ def _forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' calling convention: query [1, H, T, D], key and value [1, KH, T, D]; returns [1, T, H, D]."""
+    """transformers' calling convention: query [1, H, T, KD], key and value [1, KH, T, D]; returns [1, T, H, VD]."""
     for name, meaning in _UNSUPPORTED_KEYWORDS.items():
         if keywords.get(name) is not None:
-            raise UnsupportedAttention(f"a model with {meaning} is not supported yet")
+            raise UnsupportedAttention(f"a model with {meaning} is not supported")
     how = AttentionParameters(
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=sliding_window or None,
         softcap=softcap or None,
+        sinks=s_aux,
     )
     attend: Attend = module.baton_attend
     out = attend.attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -29,22 +30,55 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """What one layer keeps of a token: a key of `key_dim` and a value of `value_dim` numbers for each head."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def token_elements(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+    def __str__(self) -> str:
+        return f"{self.num_kv_heads}x({self.key_dim}+{self.value_dim})"
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of one block: what both sides of a hand-off must agree on.
 
-    The cache is one tensor, block-major: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+    The cache is one piece of memory, block-major. In a block the layers follow each other, each with its keys
+    [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads, block_size, value_dim].
     """
 
     block_size: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerGeometry, ...]
     dtype: str
+
+    @classmethod
+    def uniform(cls, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
+        """All layers alike, keys as wide as values."""
+        return cls(block_size, (LayerGeometry(num_kv_heads, head_dim, head_dim),) * num_layers, dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def block_elements(self) -> int:
+        return self.block_size * sum(layer.token_elements for layer in self.layers)
 
     @property
     def block_bytes(self) -> int:
-        width = {"float32": 4, "bfloat16": 2}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * width
+        return self.block_elements * {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    @property
+    def geometry(self) -> str:
+        """The layers in order, equal neighbours counted: `24*2x(64+64)`. Equal texts mean equal blocks."""
+        runs = [(geometry, len(list(run))) for geometry, run in groupby(self.layers)]
+        return ",".join(f"{count}*{geometry}" for geometry, count in runs)
 
 
 @dataclass(frozen=True, slots=True)

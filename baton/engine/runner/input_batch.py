@@ -169,7 +169,8 @@ class RequestTable:
 class FlatBatch:
     """A step's requests as rows, padding at the end; int64 unless said otherwise.
 
-    token_ids, positions and slots [padded], query_start int32 [B + 1], seq_lens int32 [B], block_tables int32
+    token_ids, positions and slots [padded], query_start int32 [B + 1], sample_start int32 [B + 1] (the same, counting
+    only rows that sample), seq_lens int32 [B], block_tables int32
     [B, W], logits_rows [samplers].
     """
 
@@ -177,6 +178,7 @@ class FlatBatch:
     positions: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
     query_start: npt.NDArray[np.int32]
+    sample_start: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     logits_rows: npt.NDArray[np.int64]
@@ -204,6 +206,8 @@ def flatten(scheduled: Sequence[Scheduled], block_size: int, row_quantum: int) -
         query_start[index + 1] = end
         seq_lens[index] = stop
         row = end
-    last_rows = [int(query_start[i + 1]) - 1 for i, share in enumerate(scheduled) if share.samples]
-    logits_rows = np.array(last_rows, dtype=np.int64)
-    return FlatBatch(token_ids, positions, slots, query_start, seq_lens, block_tables, logits_rows)
+    sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=len(scheduled))
+    sample_start = np.zeros_like(query_start)
+    np.cumsum(sampling, out=sample_start[1:])
+    logits_rows = query_start[1:][sampling].astype(np.int64) - 1
+    return FlatBatch(token_ids, positions, slots, query_start, sample_start, seq_lens, block_tables, logits_rows)

@@ -16,10 +16,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.runner.operations import Operations
+from baton.engine.runner.recognition import gated_activation
 
 EXPERTS_NAME = "baton_experts"
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "_grouped_mm"})
+
+
+_CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 
 
 class PackedLinear(nn.Module):
@@ -35,23 +39,49 @@ class PackedLinear(nn.Module):
         self._packed = operations.pack(weight.detach())
         self._bias = None if bias is None else bias.detach().clone()
 
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K], contiguous: [T, N]."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.out_features)
+        return self._operations.linear(x, self._packed, self._bias)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if not rows.is_contiguous():
-            rows = rows.contiguous()
-        if rows.shape[0] == 0:
-            return x.new_empty(*x.shape[:-1], self.out_features)
-        return self._operations.linear(rows, self._packed, self._bias).view(*x.shape[:-1], self.out_features)
+        return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
+
+    def take_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows index [T] of the weight: [T, K]."""
+        return self._operations.take_rows(self._packed, index)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that is the head's weight as well: its rows are read out of the packed form, [...] to [..., K]."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        super().__init__()
+        self._head = head
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._head.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
 
 
 class CaughtWeight(torch.Tensor):
     """A weight that some module multiplies by hand: `F.linear` with it runs our product, the rest sees a tensor."""
 
     product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    cast: Callable[[torch.dtype], torch.Tensor]
 
     @staticmethod
     def of(weight: torch.Tensor, operations: Operations) -> CaughtWeight:
         caught = weight.detach().clone().as_subclass(CaughtWeight)
+        casts = {weight.dtype: caught}
+
+        def cast(dtype: torch.dtype) -> torch.Tensor:
+            if dtype not in casts:
+                casts[dtype] = CaughtWeight.of(weight.to(dtype), operations)
+            return casts[dtype]
+
+        caught.cast = cast
+        weight = caught.as_subclass(torch.Tensor)
         packed = operations.pack(weight.detach())
 
         def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -74,7 +104,10 @@ class CaughtWeight(torch.Tensor):
             if func is functional.linear and isinstance(args[1], CaughtWeight):
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return args[1].product(args[0], bias)
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func in _CASTS and isinstance(args[0], CaughtWeight) and isinstance(out, torch.Tensor):
+                return args[0].cast(out.dtype)
+            return out
 
 
 class PackedExperts:
@@ -84,12 +117,21 @@ class PackedExperts:
         self._operations = operations
         self._row_quantum = row_quantum
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up = self._pack(module, self._up_name)
+        self._activation = None
+        if module.has_gate and not module.has_bias:
+            self._activation = gated_activation(module._apply_gate)
+        self._up = self._pack(module, self._up_name, gated=self._activation is not None)
         self._down = self._pack(module, "down_proj")
 
-    def _pack(self, module: Any, name: str) -> list[Any]:
-        weights = getattr(module, name).detach()
-        packed = [self._operations.pack(w.T.contiguous() if module.is_transposed else w) for w in weights]
+    @property
+    def is_fused(self) -> bool:
+        return self._activation is not None
+
+    def _pack(self, module: Any, name: str, gated: bool = False) -> list[Any]:
+        packed = []
+        for weight in getattr(module, name).detach():
+            rows = weight.T.contiguous() if module.is_transposed else weight
+            packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
         delattr(module, name)
         return packed
 
@@ -115,8 +157,11 @@ class PackedExperts:
         return weighted.sum(dim=1).to(hidden.dtype)
 
     def _expert(self, module: Any, rows: torch.Tensor, expert: int) -> torch.Tensor:
-        up = self._operations.linear(rows, self._up[expert], self._bias(module, self._up_name, expert))
-        inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
+        if self._activation is not None:
+            inner = self._operations.gated_linear(rows, self._up[expert], activation=self._activation)
+        else:
+            up = self._operations.linear(rows, self._up[expert], self._bias(module, self._up_name, expert))
+            inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
         out = self._operations.linear(inner, self._down[expert], self._bias(module, "down_proj", expert))
         return module.post_expert_norm(out) if module.has_post_expert_norm else out
 
@@ -139,17 +184,31 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
 
 
-def replace_products(module: nn.Module, operations: Operations, row_quantum: int) -> None:
-    """Replace every product in place; the original weights are freed as it goes (a tied embedding stays a table)."""
+def replace_products(
+    module: nn.Module, operations: Operations, row_quantum: int, release: Callable[[nn.Module], None]
+) -> None:
+    """Replace every product in place; `release` gets each module whose weights are packed now.
+
+    An embedding that shares its weight with the head is read out of the head's packed form.
+    """
     from transformers.pytorch_utils import Conv1D
 
+    embeddings = {
+        part.weight.data_ptr(): (parent, name)
+        for parent in module.modules()
+        for name, part in parent.named_children()
+        if type(part) is nn.Embedding
+    }
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, PackedLinear(operations, child.weight, child.bias, child.weight.dtype))
-            elif isinstance(child, Conv1D):
-                weight = child.weight.detach().T.contiguous()
-                setattr(parent, name, PackedLinear(operations, weight, child.bias, weight.dtype))
+            if not isinstance(child, nn.Linear | Conv1D):
+                continue
+            weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight
+            packed = PackedLinear(operations, weight, child.bias, weight.dtype)
+            setattr(parent, name, packed)
+            if (tied := embeddings.get(child.weight.data_ptr())) is not None:
+                setattr(tied[0], tied[1], PackedEmbedding(packed))
+            release(child)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             continue

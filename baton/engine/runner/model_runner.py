@@ -30,14 +30,14 @@ class TorchModelRunner:
         cache = transformer.kv_cache
         self._memory = KVMemory(
             base_address=cache.data_ptr(),
-            num_blocks=cache.shape[0],
+            num_blocks=transformer.num_blocks,
             block_bytes=transformer.layout.block_bytes,
             kind="DRAM",
             device_id=0,
             owner=cache,
         )
         self._requests = RequestTable(
-            transformer.layout.block_size, cache.shape[0], model.vocab_size, model.max_model_len
+            transformer.layout.block_size, transformer.num_blocks, model.vocab_size, model.max_model_len
         )
 
     @property

@@ -76,7 +76,7 @@ class ScriptedRunner:
         eos_token_ids: frozenset[int] = frozenset(),
         name: str = "scripted",
     ) -> None:
-        self._layout = KVLayout(block_size=block_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+        self._layout = KVLayout.uniform(block_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
         self._model = ModelInfo(
             name=name,
             fingerprint=f"scripted-{vocab_size}",

@@ -44,7 +44,7 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
     length, mate_length = min(sum(_CHUNKS), max_model_len), min(sum(_MATE_CHUNKS), max_model_len)
     blocks = -(-length // block_size)
     mate_blocks = -(-mate_length // block_size)
-    if transformer.kv_cache.shape[0] < 1 + 2 * blocks + mate_blocks:
+    if transformer.num_blocks < 1 + 2 * blocks + mate_blocks:
         return "the cache is too small for the check at start"
     tokens = [(7919 * (position + 1)) % vocab_size for position in range(length)]
     mate_tokens = [(104729 * (position + 1)) % vocab_size for position in range(mate_length)]
@@ -61,7 +61,7 @@ def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> s
         if parts.num_computed_tokens == length:
             break
     same_kv = bool((_kv(transformer, whole) == _kv(transformer, parts)).all())
-    transformer.kv_cache[: 1 + 2 * blocks + mate_blocks].zero_()
+    transformer.kv_cache.view(transformer.num_blocks, -1)[: 1 + 2 * blocks + mate_blocks].zero_()
     if not same_kv or not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
         return "the check at start found different bits for a sequence computed at once and in chunks"
     return None
@@ -85,5 +85,5 @@ def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -
 def _kv(transformer: Transformer, state: RequestState) -> npt.NDArray[np.uint8]:
     import torch
 
-    blocks = transformer.kv_cache[state.block_table.tolist()]
+    blocks = transformer.kv_cache.view(transformer.num_blocks, -1)[state.block_table.tolist()]
     return blocks.view(torch.uint8).numpy()

@@ -61,12 +61,12 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: Simulat
 
 def layout_of(spec: SimulatedSpec) -> KVLayout:
     """The block layout that a specification gives."""
-    return KVLayout(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
+    return KVLayout.uniform(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
 
 
 def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
-    per_head = token_bytes(layout) // (layout.num_layers * 2 * layout.num_kv_heads)
-    return layout.num_layers, 2, layout.num_kv_heads, per_head
+    num_kv_heads = layout.layers[0].num_kv_heads
+    return layout.num_layers, 2, num_kv_heads, token_bytes(layout) // (layout.num_layers * 2 * num_kv_heads)
 
 
 def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int]) -> Bytes:

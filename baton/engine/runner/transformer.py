@@ -10,11 +10,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.runner.attention import PagedAttention, ProbeAttention, StepLayout, UnsupportedAttention, bind
+from baton.engine.runner.attention import (
+    EchoAttention,
+    PagedAttention,
+    ProbeAttention,
+    StepLayout,
+    UnsupportedAttention,
+    bind,
+    cache_views,
+)
 from baton.engine.runner.base import KVLayout
+from baton.engine.runner.decoder import Decoder
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.layers import ProductWatch, replace_products
+from baton.engine.runner.mapped_files import MappedFiles
 from baton.engine.runner.operations import Operations
+from baton.engine.runner.recognition import fuse
 from baton.engine.runner.weights import DTYPES, LoadedModel
 from baton.errors import ConfigError
 
@@ -65,30 +76,33 @@ class Transformer:
     ) -> None:
         self._module: Any = model.module
         self.row_quantum = row_quantum(_widths(model), num_threads)
-        replace_products(model.module, operations, self.row_quantum)
+        mapped = MappedFiles(model.checkpoint.weight_files)
+        fuse(model.module, operations, mapped.release)
+        replace_products(model.module, operations, self.row_quantum, mapped.release)
         probe = ProbeAttention()
         watch = ProductWatch()
         bind(model.module, probe)
         with watch:
             self._probe()
-        if probe.num_layers != model.config.num_hidden_layers:
+        if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
             raise UnsupportedAttention(
-                f"{model.architecture} has {model.config.num_hidden_layers} layers, {probe.num_layers} with attention; "
-                "layers without attention are not supported yet"
+                f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
+                "attention; layers without attention are not supported"
             )
         self.missed_products = frozenset(watch.missed)
-        self.layout = KVLayout(block_size, probe.num_layers, probe.num_kv_heads, probe.head_dim, model.dtype)
-        self.kv_cache = torch.zeros(
-            cache_size.blocks(self.layout.block_bytes),
-            probe.num_layers,
-            2,
-            probe.num_kv_heads,
-            block_size,
-            probe.head_dim,
-            dtype=DTYPES[model.dtype],
-        )
-        self._attention = PagedAttention(operations, self.kv_cache)
+        self.layout = KVLayout(block_size, tuple(probe.layers[layer] for layer in sorted(probe.layers)), model.dtype)
+        self.num_blocks = cache_size.blocks(self.layout.block_bytes)
+        self.kv_cache = torch.zeros(self.num_blocks * self.layout.block_elements, dtype=DTYPES[model.dtype])
+        self._decoder = self._own_loop(DTYPES[model.dtype])
+        self._attention = PagedAttention(operations, cache_views(self.kv_cache, self.layout))
         bind(model.module, self._attention)
+        if self._decoder is not None and self._decoder.is_fused:
+            self.row_quantum = 1
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether transformers' loop over the layers is replaced too."""
+        return self._decoder is not None
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         """Compute a step: stores its keys and values, returns float32 logits [rows, vocabulary].
@@ -100,34 +114,60 @@ class Transformer:
             seq_lens=torch.from_numpy(batch.seq_lens),
             block_tables=torch.from_numpy(batch.block_tables),
             slots=torch.from_numpy(batch.slots),
+            sample_start=torch.from_numpy(batch.sample_start),
         )
+        rows = torch.from_numpy(batch.logits_rows if logits_rows is None else logits_rows)
         try:
-            return self._forward(
-                batch.token_ids, batch.positions, batch.logits_rows if logits_rows is None else logits_rows
-            )
+            with torch.inference_mode():
+                if self._decoder is None:
+                    logits = self._forward(batch.token_ids, batch.positions, rows)
+                else:
+                    logits = self._decoder.compute(batch.token_ids, batch.positions, rows, logits_rows is None)
+                wide: npt.NDArray[np.float32] = logits.float().numpy()
+            return wide
         finally:
             self._attention.layout = None
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""
         with torch.inference_mode():
-            self.kv_cache[destinations] = self.kv_cache[sources]
+            blocks = self.kv_cache.view(self.num_blocks, -1)
+            blocks[destinations] = blocks[sources]
 
-    def _probe(self) -> None:
-        rows = np.zeros(_PROBE_ROWS * self.row_quantum, dtype=np.int64)
-        self._forward(rows, np.arange(rows.size), rows[:1])
+    def _probe(self) -> torch.Tensor:
+        token_ids, positions, rows = self._probe_rows()
+        with torch.inference_mode():
+            return self._forward(token_ids, positions, rows)
+
+    def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
+        positions = np.arange(_PROBE_ROWS * self.row_quantum)
+        return (positions * 7919) % self._module.config.vocab_size, positions, torch.arange(positions.size)
+
+    def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
+        """Our loop over the layers, if the model has the parts and transformers' loop gives the same bits."""
+        try:
+            decoder = Decoder(self._module, dtype)
+        except (AttributeError, TypeError):
+            return None
+        bind(self._module, EchoAttention())
+        token_ids, positions, rows = self._probe_rows()
+        with torch.inference_mode():
+            expected = self._forward(token_ids, positions, rows)
+            logits = decoder.compute(token_ids, positions, rows, False)
+        # As bytes: NaN must equal NaN here.
+        same = torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8))
+        return decoder if same else None
 
     def _forward(
-        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            out = self._module(
-                input_ids=torch.from_numpy(token_ids).unsqueeze(0),
-                position_ids=torch.from_numpy(positions).unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(logits_rows),
-            )
-            logits: npt.NDArray[np.float32] = out.logits[0].to(torch.float32).numpy()
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
+    ) -> torch.Tensor:
+        out = self._module(
+            input_ids=torch.from_numpy(token_ids).unsqueeze(0),
+            position_ids=torch.from_numpy(positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_rows,
+        )
+        logits: torch.Tensor = out.logits[0]
         return logits
 
 

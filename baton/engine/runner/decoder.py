@@ -1,0 +1,110 @@
+"""Our own loop over the layers of a plain decoder, where it computes bit for bit what transformers' loop does.
+
+It saves transformers' work around each layer, and in the last layer everything but keys and values of rows that don't
+sample. Whether it may be used is found out by comparing logits (transformer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, whole_angles
+from baton.engine.runner.layers import PackedLinear
+
+_PIECE = 1024
+
+
+class RotaryTable:
+    """Cosines and sines by position, computed once in pieces of _PIECE positions: a row never depends on its step."""
+
+    def __init__(self, rotary: nn.Module, like: torch.Tensor, half_angles: bool) -> None:
+        self._rotary = rotary
+        self._like = like
+        self._half_angles = half_angles
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cos, self._sin = like, like
+
+    def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, R] of positions [T]."""
+        needed = int(positions.max(initial=0)) // _PIECE + 1
+        if needed > len(self._pieces):
+            for piece in range(len(self._pieces), needed):
+                at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE)[None]
+                cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
+                self._pieces.append((cos, sin))
+            self._cos = torch.cat([cos for cos, _ in self._pieces])
+            self._sin = torch.cat([sin for _, sin in self._pieces])
+        index = torch.from_numpy(positions)
+        return self._cos[index], self._sin[index]
+
+
+class Decoder:
+    """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        """Raises AttributeError or TypeError for a model that has other parts."""
+        base = module.model
+        self._embed: nn.Module = base.embed_tokens
+        self._norm: nn.Module = base.norm
+        self._head: PackedLinear = module.lm_head
+        self._layers = [_Layer(layer) for layer in base.layers]
+        if not isinstance(self._head, PackedLinear):
+            raise TypeError("the head is not a product of its own")
+        self._rotary = RotaryTable(
+            base.rotary_emb, torch.empty(1, dtype=dtype), all(layer.attention.half_angles for layer in self._layers)
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch does nothing here but copying and adding."""
+        return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
+
+    def compute(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_rows: torch.Tensor,
+        sampling: bool,
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
+        cos, sin = self._rotary.rows(positions)
+        x = self._embed(torch.from_numpy(token_ids))
+        for layer in self._layers[:-1]:
+            x = layer.rows(x, cos, sin)
+        if sampling:
+            x = self._layers[-1].rows(x, cos, sin, logits_rows)
+        else:
+            x = self._layers[-1].rows(x, cos, sin)[logits_rows]
+        return self._head.rows(self._norm(x))
+
+
+class _Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layer: Any) -> None:
+        names = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+        if names != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+            raise TypeError(f"a layer of {', '.join(sorted(names))}")
+        self.attention: FusedAttention = layer.self_attn
+        if not isinstance(self.attention, FusedAttention):
+            raise TypeError("attention that is not fused")
+        self.mlp: nn.Module = layer.mlp
+        self._attention_norm = layer.input_layernorm.forward
+        self._mlp_norm = layer.post_attention_layernorm.forward
+        self._mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        attended = self.attention.rows(self._attention_norm(x), cos, sin, sample_rows)
+        x = attended.add_(x if sample_rows is None else x[sample_rows])
+        return self._mlp_rows(self._mlp_norm(x)).add_(x)
+
+    def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mlp(x.unsqueeze(0))
+        return (out[0] if isinstance(out, tuple) else out).squeeze(0)

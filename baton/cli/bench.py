@@ -1,4 +1,4 @@
-"""`baton bench handoff`."""
+"""`baton bench`: the group, and `handoff`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.bench_engine import engine
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -23,6 +24,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         """Measure this machine with real processes."""
 
     group.command("handoff")(handoff)
+    group.command("engine")(engine)
     app.add_typer(group, name=name)
 
 

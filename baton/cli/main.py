@@ -19,7 +19,7 @@ _COMMANDS = {
     "status": ("baton.cli.status", "Say whether the cluster serves: ok, degraded or unavailable."),
     "get": ("baton.cli.get", "List what the cluster has: nodes."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
-    "bench": ("baton.cli.bench", "Measure: handoff."),
+    "bench": ("baton.cli.bench", "Measure: handoff, engine."),
     "node": ("baton.cli.processes", "Be a prefill node or a decode node."),
     "router": ("baton.cli.processes", "Be a router."),
     "version": ("baton.cli.version", "Print the version."),

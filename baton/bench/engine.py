@@ -1,0 +1,315 @@
+"""How near the engine comes to what the machine could do: `baton bench engine`.
+
+One engine with its scheduler in this process. Its limits are measured in the same run: `floor` is the time in which a
+decode step's weights and keys and values can be read once at the memory's measured rate; `share` is floor over step
+(1 is perfect). Beside it a second engine whose products are torch's own, on just the rows that there are: what the
+bit-exact rule costs. The two take turns, so that the machine's drift meets both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from baton.bench.engine_drive import EngineDrive
+from baton.bench.engine_work import ModelWork, attention_operations, read_work
+from baton.bench.host import available_memory, last_level_cache, processor
+from baton.bench.spread import Spread
+from baton.engine.runner import TorchSpec
+from baton.engine.runner.base import ModelInfo
+from baton.engine.runner.checkpoint import open_checkpoint
+from baton.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.engine.runner.profile import TimedRunner
+
+_BATCHES = (1, 8, 16)
+_ROUNDS = 4
+_BLOCK_SIZE = 16
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+_MEMORY_MARGIN = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBenchConfig:
+    """What to measure."""
+
+    model_dir: Path
+    name: str = ""
+    dtype: str = "auto"
+    context_tokens: int = 1024
+    steps: int = 48
+    """Decode steps of each batch, in four rounds."""
+    threads: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFigures:
+    """One batch; medians over the steps."""
+
+    batch: int
+    tokens_per_s: float
+    step_ms: float
+    step_ms_p10: float
+    step_ms_p90: float
+    floor_ms: float
+    """Weights, and keys and values of every context, read once at the memory's measured rate."""
+    share: float
+    """floor_ms / step_ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit:
+    """Where a decode step's time goes; medians over the steps, each part by itself."""
+
+    batch: int
+    attention_ms: float
+    products_ms: float
+    elementwise_ms: float
+    """Norms, rotary embeddings, activations that are operations of their own."""
+    sampling_ms: float
+    """From the last product to the tokens."""
+    python_ms: float
+    """The rest: scheduler, Python, torch's own functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class BitExactCost:
+    """Share of throughput lost against the faster of both engines, 0 where ours is faster."""
+
+    prefill: float
+    decode: dict[str, float]
+    """By batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """Medians, with the tenth and ninetieth percentile beside them."""
+
+    model: str
+    dtype: str
+    threads: int
+    processor: str
+    kernels: str
+    bit_exact: bool
+    context_tokens: int
+    read_gb_per_s: float
+    """The better of a measurement before and one after everything else."""
+    read_way: str
+    read_gb_per_s_drift: float
+    """The worse of the two over the better one."""
+    product_gflop_per_s: float
+    product_way: str
+    prefill_ms: float
+    prefill_ms_p10: float
+    prefill_ms_p90: float
+    prefill_tokens_per_s: float
+    prefill_share_of_product_rate: float
+    """Operations of the products with weights, over the time and the measured rate; attention's don't count."""
+    prefill_share_with_attention: float
+    """The same, attention's own products counted."""
+    decode: Sequence[DecodeFigures]
+    attention_paged_ms: float
+    """One layer, 16 requests x 1024 tokens, 32/8 heads of 64, keys and values not in any cache of the processor."""
+    attention_gathered_ms: float
+    attention_speedup: float
+    bit_exact_cost: float | None
+    """The worst of `bit_exact_cost_by`; None when there was no memory for the second engine."""
+    bit_exact_cost_by: BitExactCost | None
+    time_split: Sequence[TimeSplit]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    read_rate: float
+    read_way: str
+    read_drift: float
+    product_rate: float
+    product_way: str
+    attention_paged_s: float
+    attention_gathered_s: float
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What one engine took: seconds of each prompt, and of each step by batch."""
+
+    drive: EngineDrive
+    prefill: list[float]
+    decode: dict[int, list[float]]
+
+
+def run(config: EngineBenchConfig) -> EngineReport:
+    """Measure; raises ConfigError for what can't be measured."""
+    from baton.engine.runner.profile import load_timed
+
+    if config.steps < _ROUNDS:
+        raise ConfigError(f"--steps must be at least {_ROUNDS}")
+    work = read_work(config.model_dir)
+    spec = TorchSpec(
+        config.model_dir,
+        config.dtype,
+        block_size=_BLOCK_SIZE,
+        num_blocks=_blocks(config),
+        num_threads=config.threads,
+        name=config.name,
+    )
+    ours = load_timed(spec)
+    info = ours.model
+    if config.context_tokens + config.steps + 2 > info.max_model_len:
+        raise ConfigError(f"the model takes {info.max_model_len} tokens; use a shorter --context-tokens")
+    width = _WIDTHS[info.dtype]
+    cache_bytes = ours.memory.num_bytes
+    needed = (work.dense + work.head + work.experts) * width * 2 + cache_bytes + _MEMORY_MARGIN
+    theirs = load_timed(spec, bit_exact=False) if available_memory() > needed else None
+    before = _measure_limits(config, work, info)
+    rng = Random(config.seed)
+    prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
+    both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES)), [], {}) for one in (ours, theirs) if one]
+    _take_turns(both, prompts, config)
+    splits = [_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
+    limits = _with_second_read(before, config)
+    return _report(config, work, info, limits, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
+
+
+def _blocks(config: EngineBenchConfig) -> int:
+    """Enough that no prompt ever leaves the prefix cache, all that is generated included."""
+    prompts = max(_BATCHES) * -(-config.context_tokens // _BLOCK_SIZE)
+    rounds = _ROUNDS + 1
+    generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // _BLOCK_SIZE + 2)
+    return (prompts + generated) * 9 // 8
+
+
+def _measure_limits(config: EngineBenchConfig, work: ModelWork, info: ModelInfo) -> _Limits:
+    from baton.engine.runner.attention_limit import attention_times
+    from baton.engine.runner.kernel_choice import choose_operations
+    from baton.engine.runner.limits import ProductShape, product_rate, read_rate
+
+    operations = choose_operations(config.threads)
+    read = read_rate(config.threads, last_level_cache())
+    own = {ProductShape(config.context_tokens, k, n) for n, k in work.shapes if n * k < 1 << 26}
+    usual = {ProductShape(config.context_tokens, k, n) for n, k in ((8192, 2048), (4096, 4096), (2048, 8192))}
+    shapes = sorted(own | usual, key=lambda shape: shape.operations)
+    product = product_rate(shapes, info.dtype, config.threads, operations)
+    attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
+    return _Limits(read.rate, read.way, 1.0, product.rate, product.way, attention.paged, attention.gathered)
+
+
+def _with_second_read(before: _Limits, config: EngineBenchConfig) -> _Limits:
+    from baton.engine.runner.limits import read_rate
+
+    after = read_rate(config.threads, last_level_cache())
+    better, worse = sorted([(before.read_rate, before.read_way), (after.rate, after.way)], reverse=True)
+    return replace(before, read_rate=better[0], read_way=better[1], read_drift=worse[0] / better[0])
+
+
+def _take_turns(both: Sequence[_Figures], prompts: Sequence[Sequence[int]], config: EngineBenchConfig) -> None:
+    for index, prompt in enumerate(prompts):
+        for engine in both:
+            seconds = engine.drive.prefill(prompt)
+            if index:  # the first one warms up
+                engine.prefill.append(seconds)
+    for _ in range(_ROUNDS):
+        for batch in _BATCHES:
+            for engine in both:
+                seconds_each = engine.drive.decode(prompts[:batch], config.steps // _ROUNDS)
+                engine.decode.setdefault(batch, []).extend(seconds_each)
+
+
+def _split(
+    drive: EngineDrive, timed: TimedRunner, batch: int, prompts: Sequence[Sequence[int]], config: EngineBenchConfig
+) -> TimeSplit:
+    timed.timing = True
+    steps = drive.decode(prompts[:batch], config.steps // _ROUNDS)
+    splits = timed.splits[-len(steps) :]
+    timed.timing = False
+    parts = [(one.attention, one.products, one.elementwise, one.sampling) for one in splits]
+    rest = [whole - sum(part) for whole, part in zip(steps, parts, strict=True)]
+    attention, products, elementwise, sampling = (median(column) * 1e3 for column in zip(*parts, strict=True))
+    return TimeSplit(batch, attention, products, elementwise, sampling, median(rest) * 1e3)
+
+
+def _report(
+    config: EngineBenchConfig,
+    work: ModelWork,
+    info: ModelInfo,
+    limits: _Limits,
+    kv_bytes_per_token: int,
+    both: Sequence[_Figures],
+    splits: Sequence[TimeSplit],
+) -> EngineReport:
+    ours = both[0]
+    prefill = Spread.of(ours.prefill, 1e3)
+    rate = limits.product_rate * prefill.median / 1e3
+    products = work.prompt_operations(config.context_tokens)
+    attention = _attention_operations(config, info, kv_bytes_per_token)
+    cost = _bit_exact_cost(ours, both[1]) if len(both) > 1 else None
+    return EngineReport(
+        model=info.name,
+        dtype=info.dtype,
+        threads=config.threads,
+        processor=processor(),
+        kernels=info.numerics,
+        bit_exact=info.bit_exact,
+        context_tokens=config.context_tokens,
+        read_gb_per_s=limits.read_rate / 1e9,
+        read_way=limits.read_way,
+        read_gb_per_s_drift=limits.read_drift,
+        product_gflop_per_s=limits.product_rate / 1e9,
+        product_way=limits.product_way,
+        prefill_ms=prefill.median,
+        prefill_ms_p10=prefill.p10,
+        prefill_ms_p90=prefill.p90,
+        prefill_tokens_per_s=config.context_tokens / prefill.median * 1e3,
+        prefill_share_of_product_rate=products / rate,
+        prefill_share_with_attention=(products + attention) / rate,
+        decode=[_decode(config, work, info, limits, kv_bytes_per_token, ours, batch) for batch in _BATCHES],
+        attention_paged_ms=limits.attention_paged_s * 1e3,
+        attention_gathered_ms=limits.attention_gathered_s * 1e3,
+        attention_speedup=limits.attention_gathered_s / limits.attention_paged_s,
+        bit_exact_cost=max(cost.prefill, *cost.decode.values()) if cost else None,
+        bit_exact_cost_by=cost,
+        time_split=splits,
+    )
+
+
+def _decode(
+    config: EngineBenchConfig,
+    work: ModelWork,
+    info: ModelInfo,
+    limits: _Limits,
+    kv_bytes_per_token: int,
+    figures: _Figures,
+    batch: int,
+) -> DecodeFigures:
+    step = Spread.of(figures.decode[batch], 1e3)
+    # A round begins one token past the prompt and grows by one a step.
+    context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
+    floor_ms = work.bytes_read(_WIDTHS[info.dtype], kv_bytes_per_token, context, batch) / limits.read_rate * 1e3
+    return DecodeFigures(
+        batch, batch / step.median * 1e3, step.median, step.p10, step.p90, floor_ms, floor_ms / step.median
+    )
+
+
+def _attention_operations(config: EngineBenchConfig, info: ModelInfo, kv_bytes_per_token: int) -> float:
+    values: dict[str, Any] = dict(open_checkpoint(config.model_dir).config)
+    heads = values.get("num_attention_heads") or values.get("n_head") or 1
+    group = heads / (values.get("num_key_value_heads") or heads)
+    return attention_operations(config.context_tokens, kv_bytes_per_token / _WIDTHS[info.dtype] * group)
+
+
+def _bit_exact_cost(ours: _Figures, theirs: _Figures) -> BitExactCost:
+    return BitExactCost(
+        prefill=_lost(ours.prefill, theirs.prefill),
+        decode={str(batch): _lost(ours.decode[batch], theirs.decode[batch]) for batch in ours.decode},
+    )
+
+
+def _lost(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Throughput lost against the faster of the two, turn by turn, so that drift cancels out."""
+    return max(0.0, 1 - median(other / own for own, other in zip(ours, theirs, strict=True)))

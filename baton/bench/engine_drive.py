@@ -1,0 +1,82 @@
+"""One engine driven step by step, as its node drives it: prompts of one length, then batches that only decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from baton.clock import SystemClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import Request, SamplingParams
+from baton.engine.runner.base import ModelRunner
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.errors import BatonError
+
+
+class EngineDrive:
+    """Scheduler and runner, without thread, wire or router. A prompt is computed in one step."""
+
+    def __init__(self, runner: ModelRunner, prompt_tokens: int, max_batch: int) -> None:
+        self._runner = runner
+        config = SchedulerConfig(
+            num_blocks=runner.memory.num_blocks,
+            block_size=runner.layout.block_size,
+            # What the prefix cache lacks of a prompt is at most its last block.
+            max_num_batched_tokens=max(prompt_tokens, max_batch * runner.layout.block_size),
+            max_num_seqs=max_batch,
+            max_model_len=runner.model.max_model_len,
+        )
+        key_fields = CacheKeyFields.of(runner.model, runner.layout)
+        self._core = EngineCore(Scheduler(config, key_fields, SystemClock()), runner)
+        self._count = 0
+
+    def prefill(self, prompt: Sequence[int]) -> float:
+        """Compute one prompt and its first token; returns the step's seconds. Its blocks stay in the prefix cache."""
+        self._add(prompt, 1)
+        seconds = self._step(1)
+        self._settle()
+        return seconds
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], steps: int, after_step: Callable[[], None] = lambda: None
+    ) -> list[float]:
+        """Let requests with these prompts, which were computed before, decode together: each step's seconds.
+
+        `after_step` is called after each measured step. The first two steps are not: they compute what of the prompts
+        is not in the cache, and warm up.
+        """
+        for prompt in prompts:
+            self._add(prompt, steps + 2)
+        batch = len(prompts)
+        self._step(batch)
+        self._step(batch)
+        seconds = []
+        for _ in range(steps):
+            seconds.append(self._step(batch))
+            after_step()
+        self._settle()
+        return seconds
+
+    def _add(self, prompt: Sequence[int], max_tokens: int) -> None:
+        self._count += 1
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._core.add_request(Request(f"bench-{self._count}", prompt, params))
+
+    def _step(self, expected_tokens: int) -> float:
+        started = time.perf_counter()
+        outputs = self._core.step()
+        seconds = time.perf_counter() - started
+        results = [one for client in outputs.values() for one in client.outputs]
+        errors = [one.error for one in results if one.error]
+        if errors:
+            raise BatonError(f"the engine failed: {errors[0]}")
+        if sum(len(one.new_token_ids) for one in results) != expected_tokens:
+            raise BatonError("the requests did not run together; give the cache more room")
+        return seconds
+
+    def _settle(self) -> None:
+        """Let the runner forget what has ended."""
+        while self._core.has_work():
+            self._core.step()

@@ -1,0 +1,39 @@
+"""What this machine is, as Linux tells it. Whatever it does not tell is zero or empty."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that a new process could use without swapping."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _text(meminfo), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
+def last_level_cache(cpu: Path = Path("/sys/devices/system/cpu/cpu0")) -> int:
+    """Bytes of the largest cache."""
+    sizes = [re.fullmatch(r"(\d+)([KMG]?)\s*", _text(path)) for path in cpu.glob("cache/index*/size")]
+    return max((int(size[1]) * _UNITS.get(size[2], 1) for size in sizes if size), default=0)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name."""
+    found = re.search(r"^model name\s*:\s*(.+)$", _text(cpuinfo), re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,115 @@
+"""`baton bench engine`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.usage import ClientUsageError
+from baton.config import bundled_model_dir
+
+if TYPE_CHECKING:
+    from baton.bench.engine import EngineReport
+
+
+def engine(
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
+    steps: Annotated[int, typer.Option(help="Decode steps of each batch to take the medians of.", min=4)] = 48,
+    threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure the engine against what this machine could do at best.
+
+    FLOOR is the time to read all weights, and the keys and values of every context, once at the memory's rate, which
+    is measured in the same run by plain reads with the same threads. SHARE is floor over step: 1 is perfect. Prefill is
+    held against the best plain product of torch or Baton over several shapes. Run it on an otherwise idle machine.
+    """
+    if model is not None and shape:
+        raise ClientUsageError("--model and --shape exclude each other")
+    from baton.bench.handoff import pinned_threads, shape_dir
+    from baton.bench.host import usable_cores
+
+    count = threads or usable_cores()
+    pinned_threads(count)
+    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+        from baton.bench.engine import EngineBenchConfig, run
+
+        config = EngineBenchConfig(
+            model_dir, shape or model_dir.resolve().name, dtype, context_tokens, steps, threads=count
+        )
+        report = run(config)
+    if output is Format.JSON:
+        print_json(asdict(report))
+    elif output is Format.YAML:
+        print_yaml(asdict(report))
+    else:
+        _print(report)
+
+
+def _print(report: EngineReport) -> None:
+    say(
+        f"{report.model}, {report.dtype}, {report.context_tokens} tokens of context, {report.threads} threads of "
+        f"{report.processor}; bit-exact: {'yes' if report.bit_exact else 'no'}\n"
+    )
+    say(
+        f"memory    {report.read_gb_per_s:.1f} GB/s ({report.read_way}; the other of two measurements: "
+        f"{report.read_gb_per_s_drift:.0%} of it)"
+    )
+    say(f"products  {report.product_gflop_per_s:.0f} GFLOP/s ({report.product_way})")
+    say(
+        f"prefill   {report.prefill_tokens_per_s:.0f} tokens/s, {report.prefill_ms:.1f} ms a prompt "
+        f"[{report.prefill_ms_p10:.1f}, {report.prefill_ms_p90:.1f}]: {report.prefill_share_of_product_rate:.1%} of "
+        f"the product rate ({report.prefill_share_with_attention:.1%} with attention's operations)"
+    )
+    say(
+        f"attention {report.attention_paged_ms:.2f} ms at 16 x 1024 tokens, 32/8 heads of 64; "
+        f"{report.attention_gathered_ms:.2f} ms gathered: {report.attention_speedup:.1f} times as fast\n"
+    )
+    print_table(
+        ["BATCH", "TOKENS/S", "STEP MS", "P10", "P90", "FLOOR MS", "SHARE", "STEP/FLOOR"],
+        [
+            [
+                str(one.batch),
+                f"{one.tokens_per_s:.1f}",
+                f"{one.step_ms:.2f}",
+                f"{one.step_ms_p10:.2f}",
+                f"{one.step_ms_p90:.2f}",
+                f"{one.floor_ms:.2f}",
+                f"{one.share:.2f}",
+                f"{one.step_ms / one.floor_ms:.2f}",
+            ]
+            for one in report.decode
+        ],
+    )
+    say()
+    print_table(
+        ["BATCH", "ATTENTION MS", "PRODUCTS MS", "ELEMENTWISE MS", "SAMPLING MS", "PYTHON AND REST MS"],
+        [
+            [
+                str(one.batch),
+                f"{one.attention_ms:.2f}",
+                f"{one.products_ms:.2f}",
+                f"{one.elementwise_ms:.2f}",
+                f"{one.sampling_ms:.2f}",
+                f"{one.python_ms:.2f}",
+            ]
+            for one in report.time_split
+        ],
+    )
+    say()
+    if report.bit_exact_cost_by is None:
+        say("bit-exact rule: not measured, there is no memory for a second engine")
+    else:
+        by = report.bit_exact_cost_by
+        say(
+            "the bit-exact rule costs, against torch's own unpadded products: "
+            f"prefill {by.prefill:.1%}, " + ", ".join(f"decode of {b} {c:.1%}" for b, c in by.decode.items())
+        )

@@ -1,0 +1,34 @@
+"""`baton bench engine` as a user runs it, on a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.process.shell import Shell, refusal
+
+
+def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
+    ask = ("bench", "engine", "--model", model, "--context-tokens", 32, "--steps", 4, "--threads", 1)
+    done = shell.baton(*ask, "-o", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert (report["threads"], report["context_tokens"], report["bit_exact"]) == (1, 32, True)
+    for key in ("prefill_tokens_per_s", "prefill_share_of_product_rate", "attention_speedup", "read_gb_per_s"):
+        assert report[key] > 0, key
+    assert [one["batch"] for one in report["decode"]] == [1, 8, 16]
+    for one in report["decode"]:
+        assert one["tokens_per_s"] > 0
+        assert abs(one["share"] - one["floor_ms"] / one["step_ms"]) < 1e-9
+        assert one["step_ms_p10"] <= one["step_ms"] <= one["step_ms_p90"]
+    floors = [one["floor_ms"] for one in report["decode"]]
+    assert floors == sorted(floors)
+    assert 0 <= report["bit_exact_cost"] < 1
+    assert [one["batch"] for one in report["time_split"]] == [1, 8, 16]
+
+
+def test_what_can_not_be_measured_is_refused(shell: Shell, model: Path) -> None:
+    ask = ("bench", "engine", "--model", model)
+    assert "exclude each other" in refusal(shell.baton(*ask, "--shape", "0.5b"), 2)
+    assert "use a shorter --context-tokens" in refusal(shell.baton(*ask, "--context-tokens", 100000), 78)
+    assert "'7t' is unknown" in refusal(shell.baton("bench", "engine", "--shape", "7t"), 78)

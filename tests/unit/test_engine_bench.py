@@ -1,0 +1,140 @@
+"""The engine's benchmark: how work is counted, how an engine is driven, how its time is split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from baton.bench.engine_drive import EngineDrive
+from baton.bench.engine_work import attention_operations, read_work, work_of
+from baton.bench.host import available_memory, last_level_cache, processor
+from baton.bench.spread import Spread
+from baton.engine.runner import SimulatedSpec, TorchSpec, load, reference
+from baton.engine.runner.limits import UnpaddedOperations
+from baton.engine.runner.profile import TimedOperations, load_timed
+from baton.engine.runner.random_model import write_random_model
+from baton.errors import BatonError
+from tests.support.tiny_models import TINY_MODELS
+
+PROMPTS = [list(range(start, start + 32)) for start in (1, 50, 99)]
+
+
+def test_the_work_of_a_dense_model() -> None:
+    shapes = {"model.embed_tokens.weight": (100, 8), "model.q.weight": (4, 8), "model.norm.weight": (8,)}
+    tied = work_of({"vocab_size": 100}, shapes)
+    assert (tied.dense, tied.head, tied.experts) == (32 + 8, 800, 0)
+    own_head = work_of({"vocab_size": 100}, {**shapes, "lm_head.weight": (100, 8)})
+    assert (own_head.dense, own_head.head) == (40, 800), "a table that is only looked up is not read"
+    assert own_head.shapes == {(4, 8), (100, 8)}
+    assert tied.bytes_read(2, kv_bytes_per_token=10, context_tokens=5, batch=3) == 840 * 2 + 150
+    assert tied.prompt_operations(7) == 2 * (7 * 40 + 800)
+
+
+def test_of_experts_only_those_are_read_that_rows_are_sent_to() -> None:
+    work = work_of({"num_experts": 4, "num_experts_per_tok": 2}, {"mlp.experts.up": (4, 6, 5)})
+    assert (work.experts, work.num_experts) == (120, 4)
+    assert work.bytes_read(1, 0, 0, batch=1) == 60
+    assert work.bytes_read(1, 0, 0, batch=2) == 90
+    assert work.prompt_operations(10) == 2 * 10 * 60
+    by_expert = {f"mlp.experts.{index}.up.weight": (6, 5) for index in range(4)}
+    assert work_of({"num_local_experts": 4, "num_experts_per_tok": 2}, by_expert).experts == 120
+
+
+def test_the_work_of_a_model_directory_is_what_its_module_has(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    work = read_work(tmp_path)
+    hidden, inner, vocab = 64, 128, 256
+    layer = hidden * (hidden + 2 * hidden // 2 + hidden) + 3 * hidden * inner + 2 * hidden
+    assert work.dense == 3 * layer + hidden
+    assert work.head == hidden * vocab
+
+
+def test_attention_is_counted_over_the_keys_that_a_query_sees() -> None:
+    # Token 1 sees 1 key, token 2 sees 2, token 3 sees 3: 6 pairs, each a product with a key and one with a value.
+    assert attention_operations(3, width=10) == 6 * 10 * 2
+
+
+def test_spread() -> None:
+    assert Spread.of([5.0]) == Spread(5.0, 5.0, 5.0)
+    assert Spread.of([4, 1, 3, 2, 5, 6, 7, 8, 9, 10, 11], 2.0) == Spread(12.0, 4.0, 20.0)
+
+
+def test_what_linux_tells_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    2048 kB\n")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Processor\n")
+    for index, size in enumerate(("48K", "2048K", "32M")):
+        (tmp_path / f"cache/index{index}").mkdir(parents=True)
+        (tmp_path / f"cache/index{index}/size").write_text(size + "\n")
+    assert available_memory(tmp_path / "meminfo") == 2 << 20
+    assert processor(tmp_path / "cpuinfo") == "A Processor"
+    assert last_level_cache(tmp_path) == 32 << 20
+    missing = tmp_path / "nothing"
+    assert (available_memory(missing), processor(missing), last_level_cache(missing)) == (0, "", 0)
+
+
+def test_a_drive_computes_prompts_once_and_decodes_together() -> None:
+    runner = load(SimulatedSpec(num_blocks=64, block_size=4))
+    drive = EngineDrive(runner, prompt_tokens=32, max_batch=3)
+    assert all(drive.prefill(prompt) > 0 for prompt in PROMPTS)
+    seen = []
+    assert len(drive.decode(PROMPTS, 5, lambda: seen.append(1))) == len(seen) == 5
+    assert len(drive.decode(PROMPTS[:1], 3)) == 3
+
+
+def test_a_drive_says_when_requests_can_not_run_together() -> None:
+    drive = EngineDrive(load(SimulatedSpec(num_blocks=12, block_size=4)), prompt_tokens=32, max_batch=3)
+    with pytest.raises(BatonError, match="give the cache more room"):
+        drive.decode(PROMPTS, 2)
+
+
+def test_a_stopwatch_changes_nothing_and_splits_the_time(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["qwen2"], 0)
+    spec = TorchSpec(tmp_path, "float32", num_blocks=32)
+    plain, timed = load(spec), load_timed(spec)
+    assert (timed.model, timed.layout) == (plain.model, plain.layout)
+    drive = EngineDrive(timed, prompt_tokens=32, max_batch=3)
+    drive.prefill(PROMPTS[0])
+    assert timed.splits == [], "nothing is timed until it is asked for"
+    timed.timing = True
+    steps = drive.decode(PROMPTS[:1], 4)
+    for step, split in zip(steps, timed.splits[-4:], strict=True):
+        parts = (split.attention, split.products, split.elementwise, split.sampling)
+        assert min(split.attention, split.products, split.sampling) > 0
+        assert sum(parts) < step
+
+
+def test_a_stopwatch_passes_on_what_it_does_not_know() -> None:
+    watch = TimedOperations(reference)
+    watch.timing = True
+    weight = watch.pack(torch.eye(4))
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(watch.linear(x, weight), x)
+    assert watch.numerics() == reference.numerics()
+    with pytest.raises(AttributeError):
+        watch.no_such_operation()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_unpadded_products_are_torchs(activation: str) -> None:
+    operations = UnpaddedOperations(reference)
+    generator = torch.Generator().manual_seed(0)
+    gate, up, x = (torch.randn(rows, 16, generator=generator) for rows in (8, 8, 3))
+    packed = operations.pack(gate, up)
+    assert torch.equal(operations.linear(x, packed), functional.linear(x, torch.cat([gate, up])))
+    assert torch.equal(operations.take_rows(packed, torch.tensor([9, 0])), torch.stack([up[1], gate[0]]))
+    got = operations.gated_linear(x, operations.pack_gated(gate, up), activation=activation)
+    torch.testing.assert_close(
+        got, reference.gated_linear(x, reference.pack_gated(gate, up), activation=activation), atol=1e-4, rtol=1e-4
+    )
+    assert operations.rms_norm(x, torch.ones(16), 1e-6).shape == x.shape, "what is no product is the inner one's"
+
+
+def test_without_the_rule_a_model_computes_nearly_the_same(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    spec = TorchSpec(tmp_path, "float32", num_blocks=32)
+    free = load_timed(spec, bit_exact=False)
+    assert free.model.numerics.startswith("unpadded-torch")
+    EngineDrive(free, prompt_tokens=32, max_batch=3).prefill(PROMPTS[0])

@@ -80,7 +80,7 @@ class Decoder:
             x = self._layers[-1].rows(x, cos, sin, logits_rows)
         else:
             x = self._layers[-1].rows(x, cos, sin)[logits_rows]
-        return self._head.rows(self._norm(x))
+        return self._head.rows(self._norm(x) if x.shape[0] else x)
 
 
 class _Layer:
@@ -102,9 +102,12 @@ class _Layer:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         attended = self.attention.rows(self._attention_norm(x), cos, sin, sample_rows)
+        if attended.shape[0] == 0:
+            return attended
         x = attended.add_(x if sample_rows is None else x[sample_rows])
         return self._mlp_rows(self._mlp_norm(x)).add_(x)
 
     def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
         out = self.mlp(x.unsqueeze(0))
-        return (out[0] if isinstance(out, tuple) else out).squeeze(0)
+        rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return rows.squeeze(0)

@@ -95,7 +95,7 @@ class FusedAttention(nn.Module):
     def rows(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, K], cos and sin [T, R]: [T, K], or only the rows `sample_rows` when given."""
+        """x [T, K], cos and sin [T, R]: [T, K], or only the rows `sample_rows` (there may be none) when given."""
         operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
         qkv = operations.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
         query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
@@ -111,6 +111,8 @@ class FusedAttention(nn.Module):
         attended = self.baton_attend.attend(
             self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
         )
+        if attended.shape[0] == 0:
+            return x[:0]
         return operations.linear(attended.view(attended.shape[0], -1), self._out, self._out_bias)
 
     def forward(

@@ -14,6 +14,9 @@ import numpy.typing as npt
 from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 
+_ROOM = 256
+"""Output tokens that a request has room for at first."""
+
 NO_SLOT = -1
 """The slot of a padding row: nothing is stored."""
 
@@ -24,19 +27,23 @@ class RequestState:
     __slots__ = (
         "_blocks",
         "_num_blocks",
+        "_tokens",
         "highest_block",
         "lowest_block",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_tokens",
         "request_id",
         "sampling_params",
-        "token_ids",
     )
 
     def __init__(self, data: NewRequestData) -> None:
         self.request_id = data.request_id
         self.num_prompt_tokens = len(data.prompt_token_ids)
-        self.token_ids = [*data.prompt_token_ids, *data.output_token_ids]
+        self.num_tokens = self.num_prompt_tokens + len(data.output_token_ids)
+        self._tokens = np.empty(self.num_tokens + _ROOM, dtype=np.int64)
+        self._tokens[: self.num_prompt_tokens] = data.prompt_token_ids
+        self._tokens[self.num_prompt_tokens : self.num_tokens] = data.output_token_ids
         self.sampling_params: SamplingParams = data.sampling_params
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
@@ -44,8 +51,22 @@ class RequestState:
         self.set_blocks(data.block_ids)
 
     @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Prompt and output; a view that is valid until the next token is appended."""
+        return self._tokens[: self.num_tokens]
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """One more output token."""
+        if self.num_tokens == self._tokens.size:
+            grown = np.empty(2 * self._tokens.size, dtype=np.int64)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
@@ -71,11 +92,6 @@ class RequestState:
         self._blocks[self._num_blocks : needed] = block_ids
         self._num_blocks = needed
 
-    def slots(self, start: int, stop: int, block_size: int) -> npt.NDArray[np.int64]:
-        """Cache slots (block * block_size + offset) of token positions [start, stop)."""
-        positions = np.arange(start, stop, dtype=np.int64)
-        return self._blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
-
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
@@ -92,7 +108,7 @@ class Scheduled:
     @property
     def samples(self) -> bool:
         """Whether the step reaches the request's last token, so that a new one is drawn."""
-        return self.stop == len(self.state.token_ids)
+        return self.stop == self.state.num_tokens
 
 
 class RequestTable:
@@ -135,7 +151,7 @@ class RequestTable:
             share.state.num_computed_tokens = share.stop
             token_id = sampled.get(share.state.request_id)
             if token_id is not None:
-                share.state.token_ids.append(token_id)
+                share.state.append_token(token_id)
 
     def _refresh(self, cached: CachedRequestData) -> None:
         state = self._states.get(cached.request_id)
@@ -150,8 +166,8 @@ class RequestTable:
     def _fault(self, state: RequestState, count: int) -> str | None:
         """Why a share would read or write out of bounds: one request's fault must not become everybody's."""
         start, stop = state.num_computed_tokens, state.num_computed_tokens + count
-        if count < 0 or start < 0 or stop > len(state.token_ids):
-            return f"{count} tokens scheduled from {start} on, but the request has {len(state.token_ids)}"
+        if count < 0 or start < 0 or stop > state.num_tokens:
+            return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
         if stop > self._max_model_len:
             return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
         table = state.block_table
@@ -160,9 +176,9 @@ class RequestTable:
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
         tokens = state.token_ids[start:stop]
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            return "a token id is out of range"
-        return None
+        # A lone token is nearly always one that was drawn here.
+        lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
+        return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +202,38 @@ class FlatBatch:
 
 def flatten(scheduled: Sequence[Scheduled], block_size: int, row_quantum: int) -> FlatBatch:
     """Lay the shares of a step side by side and pad to a multiple of `row_quantum` rows."""
-    num_rows = sum(share.count for share in scheduled)
-    padded = -(-num_rows // row_quantum) * row_quantum
-    token_ids = np.zeros(padded, dtype=np.int64)
-    positions = np.zeros(padded, dtype=np.int64)
-    slots = np.full(padded, NO_SLOT, dtype=np.int64)
-    query_start = np.zeros(len(scheduled) + 1, dtype=np.int32)
-    seq_lens = np.empty(len(scheduled), dtype=np.int32)
-    widths = [-(-share.stop // block_size) for share in scheduled]
-    block_tables = np.zeros((len(scheduled), max(widths, default=0)), dtype=np.int32)
-    row = 0
-    for index, share in enumerate(scheduled):
-        state, start, stop = share.state, share.state.num_computed_tokens, share.stop
-        end = row + share.count
-        token_ids[row:end] = state.token_ids[start:stop]
-        positions[row:end] = np.arange(start, stop)
-        slots[row:end] = state.slots(start, stop, block_size)
-        block_tables[index, : widths[index]] = state.block_table[: widths[index]]
-        query_start[index + 1] = end
-        seq_lens[index] = stop
-        row = end
-    sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=len(scheduled))
-    sample_start = np.zeros_like(query_start)
+    size = len(scheduled)
+    counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
+    starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)
+    sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=size)
+    query_start, sample_start = np.zeros(size + 1, dtype=np.int32), np.zeros(size + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
     np.cumsum(sampling, out=sample_start[1:])
+    seq_lens = starts + counts
+    widths = (-(-seq_lens // block_size)).tolist()
+    block_tables = np.zeros((size, max(widths, default=0)), dtype=np.int32)
+    for index, share in enumerate(scheduled):
+        block_tables[index, : widths[index]] = share.state.block_table[: widths[index]]
+
+    num_rows = int(query_start[-1])
+    padded = -(-num_rows // row_quantum) * row_quantum
+    token_ids, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
+    slots = np.full(padded, NO_SLOT, dtype=np.int64)
+    owners = np.repeat(np.arange(size), counts)
+    at = np.arange(num_rows) - (query_start[:-1] - starts)[owners]
+    positions[:num_rows] = at
+    slots[:num_rows] = block_tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
+    if size:
+        pieces = [share.state.token_ids[share.state.num_computed_tokens : share.stop] for share in scheduled]
+        np.concatenate(pieces, out=token_ids[:num_rows])
     logits_rows = query_start[1:][sampling].astype(np.int64) - 1
-    return FlatBatch(token_ids, positions, slots, query_start, sample_start, seq_lens, block_tables, logits_rows)
+    return FlatBatch(
+        token_ids,
+        positions,
+        slots,
+        query_start,
+        sample_start,
+        seq_lens.astype(np.int32),
+        block_tables,
+        logits_rows,
+    )

@@ -16,6 +16,7 @@ from baton.engine.runner.kernels import KernelArgumentError
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.sampler import SamplingState, sample
 from baton.engine.runner.self_check import why_not_bit_exact
+from baton.engine.runner.torch_operations import ROWS_PER_CALL, TorchOperations
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import LoadedModel, load_model
 from baton.errors import ConfigError
@@ -122,9 +123,21 @@ def load_runner(
     return TorchModelRunner(info, transformer)
 
 
+def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
+    """Find the fewest rows a call with which torch's products are bit-exact here; returns why nothing is, if so."""
+    if not isinstance(operations, TorchOperations):
+        return why_not_bit_exact(loaded, transformer)
+    reason: str | None = None
+    for operations.rows_per_call in ROWS_PER_CALL:
+        reason = why_not_bit_exact(loaded, transformer)
+        if reason is None:
+            break
+    return reason
+
+
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
-    reason = why_not_bit_exact(loaded, transformer)
+    reason = _settle(loaded, transformer, operations)
     return ModelInfo(
         name=name,
         fingerprint=loaded.checkpoint.fingerprint,

@@ -72,11 +72,11 @@ def _product(x: torch.Tensor, weight: PackedWeight) -> Array:
 
 def _activate(x: Array, activation: Activation) -> Array:
     if activation == "silu":
-        return x / (np.float32(1) + np.exp(-x))
+        return np.asarray(x / (np.float32(1) + np.exp(-x)), dtype=np.float32)
     if activation == "gelu":
-        return np.float32(0.5) * x * (np.float32(1) + _erf(x / np.float32(math.sqrt(2))).astype(np.float32))
+        return np.asarray(np.float32(0.5) * x * (np.float32(1) + _erf(x / np.float32(math.sqrt(2)))), dtype=np.float32)
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
-    return np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)), dtype=np.float32)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:

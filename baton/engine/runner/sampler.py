@@ -20,6 +20,9 @@ from baton.engine.runner.philox import uniform
 
 Row = npt.NDArray[np.float32]
 
+_FOLD = 8
+"""Tokens that share one look when the best are searched."""
+
 _FIRST_LOOK = 1024
 """top_p is nearly always decided among this many best tokens; only otherwise the whole row is sorted."""
 
@@ -29,7 +32,7 @@ class SamplingState:
     """What one row's choice may depend on besides its logits."""
 
     params: SamplingParams
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | npt.NDArray[np.int64]
     """Prompt and output together; the state refers to them, it copies nothing."""
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
@@ -53,18 +56,24 @@ def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> 
 
     Rows with a value that is not finite come back with `error`; the others are untouched by it.
     """
-    # One sum per row finds NaN and infinity in a single pass; a sum of finite logits doesn't overflow float64.
-    finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
-    best = logits.argmax(axis=1)
+    finite = _finite_rows(logits)
+    best = logits.argmax(axis=1).tolist()
     results = []
     for row, state in enumerate(states):
         if not finite[row]:
             results.append(Sampled(-1, error="the model produced non-finite logits"))
         elif is_plain_greedy(state):
-            results.append(Sampled(int(best[row])))
+            results.append(Sampled(best[row]))
         else:
             results.append(sample_row(logits[row], state))
     return results
+
+
+def _finite_rows(logits: npt.NDArray[np.float32]) -> list[bool]:
+    """Which rows hold neither NaN nor infinity. One sum tells, unless finite numbers overflow it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite: list[bool] = np.isfinite(logits.sum(axis=1)).tolist()
+    return [known or bool(np.isfinite(logits[row]).all()) for row, known in enumerate(finite)]
 
 
 def is_plain_greedy(state: SamplingState) -> bool:
@@ -114,11 +123,11 @@ def process(logits: Row, state: SamplingState) -> Row:
     for token_id, bias in params.logit_bias.items():
         row[token_id] += np.float32(bias)
     if params.repetition_penalty != 1.0:
-        seen = np.unique(np.fromiter(state.token_ids, dtype=np.int64))
+        seen = np.unique(np.asarray(state.token_ids))
         penalty = np.float32(params.repetition_penalty)
         row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-    if output and (params.frequency_penalty or params.presence_penalty):
-        seen, counts = np.unique(np.fromiter(output, dtype=np.int64), return_counts=True)
+    if len(output) and (params.frequency_penalty or params.presence_penalty):
+        seen, counts = np.unique(np.asarray(output), return_counts=True)
         row[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         row[seen] -= np.float32(params.presence_penalty)
     return row
@@ -158,13 +167,22 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
 def _best(weights: Row, count: int) -> npt.NDArray[np.int64]:
     """The `count` heaviest tokens, heaviest first, ties by id."""
     if count < weights.size:
-        # partition's choice among ties at the edge is arbitrary: take all of them, and cut after the stable sort.
-        edge = np.partition(weights, weights.size - count)[weights.size - count]
-        candidates = np.flatnonzero(weights >= edge)
+        candidates = _at_least(weights, np.arange(weights.size), count)
     else:
         candidates = np.arange(weights.size)
     order = np.argsort(-weights[candidates], kind="stable")
     return candidates[order[:count]].astype(np.int64)
+
+
+def _at_least(weights: Row, token_ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Those of `token_ids` that weigh at least as much as the `count`-th heaviest: ties at the edge are all in."""
+    columns = weights.size // _FOLD
+    if count <= columns:
+        # So many columns have a maximum of at least this, so that many tokens have: nothing lighter can be among them.
+        folded = weights[: columns * _FOLD].reshape(_FOLD, columns).max(axis=0)
+        token_ids = np.flatnonzero(weights >= np.partition(folded, columns - count)[columns - count])
+    edge = np.partition(weights[token_ids], token_ids.size - count)[token_ids.size - count]
+    return token_ids[weights[token_ids] >= edge]
 
 
 def _nucleus(

@@ -178,7 +178,7 @@ class SimulatedRunner:
         rows = _head_rows(self._layout)
         before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
         for position in range(start, share.stop):
-            slot = _slot(before, state.token_ids[position], position, rows)
+            slot = _slot(before, int(state.token_ids[position]), position, rows)
             self._slot_at(state, position)[...] = slot
             before = slot.tobytes()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.operations import Activation
@@ -152,4 +153,6 @@ class TorchOperations:
     def _in_calls(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         rows, size = x.shape[0], self.rows_per_call
         padded = functional.pad(x, (0, 0, 0, -rows % size)).contiguous()
-        return torch.cat([compute(piece) for piece in padded.split(size)])[:rows]
+        # Out of sight of the watch for products that are not ours (layers.py).
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            return torch.cat([compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)])[:rows]

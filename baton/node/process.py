@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable
 
 import structlog
@@ -19,6 +20,9 @@ from baton.observe.ready import Ready, announce
 from baton.registry.registry import Registry
 from baton.rpc.messages import NodeDescription
 
+_SWITCH_INTERVAL_S = 0.0005
+"""Python's own 5 ms are as long as a decode step: so long may the loop keep the interpreter from a ready engine."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -27,6 +31,7 @@ def run_node(config: NodeConfig, make_role: Callable[[RoleContext], NodeRole]) -
 
     Raises ConfigError when it can't start, EngineFault when its engine died.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     asyncio.run(_serve(config, load(runner_spec(config)), make_role))
     return int(ExitCode.OK)
 

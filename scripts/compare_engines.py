@@ -1,0 +1,268 @@
+"""Baton beside other engines: the same random weights, prompts and threads, everything measured in one run.
+
+Engines take turns, round after round, each in a process of its own. An engine that can't be installed or fails is named
+with the reason, and the others go on. Nothing here is a dependency of Baton: others live in build/compare-engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from baton.bench.host import processor, usable_cores  # noqa: E402
+from baton.bench.spread import Spread  # noqa: E402
+
+BUILD = ROOT / "build" / "compare-engines"
+THEIR_PYTHON = BUILD / "venv" / "bin" / "python"
+BATCHES = (1, 8, 16)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine and what to install for it, in this order, each list in one call of pip."""
+
+    name: str
+    script: str
+    title: str
+    packages: Sequence[Sequence[str]] = ()
+
+
+# optimum-intel asks for a torchvision that would bring the CUDA build of another torch; nothing here needs it.
+ENGINES = (
+    Engine("baton", "compare_engines_baton.py", "Baton"),
+    Engine(
+        "openvino",
+        "compare_engines_openvino.py",
+        "OpenVINO GenAI",
+        (
+            ("openvino-genai", "nncf", "optimum>=2.3", "transformers>=5.5,<5.6", "safetensors"),
+            ("--no-deps", "optimum-intel>=2.2"),
+        ),
+    ),
+    Engine("llama_cpp", "compare_engines_llama_cpp.py", "llama.cpp", (("llama-cpp-python", "gguf", "safetensors"),)),
+)
+
+
+@dataclass
+class Figures:
+    """All rounds of one engine, or why there are none."""
+
+    engine: Engine
+    failed: str = ""
+    version: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    prefill_s: list[float] = field(default_factory=list)
+    decode_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def take(self, one: Mapping[str, Any]) -> None:
+        """Add one round."""
+        self.version, self.settings = one["version"], one["settings"]
+        self.prefill_s += one["prefill_s"]
+        for batch, seconds in one["decode_s"].items():
+            self.decode_s.setdefault(batch, []).extend(seconds)
+
+
+def main() -> int:
+    """Install, measure, print."""
+    options = _options()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    results = [Figures(engine) for engine in ENGINES if engine.name in options.engines]
+    for result in results:
+        result.failed = "" if options.no_install else _install(result.engine)
+    plan = _plan(options)
+    for result in results:
+        if not result.failed:
+            note(f"preparing the model for {result.engine.title}")
+            _call(result, {**plan, "prepare_only": True})
+    if options.prepare_only:
+        return int(any(result.failed for result in results))
+    for number in range(options.rounds):
+        for result in results:
+            if not result.failed:
+                note(f"round {number + 1} of {options.rounds}: {result.engine.title}")
+                answer = _call(result, plan)
+                if answer is not None:
+                    result.take(answer)
+    report = _report(options, results)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    _print_table(report)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/compare_engines", description=__doc__)
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, help="which; default: all")
+    parser.add_argument("--shape", default="0.5b", help="random weights of a known shape")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine; default: all cores")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of each batch and round")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the engines take turns")
+    parser.add_argument("--precision", choices=["bf16", "f32"], default="bf16", help="of computing")
+    parser.add_argument("--openvino-kv", default="bf16", help="OpenVINO's KV_CACHE_PRECISION (its own default is u8)")
+    parser.add_argument("--json", metavar="PATH", help="write all figures there too")
+    parser.add_argument("--no-install", action="store_true", help="use what is in build/compare-engines")
+    parser.add_argument("--prepare-only", action="store_true", help="install and convert, measure nothing")
+    return parser.parse_args()
+
+
+def _install(engine: Engine) -> str:
+    """Install what the engine needs into the comparison's venv; returns why that failed, or nothing."""
+    try:
+        if engine.packages and not THEIR_PYTHON.exists():
+            note("making build/compare-engines/venv")
+            subprocess.run([sys.executable, "-m", "venv", str(BUILD / "venv")], check=True, capture_output=True)
+        if engine.packages:
+            # First and by its exact version, and held there: any looser request brings gigabytes of CUDA along.
+            torch = next(line for line in _constraints() if line.startswith("torch=="))
+            held = BUILD / "constraints.txt"
+            held.write_text(torch + "\n")
+            _pip(torch)
+        for packages in engine.packages:
+            note(f"installing {' '.join(packages)} for {engine.title}")
+            _pip("-c", str(held), *packages)
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or error.stdout or b"").decode(errors="replace").strip().splitlines()
+        reasons = [line for line in said if "ERROR" in line or "rror:" in line] or said
+        return f"could not be installed: {reasons[-1][:200] if reasons else error}"
+    return ""
+
+
+def _pip(*words: str) -> None:
+    base = [str(THEIR_PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*base, *words], check=True, capture_output=True)
+
+
+def _constraints() -> list[str]:
+    return (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    """What every engine is told: the same model, prompts and threads."""
+    model = BUILD / f"model-{options.shape}"
+    if not (model / "model.safetensors").exists():
+        from baton.engine.runner.random_model import write_shape
+
+        note(f"writing random weights of the shape {options.shape}")
+        write_shape(model, options.shape)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    rng = Random(0)
+    return {
+        "model": str(model),
+        "made": str(BUILD / f"made-{options.shape}"),
+        "threads": options.threads,
+        "context": options.context,
+        "steps": options.steps,
+        "batches": BATCHES,
+        "precision": options.precision,
+        "kv": options.openvino_kv,
+        "prompts": [[rng.randrange(vocabulary) for _ in range(options.context)] for _ in range(max(BATCHES))],
+    }
+
+
+def _call(result: Figures, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Run the engine's script once; notes why it failed, if it did."""
+    engine = result.engine
+    interpreter = THEIR_PYTHON if engine.packages else Path(sys.executable)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(plan["threads"]),
+        "PYTHONPATH": "" if engine.packages else str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [str(interpreter), str(ROOT / "scripts" / engine.script)],
+        input=json.dumps(plan),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        result.failed = f"failed: {lines[-1][:200] if lines else f'exit code {done.returncode}'}"
+        return None
+    lines = done.stdout.strip().splitlines()
+    return dict(json.loads(lines[-1])) if lines else None
+
+
+def _report(options: argparse.Namespace, results: Sequence[Figures]) -> dict[str, Any]:
+    return {
+        "processor": processor(),
+        "threads": options.threads,
+        "shape": options.shape,
+        "precision": options.precision,
+        "context_tokens": options.context,
+        "rounds": options.rounds,
+        "engines": [_figures(options, result) for result in results],
+    }
+
+
+def _figures(options: argparse.Namespace, result: Figures) -> dict[str, Any]:
+    if result.failed or not result.prefill_s:
+        return {"engine": result.engine.title, "failed": result.failed or "gave no figures"}
+    prefill = Spread.of(result.prefill_s)
+    return {
+        "engine": result.engine.title,
+        "version": result.version,
+        "settings": result.settings,
+        "prefill": _rates(options.context, prefill),
+        "decode": [
+            {"batch": int(batch), **_rates(int(batch), Spread.of(seconds))}
+            for batch, seconds in result.decode_s.items()
+        ],
+    }
+
+
+def _rates(tokens: int, seconds: Spread) -> dict[str, float]:
+    """Medians and, since less time is a higher rate, percentiles turned around."""
+    return {
+        "tokens_per_s": tokens / seconds.median,
+        "tokens_per_s_p10": tokens / seconds.p90,
+        "tokens_per_s_p90": tokens / seconds.p10,
+        "step_ms": seconds.median * 1e3,
+    }
+
+
+def _print_table(report: Mapping[str, Any]) -> None:
+    print(
+        f"{report['shape']} shape, {report['precision']}, prompts of {report['context_tokens']} tokens, "
+        f"{report['threads']} threads of {report['processor']}; tokens/s, medians of {report['rounds']} rounds "
+        "[tenth, ninetieth percentile]\n"
+    )
+    rows = [["ENGINE", "VERSION", "PREFILL", *(f"DECODE x {batch}" for batch in BATCHES)]]
+    for one in report["engines"]:
+        if "failed" in one:
+            rows.append([one["engine"], one["failed"], "", "", "", ""])
+        else:
+            cells = [one["prefill"], *one["decode"]]
+            rows.append([one["engine"], one["version"][:12], *(_cell(cell) for cell in cells)])
+    widths = [max(len(row[column]) for row in rows if row[2]) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(rates: Mapping[str, float]) -> str:
+    return f"{rates['tokens_per_s']:.0f} [{rates['tokens_per_s_p10']:.0f}, {rates['tokens_per_s_p90']:.0f}]"
+
+
+def note(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -28,12 +28,12 @@ from tests.support.tiny_models import TINY_MODELS
 BLOCK_SIZE = 16
 LENGTH = 300
 """Long enough that torch splits elementwise work over two threads (from 32768 elements on)."""
-MATES = {"mate-1": 33, "mate-2": 130}
+CACHED = 160
+"""Tokens whose KV comes from a cached prefix, or from another runner."""
+MOST_MATES = 31
 
 ODD_WIDTHS = {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24}
 """Widths that don't fill vectors: every tensor has a tail unless rows are padded."""
-THREADED = ("llama_odd_widths", "gemma3_text", "mixtral", "gpt2")
-"""Computed with two threads as well: one for each kind of layer and activation."""
 MODELS = {**TINY_MODELS, "llama_odd_widths": ODD_WIDTHS}
 
 
@@ -45,8 +45,13 @@ class Bits:
     kv: torch.Tensor
 
     def equals(self, other: Bits) -> bool:
-        same_logits = np.array_equal(self.logits.view(np.uint32), other.logits.view(np.uint32))
-        return same_logits and torch.equal(self.kv.view(torch.uint8), other.kv.view(torch.uint8))
+        return same_bits(self.logits, other.logits) and torch.equal(
+            self.kv.view(torch.uint8), other.kv.view(torch.uint8)
+        )
+
+
+def same_bits(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> bool:
+    return np.array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
 class Run:
@@ -54,35 +59,65 @@ class Run:
 
     def __init__(self, transformer: Transformer, vocab_size: int) -> None:
         self.transformer = transformer
+        self.kv_blocks = transformer.kv_cache.view(transformer.num_blocks, -1)
         self._next_block = 1
-        rng = Random(7)
-        lengths = {"main": LENGTH, **MATES}
-        self._tokens = {name: [rng.randrange(vocab_size) for _ in range(n)] for name, n in lengths.items()}
+        self._rng = Random(7)
+        mates = {f"mate-{mate}": self._rng.randint(1, 120) for mate in range(MOST_MATES)}
+        lengths = {"main": LENGTH, **mates}
+        self._tokens = {name: [self._rng.randrange(vocab_size) for _ in range(n)] for name, n in lengths.items()}
 
     def state(self, name: str, shared: Sequence[int] = ()) -> RequestState:
         tokens = self._tokens[name]
-        own = -(-len(tokens) // BLOCK_SIZE) - len(shared)
-        blocks = [*shared, *range(self._next_block, self._next_block + own)]
-        self._next_block += own
+        blocks = [*shared, *self._blocks(-(-len(tokens) // BLOCK_SIZE) - len(shared))]
         return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, len(shared) * BLOCK_SIZE))
 
+    def mates(self, count: int) -> list[RequestState]:
+        return [self.state(f"mate-{mate}") for mate in range(count)]
+
+    def preempt(self, state: RequestState) -> None:
+        """Take its blocks away; it computes everything again in others."""
+        state.set_blocks(self._blocks(len(state.block_table)))
+        state.num_computed_tokens = 0
+
+    def _blocks(self, count: int) -> list[int]:
+        """Blocks that hold something else's KV: they are used in turns."""
+        if self._next_block + count > self.transformer.num_blocks:
+            self._next_block = 1
+        self._next_block += count
+        return list(range(self._next_block - count, self._next_block))
+
     def compute(
-        self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), mate: int = 7
+        self, main: RequestState, chunks: Sequence[int], mates: Sequence[RequestState] = (), until: int = LENGTH
     ) -> Bits:
-        """Compute `main` in chunks (the last one repeats), each mate `mate` tokens a step beside it."""
+        """Compute `main` in chunks (the last one repeats), each mate a random number of tokens a step beside it."""
         collected = []
         for index in range(LENGTH):
-            share = Scheduled(main, self._left(main, chunks[min(index, len(chunks) - 1)]))
-            others = [Scheduled(state, self._left(state, mate)) for state in mates]
-            step = [s for s in (*others[:1], share, *others[1:]) if s.count]
+            share = Scheduled(main, min(chunks[min(index, len(chunks) - 1)], until - main.num_computed_tokens))
+            others = [Scheduled(state, self._left(state, self._rng.randint(1, 40))) for state in mates]
+            place = self._rng.randint(0, len(others))
+            step = [s for s in (*others[:place], share, *others[place:]) if s.count]
             batch = flatten(step, BLOCK_SIZE, self.transformer.row_quantum)
             first = int(batch.query_start[step.index(share)])
             collected.append(self.transformer.compute(batch, np.arange(first, first + share.count)))
-            for done in step:
-                done.state.num_computed_tokens = done.stop
-            if main.num_computed_tokens == LENGTH:
+            self._commit(step)
+            if main.num_computed_tokens == until:
                 break
         return Bits(np.concatenate(collected), self._kv(main))
+
+    def draw(self, main: RequestState, chunk: int) -> npt.NDArray[np.float32]:
+        """Compute as an engine does: the logits of the last position alone, those before it skipped."""
+        while True:
+            step = [Scheduled(main, self._left(main, chunk))]
+            logits = self.transformer.compute(flatten(step, BLOCK_SIZE, self.transformer.row_quantum))
+            self._commit(step)
+            if main.num_computed_tokens == main.num_tokens:
+                return logits
+            assert logits.shape[0] == 0
+
+    @staticmethod
+    def _commit(step: Sequence[Scheduled]) -> None:
+        for done in step:
+            done.state.num_computed_tokens = done.stop
 
     @staticmethod
     def _left(state: RequestState, count: int) -> int:
@@ -118,7 +153,7 @@ def load(models: Path, name: str, dtype: str, num_threads: int) -> tuple[Run, st
     torch.set_num_threads(elementwise_threads(num_threads))
     loaded = load_model(directory, dtype)
     transformer = Transformer(
-        loaded, choose_operations(num_threads), BLOCK_SIZE, CacheSize(num_blocks=400), num_threads
+        loaded, choose_operations(num_threads), BLOCK_SIZE, CacheSize(num_blocks=300), num_threads
     )
     return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
 
@@ -126,22 +161,43 @@ def load(models: Path, name: str, dtype: str, num_threads: int) -> tuple[Run, st
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) -> None:
-    at_once: dict[int, Bits] = {}
-    for num_threads in (1, 2) if name in THREADED else (1,):
-        run, reason = load(models, name, dtype, num_threads)
-        assert reason is None
-        first = run.state("main")
-        expected = at_once[num_threads] = run.compute(first, [LENGTH])
-        cached = list(first.block_table[:9])
-        ways = {
-            "chunks of 64": run.compute(run.state("main"), [64]),
-            "chunks of 16": run.compute(run.state("main"), [220, 16]),
-            "chunks of 7": run.compute(run.state("main"), [272, 7]),
-            "token by token": run.compute(run.state("main"), [291, 1]),
-            "with mates": run.compute(run.state("main"), [77], [run.state(mate) for mate in MATES], mate=31),
-            "decoding beside prefills": run.compute(run.state("main"), [295, 1], [run.state("mate-2")], mate=27),
-        }
-        assert {way for way, bits in ways.items() if not bits.equals(expected)} == set()
-        tail = run.compute(run.state("main", shared=cached), [50])
-        assert tail.equals(Bits(expected.logits[9 * BLOCK_SIZE :], expected.kv))
-    assert all(bits.equals(at_once[1]) for bits in at_once.values())
+    run, reason = load(models, name, dtype, num_threads=1)
+    assert reason is None
+    first = run.state("main")
+    expected = run.compute(first, [LENGTH])
+    for chunks in ([230, 1], [7], [16], [64]):
+        assert run.compute(run.state("main"), chunks).equals(expected), f"in chunks of {chunks[-1]}"
+    for count in (1, 6, MOST_MATES):
+        bits = run.compute(run.state("main"), [77, 1, 40, 9], run.mates(count))
+        assert bits.equals(expected), f"among {count} others"
+    for chunk in (LENGTH, 41):
+        assert same_bits(run.draw(run.state("main"), chunk), expected.logits[-1:]), f"drawn after chunks of {chunk}"
+
+    preempted = run.state("main")
+    run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
+    run.preempt(preempted)
+    assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
+
+    again = run.state("main")
+    assert run.compute(again, [LENGTH]).equals(expected)
+    tail = Bits(expected.logits[CACHED:], expected.kv)
+    cached = list(again.block_table[: CACHED // BLOCK_SIZE])
+    assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
+
+    other, reason = load(models, name, dtype, num_threads=2)
+    assert reason is None
+    assert other.compute(other.state("main"), [LENGTH]).equals(expected), "on two threads"
+    assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads, in chunks"
+    moved = other.state("main").block_table[: CACHED // BLOCK_SIZE].tolist()
+    other.kv_blocks[moved] = run.kv_blocks[cached]
+    assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
+
+
+def test_the_oracle_sees_one_flipped_bit(models: Path) -> None:
+    run, _ = load(models, "llama", "bfloat16", num_threads=1)
+    main = run.state("main")
+    expected = run.compute(main, [LENGTH])
+    block = int(main.block_table[2])
+    run.kv_blocks[block].view(torch.int16)[5] ^= 1
+    main.num_computed_tokens = CACHED
+    assert not same_bits(run.compute(main, [50]).logits, expected.logits[CACHED:])

@@ -166,10 +166,9 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
 
 def _best(weights: Row, count: int) -> npt.NDArray[np.int64]:
     """The `count` heaviest tokens, heaviest first, ties by id."""
+    candidates = np.arange(weights.size)
     if count < weights.size:
-        candidates = _at_least(weights, np.arange(weights.size), count)
-    else:
-        candidates = np.arange(weights.size)
+        candidates = _at_least(weights, candidates, count)
     order = np.argsort(-weights[candidates], kind="stable")
     return candidates[order[:count]].astype(np.int64)
 
@@ -181,8 +180,9 @@ def _at_least(weights: Row, token_ids: npt.NDArray[np.int64], count: int) -> npt
         # So many columns have a maximum of at least this, so that many tokens have: nothing lighter can be among them.
         folded = weights[: columns * _FOLD].reshape(_FOLD, columns).max(axis=0)
         token_ids = np.flatnonzero(weights >= np.partition(folded, columns - count)[columns - count])
-    edge = np.partition(weights[token_ids], token_ids.size - count)[token_ids.size - count]
-    return token_ids[weights[token_ids] >= edge]
+    kept = weights[token_ids]
+    heavy: npt.NDArray[np.int64] = token_ids[kept >= np.partition(kept, kept.size - count)[kept.size - count]]
+    return heavy
 
 
 def _nucleus(

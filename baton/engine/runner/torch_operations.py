@@ -154,5 +154,5 @@ class TorchOperations:
         rows, size = x.shape[0], self.rows_per_call
         padded = functional.pad(x, (0, 0, 0, -rows % size)).contiguous()
         # Out of sight of the watch for products that are not ours (layers.py).
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return torch.cat([compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)])[:rows]

@@ -1,0 +1,74 @@
+"""An install without the C kernels serves on torch's products, bit-exact or saying that it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.runner import kernel_choice
+from baton.engine.runner.kernels import KernelInfo
+from baton.engine.runner.model_runner import load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.torch_operations import ROWS_PER_CALL, TorchOperations, TorchWeight
+from tests.support.runner_driver import RunnerDriver
+from tests.support.tiny_models import TINY_MODELS
+
+PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_no_kernels_no_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=1)
+    with_kernels = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    absent = KernelInfo(isa=None, isas=(), numerics="", threads=False, reason="not built")
+    monkeypatch.setattr(kernel_choice.kernels, "available", lambda: absent)
+    without = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    assert without.model.bit_exact
+    assert without.model.numerics.startswith("torch-rows-8-threads-1/")
+    assert without.model.numerics != with_kernels.model.numerics
+    outputs = []
+    for runner in (with_kernels, without):
+        request = (driver := RunnerDriver(runner)).add("one", PROMPT)
+        driver.finish(chunk=13)
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0]) == 16
+
+
+class Careless(TorchOperations):
+    """Products that depend on how many rows there are, until calls have `enough` of them."""
+
+    enough = 0
+
+    def linear(self, x: torch.Tensor, weight: TorchWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        exact = super().linear(x, weight, bias)
+        return exact if self.rows_per_call >= self.enough else exact * (1 + x.shape[0] / 1000)
+
+
+def load_careless(directory: Path, enough: int) -> Any:
+    write_random_model(directory, TINY_MODELS["llama"], seed=1)
+    operations = Careless(1)
+    operations.enough = enough
+    return load_runner(directory, dtype="float32", num_blocks=16, operations=operations).model
+
+
+def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:
+    model = load_careless(tmp_path, enough=32)
+    assert model.bit_exact
+    assert model.numerics.startswith("torch-rows-32-")
+
+
+def test_no_padding_is_enough(tmp_path: Path) -> None:
+    model = load_careless(tmp_path, enough=ROWS_PER_CALL[-1] + 1)
+    assert not model.bit_exact
+    assert "different bits" in model.bit_exact_reason
+
+
+def test_rows_are_those_of_the_weight() -> None:
+    weight = torch.randn(70, 24)
+    index = torch.tensor([3, 69, 3, 0])
+    operations = TorchOperations(1)
+    assert torch.equal(operations.take_rows(operations.pack(weight[:40], weight[40:]), index), weight[index])

@@ -243,6 +243,7 @@ class Admission:
             plan.add_new(request, num_tokens, block_ids)
         request.status = RequestStatus.RUNNING
         self._ledger.running.append(request)
+        self._ledger.filling.append(request)
         self._times_passed.pop(request.request_id, None)
 
     def _spared_blocks(self) -> int:

@@ -138,6 +138,10 @@ class KVCacheManager:
             self.pool.cache_block(table.blocks[index], request.block_hashes[index])
         table.num_cached_blocks = num_full
 
+    def num_slots(self, request_id: str) -> int:
+        """Tokens that a live request's blocks hold."""
+        return len(self._tables[request_id].blocks) * self.block_size
+
     def block_ids(self, request_id: str) -> list[int]:
         """A live request's table; empty when it has none."""
         table = self._tables.get(request_id)

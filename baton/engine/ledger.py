@@ -8,6 +8,7 @@ from baton.clock import Clock
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.block_pool import BlockPool
 from baton.engine.connector import BlockFate, KVConnector
+from baton.engine.decode_set import DecodeSet
 from baton.engine.event_log import EventLog
 from baton.engine.kv_cache_manager import KVCacheManager
 from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
@@ -32,9 +33,13 @@ class OutputsByClient:
         else:
             outputs.append(output)
 
+    def of(self, client_index: int) -> list[EngineCoreOutput]:
+        """Where to append this client's."""
+        return self._by_client.setdefault(client_index, [])
+
     def seal(self) -> dict[int, EngineCoreOutputs]:
         """All of them, keyed by client index."""
-        return {client_index: EngineCoreOutputs(outputs) for client_index, outputs in self._by_client.items()}
+        return {index: EngineCoreOutputs(outputs) for index, outputs in self._by_client.items() if outputs}
 
 
 class Ledger:
@@ -49,6 +54,10 @@ class Ledger:
         """Every request that has not ended."""
         self.running: list[Request] = []
         """In order of admission."""
+        self.filling: list[Request] = []
+        """Those of them that don't decode yet: something of their known tokens is still to be computed."""
+        self.decodes = DecodeSet(config.block_size)
+        """The others."""
         self.kv_cache_manager = KVCacheManager(
             BlockPool(config.num_blocks),
             BlockHasher(key_fields, config.block_size),
@@ -84,6 +93,7 @@ class Ledger:
         request.error = error
         self._settle_blocks(request, transferring)
         del self.requests[request.request_id]
+        self.decodes.leave(request.request_id)
         self._finished_req_ids.add(request.request_id)
         self._some_ended = True
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
@@ -126,6 +136,7 @@ class Ledger:
         if self._some_ended:
             self._some_ended = False
             self.running = [request for request in self.running if not request.is_finished]
+            self.filling = [request for request in self.filling if not request.is_finished]
 
     def take_finished_req_ids(self) -> frozenset[str]:
         """Requests that ended since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.engine.request import FinishReason, SamplingParams
 
@@ -110,9 +111,8 @@ class EngineCoreEvent:
     value: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCoreOutput:
-    """What one step brought for one request."""
+class EngineCoreOutput(NamedTuple):
+    """What one step brought for one request. A named tuple, since a step makes one for each running request."""
 
     request_id: str
     new_token_ids: Sequence[int]

@@ -148,6 +148,12 @@ class Request:
         self.spec_token_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         """Keys of the request's full blocks so far (prompt and output), in order."""
+        self.stop_ids = sampling_params.stop_token_ids
+        """Tokens at which it may stop."""
+        if not sampling_params.ignore_eos:
+            self.stop_ids |= eos_token_ids
+        self.attention_at = 0
+        """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 
     @property
     def num_prompt_tokens(self) -> int:

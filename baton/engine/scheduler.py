@@ -5,7 +5,8 @@ Where a request can be:
   waiting      WAITING (no blocks yet) or PREEMPTED (none any more)
   remote       WAITING_FOR_REMOTE_KVS: the blocks of its prompt are reserved, it is not polled
   arrived      its prompt's KV is here: it joins the very next step, ahead of newcomers
-  running      RUNNING, in order of admission
+  running      RUNNING, in order of admission: either filling (its known tokens are still being computed) or one of
+               the decodes, which compute a token in every step (see decode_set.py)
   ended        no longer in `requests`; its blocks are free, leased or quarantined
 
 Rules that keep it from wedging and from serving wrong KV:
@@ -30,6 +31,7 @@ from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import (
     EngineCoreEvent,
     EngineCoreEventType,
+    EngineCoreOutput,
     EngineCoreOutputs,
     ModelRunnerOutput,
     SchedulerOutput,
@@ -43,6 +45,9 @@ from baton.engine.stopping import check_stop
 from baton.errors import DuplicateRequest
 
 __all__ = ["Scheduler", "SchedulerConfig"]
+
+_FIRST_FIGURES = 2
+"""Outputs up to this length say how much of the prompt was cached or came from elsewhere."""
 
 
 class Scheduler:
@@ -63,7 +68,7 @@ class Scheduler:
         self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
         self._admission = Admission(self._ledger)
         self._step = 0
-        self._in_flight: dict[int, list[Request]] = {}
+        self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
         """Ends that `schedule` decided, until the step's outputs are handed out."""
         self._stalled = False
@@ -174,39 +179,45 @@ class Scheduler:
         if self._admission.take_whole_step_wish():
             self._admission.admit_waiting(plan, self._pending)
         if plan.is_empty:
-            self._schedule_running(plan)
+            self._schedule_decodes(plan)
+            self._schedule_filling(plan)
             self._admission.admit_arrived(plan)
             if not plan.preempted_req_ids:
                 self._admission.admit_waiting(plan, self._pending)
         if not plan.is_empty:
-            self._in_flight[plan.step] = plan.requests
+            self._in_flight[plan.step] = plan
         self._stalled = plan.is_empty and not self._pending
         return plan.build(self._ledger.take_finished_req_ids())
 
-    def _schedule_running(self, plan: StepPlan) -> None:
-        running, manager = self._ledger.running, self.kv_cache_manager
-        arriving = min(self._admission.num_arrived, self.config.max_num_seqs - len(running))
-        index = 0
-        while index < len(running) and plan.token_budget > 0:
-            request = running[index]
+    def _schedule_decodes(self, plan: StepPlan) -> None:
+        decodes, manager = self._ledger.decodes, self.kv_cache_manager
+        for request in decodes.take_needy():
+            # An older one in need may have preempted it meanwhile.
+            while request.request_id in decodes:
+                allocation = manager.allocate_slots(request, 1)
+                if allocation.answer is AllocationAnswer.OK:
+                    decodes.grown(request)
+                    plan.note_growth(request, allocation.new_block_ids)
+                    break
+                self._preempt(self._newest_preemptible(request), plan)
+        plan.add_decodes(decodes.tick())
+
+    def _schedule_filling(self, plan: StepPlan) -> None:
+        filling = self._ledger.filling
+        arriving = min(self._admission.num_arrived, self.config.max_num_seqs - len(self._ledger.running))
+        for index, request in enumerate(filling):
+            if plan.token_budget <= 0:
+                return
             num_tokens = request.num_tokens_with_spec - request.num_computed_tokens
             if num_tokens > 1:
                 # A long prompt leaves a token to everyone behind it: their streams would stall while it is computed.
-                behind = len(running) - index - 1 + arriving
+                behind = len(filling) - index - 1 + arriving
                 num_tokens = plan.cut(num_tokens, max(1, plan.token_budget - behind))
-            allocation = manager.allocate_slots(request, num_tokens)
-            while allocation.answer is not AllocationAnswer.OK:
-                victim = self._newest_preemptible(request)
-                self._preempt(victim, plan)
-                if victim is request:
-                    break
-                allocation = manager.allocate_slots(request, num_tokens)
-            else:
-                plan.add_known(request, num_tokens, allocation.new_block_ids)
-                index += 1
+            # All its blocks were taken when it was admitted.
+            plan.add_known(request, num_tokens, ())
 
     def _newest_preemptible(self, needy: Request) -> Request:
-        # `needy` is one itself, so this never reaches a request that this step has scheduled already.
+        # `needy` is one itself, and nothing is scheduled yet in this step.
         for request in reversed(self._ledger.running):
             if request.leg is not Leg.PREFILL:
                 return request
@@ -214,6 +225,8 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._ledger.running.remove(request)
+        if not self._ledger.decodes.leave(request.request_id):
+            self._ledger.filling.remove(request)
         self.kv_cache_manager.free(request.request_id)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -236,13 +249,69 @@ class Scheduler:
         outputs, self._pending = self._pending, OutputsByClient()
         num_scheduled = scheduler_output.num_scheduled_tokens
         self.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
-        for request in self._in_flight.pop(scheduler_output.step, ()):
-            if request.status is RequestStatus.RUNNING:
-                self._commit(request, num_scheduled[request.request_id], runner_output, outputs)
-            else:
-                self.num_skipped_results += 1
+        plan = self._in_flight.pop(scheduler_output.step, None)
+        if plan is not None:
+            for client_index, requests in plan.decodes.by_client.items():
+                self._commit_decodes(requests, runner_output, outputs.of(client_index), outputs)
+            for request in plan.requests:
+                if request.status is RequestStatus.RUNNING:
+                    self._commit(request, num_scheduled[request.request_id], runner_output, outputs)
+                    self._decodes_from_now_on(request)
+                else:
+                    self.num_skipped_results += 1
         self._ledger.drop_ended()
         return outputs.seal()
+
+    def _commit_decodes(
+        self,
+        requests: Sequence[Request],
+        runner_output: ModelRunnerOutput,
+        own_outputs: list[EngineCoreOutput],
+        outputs: OutputsByClient,
+    ) -> None:
+        """The step's inmost loop: for most requests, append a token and say so."""
+        sampled, logprobs, running = runner_output.sampled_token_ids, runner_output.logprobs, RequestStatus.RUNNING
+        no_tokens: Sequence[int] = ()
+        failed = runner_output.failed
+        for request in requests:
+            if request.status is not running:
+                self.num_skipped_results += 1
+                continue
+            request_id = request.request_id
+            new_token_ids = sampled.get(request_id, no_tokens)
+            request.num_computed_tokens += 1
+            output_token_ids = request.output_token_ids
+            first_index = len(output_token_ids)
+            if (
+                first_index < request.attention_at
+                and len(new_token_ids) == 1
+                and new_token_ids[0] not in request.stop_ids
+                and request_id not in failed
+            ):
+                output_token_ids.append(new_token_ids[0])
+                new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
+                own_outputs.append(EngineCoreOutput(request_id, new_token_ids, first_index, new_logprobs))
+            else:
+                self._commit(request, 1, runner_output, outputs)
+                if request.status is running:
+                    request.attention_at = self._next_attention(request)
+
+    def _decodes_from_now_on(self, request: Request) -> None:
+        """It is one of the decodes if its next token is all that it lacks."""
+        ledger = self._ledger
+        if request.status is not RequestStatus.RUNNING or request.num_tokens - request.num_computed_tokens != 1:
+            return
+        ledger.filling.remove(request)
+        request.attention_at = self._next_attention(request)
+        ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id))
+
+    def _next_attention(self, request: Request) -> int:
+        """The output index whose token fills a block, reaches a limit, or still carries first figures."""
+        num_output_tokens, block_size = len(request.output_token_ids), self.config.block_size
+        params, longest = request.sampling_params, self._ledger.max_model_len - request.num_prompt_tokens
+        to_full_block = block_size - request.num_computed_tokens % block_size
+        limit = min(params.max_tokens, longest, num_output_tokens + to_full_block) - 1
+        return 0 if num_output_tokens < _FIRST_FIGURES else limit
 
     def _commit(
         self,

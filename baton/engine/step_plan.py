@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import Request
 
@@ -15,8 +16,10 @@ class StepPlan:
         self.step = step
         self.token_budget = token_budget
         self._chunk_limit = chunk_limit
+        self.decodes = NO_DECODES
+        """Scheduled requests that compute one token, as every step."""
         self.requests: list[Request] = []
-        """Scheduled requests, in the runner's order."""
+        """The other scheduled requests, in the runner's order; it takes the decodes first."""
         self.preempted_req_ids: set[str] = set()
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
@@ -25,12 +28,22 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.requests
+        return not self.requests and not self.decodes.num_tokens
 
     def cut(self, num_tokens: int, budget: int) -> int:
         """How many of a request's tokens to compute now; `budget`: what it may take of the step's."""
         limit = self._chunk_limit
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
+
+    def add_decodes(self, decodes: DecodeGroup) -> None:
+        """Compute a token of each, which the runner knows all about."""
+        self.decodes = decodes
+        self._total += len(decodes.num_tokens)
+        self.token_budget -= len(decodes.num_tokens)
+
+    def note_growth(self, request: Request, new_block_ids: Sequence[int]) -> None:
+        """A decoding request got blocks."""
+        self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens))
 
     def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen."""
@@ -59,11 +72,17 @@ class StepPlan:
             step=self.step,
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=self._known,
-            num_scheduled_tokens=self._num_tokens,
+            num_scheduled_tokens=self._all_num_tokens(),
             total_num_scheduled_tokens=self._total,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids),
         )
+
+    def _all_num_tokens(self) -> Mapping[str, int]:
+        decodes = self.decodes.num_tokens
+        if not self._num_tokens or not decodes:
+            return decodes or self._num_tokens
+        return {**decodes, **self._num_tokens}
 
     def _advance(self, request: Request, num_tokens: int) -> None:
         # Counted as computed from now on, so that a next step could be decided before this one's tokens are back.

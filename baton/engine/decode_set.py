@@ -1,0 +1,87 @@
+"""Running requests that compute one token a step: a step costs them little more than the token itself.
+
+What a steady step has to decide about such a request is known in advance: the step in which it needs a block (a
+calendar has it) and the output length at which its commit is more than an append (`Request.attention_at`). So nobody
+asks each of them everything in every step, and what a step says of them all is built once and used until one joins or
+leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """The members at one moment; shared between steps, so nobody writes to it."""
+
+    by_client: Mapping[int, Sequence[Request]]
+    num_tokens: Mapping[str, int]
+    """One for each request id."""
+
+
+NO_DECODES = DecodeGroup({}, {})
+
+
+class DecodeSet:
+    """Who decodes, and who needs a block when. Every member computes one token in every tick."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._members: dict[str, Request] = {}
+        self._tick = 0
+        """Steps in which the members computed a token."""
+        self._calendar: dict[int, list[Request]] = {}
+        """Who needs a block before which tick. May name requests that have left, or joined anew."""
+        self._due_at: dict[str, int] = {}
+        self._group: DecodeGroup | None = NO_DECODES
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._members
+
+    def join(self, request: Request, num_slots: int) -> None:
+        """From the next tick on it computes one token each; it has blocks for `num_slots` tokens."""
+        self._members[request.request_id] = request
+        self._group = None
+        self._note_due(request, self._tick + 1 + num_slots - request.num_computed_tokens)
+
+    def leave(self, request_id: str) -> bool:
+        """It computes no more here; False when it did not."""
+        if self._members.pop(request_id, None) is None:
+            return False
+        del self._due_at[request_id]
+        self._group = None
+        return True
+
+    def take_needy(self) -> list[Request]:
+        """Members without a slot for the next tick. Each must be `grown` or `leave` before it."""
+        tick = self._tick + 1
+        named = self._calendar.pop(tick, None)
+        if named is None:
+            return []
+        return [request for request in named if self._due_at.get(request.request_id) == tick]
+
+    def grown(self, request: Request) -> None:
+        """It got a block."""
+        self._note_due(request, self._due_at[request.request_id] + self._block_size)
+
+    def tick(self) -> DecodeGroup:
+        """All members compute a token in this step."""
+        if self._group is None:
+            by_client: dict[int, list[Request]] = {}
+            for request in self._members.values():
+                by_client.setdefault(request.client_index, []).append(request)
+            self._group = DecodeGroup(by_client, dict.fromkeys(self._members, 1))
+        if self._members:
+            self._tick += 1
+        return self._group
+
+    def _note_due(self, request: Request, tick: int) -> None:
+        self._due_at[request.request_id] = tick
+        self._calendar.setdefault(tick, []).append(request)

@@ -71,6 +71,13 @@ def garble_header(directory: Path) -> None:
     path.write_bytes(content)
 
 
+def flip_bits_in_the_header(directory: Path, before: bytes, after: bytes) -> None:
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    assert before in content
+    path.write_bytes(content.replace(before, after, 1))
+
+
 def huge_header(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes((2**63).to_bytes(8, "little") + path.read_bytes()[8:])
@@ -100,6 +107,10 @@ def name_a_missing_shard(directory: Path) -> None:
         (truncate, "is truncated.*copy it again"),
         (garble_header, "not a sound safetensors file"),
         (huge_header, "not a sound safetensors file"),
+        (lambda d: flip_bits_in_the_header(d, b'"shape"', b'"shapg"'), "can't be read.*copy them again"),
+        (lambda d: flip_bits_in_the_header(d, b'"F32"', b'"F22"'), "can't be read.*copy them again"),
+        (lambda d: flip_bits_in_the_header(d, b'"data_offsets":[0,', b'"data_offsets":[1,'), "can't be read"),
+        (lambda d: flip_bits_in_the_header(d, b"k_proj", b"k_prok"), "lack 1 tensors"),
         (drop_a_tensor, "lack 1 tensors.*down_proj"),
         (name_a_missing_shard, "lacks model-00002-of-00002.safetensors"),
         (lambda d: edit_config(d, hidden_size=32), "don't fit its config.json"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from baton.engine.runner.attention import ATTENTION_NAME
@@ -76,6 +77,10 @@ def load_model(directory: Path, dtype: str) -> LoadedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
+    except SafetensorError as error:
+        raise ConfigError(
+            f"the weights in {directory} can't be read ({_first_line(error)}); copy them again"
+        ) from error
     except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
         raise ConfigError(f"the weights in {directory} don't fit its config.json ({_first_line(error)})") from error
     missing = sorted(info["missing_keys"])

@@ -1,4 +1,4 @@
-"""`baton bench`: the group, and `handoff`."""
+"""`baton bench`: the group, `handoff` and `scheduler`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
     group.command("handoff")(handoff)
     group.command("engine")(engine)
+    group.command("scheduler")(scheduler)
     app.add_typer(group, name=name)
 
 
@@ -65,3 +66,26 @@ def handoff(
     else:
         rows = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in values.items()]
         print_table(["WHAT", "MEDIAN"], rows)
+
+
+def scheduler(
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=64)] = 1024,
+    rounds: Annotated[int, typer.Option(help="Rounds of 32 steps to take the medians of.", min=1)] = 7,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure what deciding and committing a step costs, in microseconds, without any model."""
+    from baton.bench.scheduler import SchedulerBenchConfig, run
+
+    values = asdict(run(SchedulerBenchConfig(prompt_tokens=prompt_tokens, rounds=rounds)))
+    if output is Format.JSON:
+        print_json(values)
+    elif output is Format.YAML:
+        print_yaml(values)
+    else:
+        steady = values.pop("steady_us")
+        rows = [[f"steady step, {running} running", f"{took:.1f}"] for running, took in steady.items()]
+        rows += [
+            [name.removesuffix("_us").replace("_us_", ", ").replace("_", " "), f"{took:.1f}"]
+            for name, took in values.items()
+        ]
+        print_table(["WHAT", "MICROSECONDS"], rows)

@@ -86,13 +86,23 @@ class FreeBlockQueue:
         assert first is not None
         self._link(self._head, block, first)
 
-    def popleft(self) -> Block:
-        """Take the head; IndexError when empty."""
+    def popleft(self, count: int) -> list[Block]:
+        """Take so many from the head; IndexError, and nothing taken, when there are fewer."""
+        if count > self._length:
+            raise IndexError(f"{count} free blocks wanted, {self._length} there")
+        taken: list[Block] = []
         block = self._head.next_free
-        if block is None or block is self._tail:
-            raise IndexError("no free block")
-        self.remove(block)
-        return block
+        for _ in range(count):
+            assert block is not None
+            taken.append(block)
+            after = block.next_free
+            block.prev_free = block.next_free = None
+            block = after
+        if taken:
+            assert block is not None
+            self._head.next_free, block.prev_free = block, self._head
+            self._length -= count
+        return taken
 
     def remove(self, block: Block) -> None:
         """Take it out wherever it is; ValueError when it is not on the list."""
@@ -188,7 +198,7 @@ class BlockPool:
             self._free.remove(block)
             taken.append(block)
             neighbour += 1
-        rest = [self._free.popleft() for _ in range(num_blocks - len(taken))]
+        rest = self._free.popleft(num_blocks - len(taken))
         rest.sort(key=_block_id)
         taken += rest
         for block in taken:

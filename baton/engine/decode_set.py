@@ -8,7 +8,7 @@ leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.engine.request import Request
@@ -39,8 +39,9 @@ class DecodeSet:
         self._due_at: dict[str, int] = {}
         self._group: DecodeGroup | None = NO_DECODES
 
-    def __len__(self) -> int:
-        return len(self._members)
+    @property
+    def request_ids(self) -> Collection[str]:
+        return self._members.keys()
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._members

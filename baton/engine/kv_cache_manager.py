@@ -118,7 +118,7 @@ class KVCacheManager:
             missing = num_blocks - len(computed.blocks)
         if num_blocks > self.pool.num_total_blocks:
             return _NEVER
-        idle_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
+        idle_hits = sum([block.is_on_free_list for block in computed.blocks])
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
             return _LATER
         if table is None:

@@ -81,6 +81,11 @@ class Scheduler:
         return self._ledger.requests
 
     @property
+    def decoding(self) -> Collection[str]:
+        """Ids of running requests that compute one token a step; for looking only."""
+        return self._ledger.decodes.request_ids
+
+    @property
     def kv_cache_manager(self) -> KVCacheManager:
         return self._ledger.kv_cache_manager
 

@@ -32,7 +32,7 @@ def test_queue_takes_from_the_head_and_removes_from_the_middle() -> None:
     blocks = [Block(i) for i in range(4)]
     queue = FreeBlockQueue(blocks)
     queue.remove(blocks[2])
-    assert queue.popleft() is blocks[0]
+    assert queue.popleft(1) == [blocks[0]]
     queue.prepend(blocks[0])
     queue.append(blocks[2])
     assert ids(list(queue)) == [0, 1, 3, 2]
@@ -47,8 +47,24 @@ def test_queue_refuses_what_is_listed_twice_or_not_at_all() -> None:
     queue.remove(block)
     with pytest.raises(ValueError, match="not on"):
         queue.remove(block)
+    with pytest.raises(IndexError, match="1 free blocks wanted, 0 there"):
+        queue.popleft(1)
+    assert queue.popleft(0) == []
+
+
+def test_queue_takes_several_at_once_or_none() -> None:
+    blocks = [Block(i) for i in range(5)]
+    queue = FreeBlockQueue(blocks)
     with pytest.raises(IndexError):
-        queue.popleft()
+        queue.popleft(6)
+    assert (ids(list(queue)), len(queue)) == ([0, 1, 2, 3, 4], 5)
+    assert queue.popleft(3) == blocks[:3]
+    assert not any(block.is_on_free_list for block in blocks[:3])
+    queue.prepend(blocks[1])
+    assert (ids(list(queue)), len(queue)) == ([1, 3, 4], 3)
+    assert queue.popleft(3) == [blocks[1], blocks[3], blocks[4]]
+    queue.append(blocks[0])
+    assert ids(list(queue)) == [0]
 
 
 def test_the_null_block_is_never_handed_out() -> None:

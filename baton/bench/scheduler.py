@@ -1,0 +1,205 @@
+"""What deciding and committing steps costs: `baton bench scheduler`. No model, no process, no thread.
+
+A steady step is one in which every running request decodes: no admission, no end, a new block every `block_size`
+steps. Figures are `schedule` plus `update_from_output`; what stands for the runner in between is not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+
+from baton.clock import SystemClock
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.request import Request, SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.errors import BatonError
+
+RUNNING = (16, 128, 512, 1024)
+_BLOCK_SIZE = 16
+_PERIODS = 2
+"""Block lengths of steps in a round, so that each request gets that many blocks in it."""
+_FIELDS = CacheKeyFields("bench", "bfloat16", "bench")
+_VOCAB = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerBenchConfig:
+    """What to measure."""
+
+    prompt_tokens: int = 1024
+    rounds: int = 7
+    waiting: int = 10_000
+    waiting_running: int = 128
+    """Requests that run while so many wait."""
+    admissions: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerReport:
+    """Microseconds; medians over rounds of 32 steps, or over single requests."""
+
+    steady_us: dict[str, float]
+    """Of a step, by running requests."""
+    steady_us_with_10000_waiting: float
+    steady_us_without_waiting: float
+    """The same step, measured in turns with the one before."""
+    admit_us: float
+    """Of a step that admits one prompt of which half is cached, beyond one that admits none."""
+    hash_us: float
+    """Of naming the blocks of one prompt."""
+    preempt_us: float
+    """Of a step that preempts one request, beyond one that preempts none."""
+
+
+def run(config: SchedulerBenchConfig, running: Sequence[int] = RUNNING) -> SchedulerReport:
+    """Measure. Takes a few seconds."""
+    gc.collect()
+    gc.disable()
+    try:
+        steady = {str(n): _steady([_Bench(n, config.prompt_tokens)], config.rounds)[0] for n in running}
+        quiet = _Bench(config.waiting_running, config.prompt_tokens)
+        crowded = _Bench(config.waiting_running, config.prompt_tokens)
+        crowded.let_wait(config.waiting)
+        without, with_waiting = _steady([quiet, crowded], config.rounds)
+        return SchedulerReport(
+            steady_us=steady,
+            steady_us_with_10000_waiting=with_waiting,
+            steady_us_without_waiting=without,
+            admit_us=_admission(config),
+            hash_us=_hashing(config),
+            preempt_us=_preemption(config),
+        )
+    finally:
+        gc.enable()
+
+
+class _Bench:
+    """A scheduler with so many decoding requests, and room for a few more steps of each."""
+
+    def __init__(self, running: int, prompt_tokens: int, *, seats: int = 0, num_blocks: int = 0) -> None:
+        self._rng = Random(running)
+        self._count = 0
+        self.prompt_tokens = prompt_tokens
+        blocks = num_blocks or (running + seats) * (prompt_tokens // _BLOCK_SIZE + 64) + 1
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=blocks,
+                block_size=_BLOCK_SIZE,
+                max_num_batched_tokens=max(8192, running + seats + prompt_tokens),
+                max_num_seqs=running + seats,
+                max_model_len=prompt_tokens + 64 * _BLOCK_SIZE,
+                watermark=0.0,
+            ),
+            _FIELDS,
+            SystemClock(),
+        )
+        for _ in range(running):
+            self.add(self.prompt())
+        while len(self.scheduler.decoding) < running:
+            self.step()
+
+    def prompt(self) -> list[int]:
+        return [self._rng.randrange(_VOCAB) for _ in range(self.prompt_tokens)]
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 100_000) -> Request:
+        self._count += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(f"request-{self._count}", prompt, params)
+        self.scheduler.add_request(request)
+        return request
+
+    def let_wait(self, number: int) -> None:
+        for _ in range(number):
+            self.add([1, 2, 3])
+
+    def step(self) -> float:
+        """One step; its seconds, those of the stand-in for the runner not among them."""
+        started = time.perf_counter()
+        decided = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        computed = self._compute(decided)
+        update_from = time.perf_counter()
+        self.scheduler.update_from_output(decided, computed)
+        ended = time.perf_counter()
+        self.scheduler.take_events()
+        return scheduled - started + ended - update_from
+
+    def _compute(self, decided: SchedulerOutput) -> ModelRunnerOutput:
+        requests = self.scheduler.requests
+        drawn = {request_id: [7] for request_id in decided.num_scheduled_tokens}
+        for request_id, count in decided.num_scheduled_tokens.items():
+            # A chunk that does not reach the end of its prompt draws nothing.
+            if count > 1 and requests[request_id].num_computed_tokens < requests[request_id].num_tokens:
+                del drawn[request_id]
+        return ModelRunnerOutput(drawn)
+
+
+def _steady(benches: Sequence[_Bench], rounds: int) -> list[float]:
+    """Microseconds of a steady step of each, measured in turns; the first round warms up."""
+    steps = _PERIODS * _BLOCK_SIZE
+    took: list[list[float]] = [[] for _ in benches]
+    for _ in range(rounds + 1):
+        for bench, own in zip(benches, took, strict=True):
+            own.append(sum(bench.step() for _ in range(steps)) / steps * 1e6)
+    return [median(own[1:]) for own in took]
+
+
+def _admission(config: SchedulerBenchConfig) -> float:
+    bench = _Bench(16, config.prompt_tokens, seats=1)
+    half = config.prompt_tokens // 2
+    took = []
+    for _ in range(config.admissions):
+        prompt = bench.prompt()
+        _to_the_end(bench, prompt)
+        without = bench.step()
+        request = bench.add(prompt[:half] + bench.prompt()[half:], max_tokens=2)
+        took.append((bench.step() - without) * 1e6)
+        if request.num_cached_tokens != half:
+            raise BatonError(f"{request.num_cached_tokens} tokens of {half} were cached")
+        bench.step()
+    return median(took)
+
+
+def _to_the_end(bench: _Bench, prompt: Sequence[int]) -> None:
+    """Run a request of one token, which leaves its prompt in the cache."""
+    request = bench.add(prompt, max_tokens=1)
+    while request.request_id in bench.scheduler.requests:
+        bench.step()
+
+
+def _hashing(config: SchedulerBenchConfig) -> float:
+    hasher = BlockHasher(_FIELDS, _BLOCK_SIZE)
+    rng = Random(0)
+
+    def one() -> Callable[[], None]:
+        tokens = [rng.randrange(_VOCAB) for _ in range(config.prompt_tokens)]
+        request = Request("request", tokens, SamplingParams())
+        return lambda: hasher.extend_request(request, config.prompt_tokens)
+
+    took = []
+    for _ in range(config.admissions):
+        hash_it = one()
+        started = time.perf_counter()
+        hash_it()
+        took.append((time.perf_counter() - started) * 1e6)
+    return median(took)
+
+
+def _preemption(config: SchedulerBenchConfig) -> float:
+    """Two requests grow until the pool holds them no more; the newer one is preempted."""
+    took = []
+    for _ in range(config.admissions):
+        blocks = 2 * (config.prompt_tokens // _BLOCK_SIZE + 2) + 1
+        bench = _Bench(2, config.prompt_tokens, num_blocks=blocks)
+        before = bench.step()
+        while bench.scheduler.get_request_counts()[0] == 2:
+            seconds, last = bench.step(), before
+            before = seconds
+        took.append((before - last) * 1e6)
+    return median(took)

@@ -20,6 +20,7 @@ _COMMANDS = {
     "get": ("baton.cli.get", "List what the cluster has: nodes."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
     "bench": ("baton.cli.bench", "Measure: handoff, engine."),
+    "doctor": ("baton.cli.doctor", "Explain what this machine and installation can do, and what to fix."),
     "node": ("baton.cli.processes", "Be a prefill node or a decode node."),
     "router": ("baton.cli.processes", "Be a router."),
     "version": ("baton.cli.version", "Print the version."),

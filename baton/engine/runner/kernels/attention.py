@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.kernels.errors import KernelArgumentError
 from baton.engine.runner.kernels.library import DTYPES, check_status, library
 
@@ -18,151 +19,177 @@ class _AttentionCall(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("query", "out", "cache")]
-        + [(name, ctypes.c_int64) for name in ("block_stride", "value_offset", "head_stride")]
-        + [(name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "block_tables")]
-        + [(name, ctypes.c_int64) for name in ("rows", "num_seqs", "table_width", "num_blocks")]
-        + [(name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")]
+        + [(name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "block_tables", "sinks")]
+        + [(name, ctypes.c_int64) for name in ("block_stride", "key_offset", "value_offset")]
+        + [(name, ctypes.c_int64) for name in ("rows", "query_stride", "num_seqs", "table_width", "table_stride")]
+        + [(name, ctypes.c_int64) for name in ("num_blocks", "heads", "kv_heads", "key_dim", "value_dim")]
+        + [(name, ctypes.c_int64) for name in ("block_size", "window")]
         + [(name, ctypes.c_float) for name in ("scale", "softcap")]
     )
 
 
 def paged_attention(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    layer: int,
+    cache: CacheView,
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
+    *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    threads: int,
 ) -> torch.Tensor:
-    """Causal attention of query [rows, heads, head_dim] straight on the paged cache.
+    """Causal attention of query [rows, heads, key_dim] straight on the paged cache: [rows, heads, value_dim].
 
-    kv_cache is [blocks, layers, 2, kv_heads, block_size, head_dim]; query and cache are float32 or bfloat16. Request s
-    has the query rows query_start[s] to query_start[s + 1] (int32 [seqs + 1]); they are the last of its seq_lens[s]
-    tokens (int32 [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width]). With a window,
-    position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score / softcap).
-    Returns [rows, heads, head_dim], zero in rows past the last request's. A row's bits depend on its query and its own
-    keys and values alone. Raises KernelArgumentError for what doesn't fit, and for a head_dim that is not a multiple of
-    8 or above 256.
+    query and cache are of one dtype, float32 or bfloat16; the query's rows may lie apart. Request s has the query rows
+    query_start[s] to query_start[s + 1] (int32 [seqs + 1]), or none; they are the last of its seq_lens[s] tokens (int32
+    [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width], rows may lie apart). With a
+    window, position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score /
+    softcap); sinks [heads] (float32 or the query's dtype) are one more score for each head, without a value. Rows past
+    the last request's come back zero. A row's bits depend on its query and its own keys and values alone. Raises
+    KernelArgumentError for what doesn't fit, and for a head that is not a multiple of 8 wide or wider than 256.
     """
-    if query.ndim != 3:
-        raise KernelArgumentError("query", f"must have three dimensions, has {query.ndim}")
-    rows, heads, head_dim = query.shape
-    _require_cpu("query", query, kv_cache.dtype)
-    kv_heads, block_size = _require_cache(kv_cache, layer, head_dim)
-    if heads == 0 or heads % kv_heads != 0:
-        raise KernelArgumentError("query", f"{heads} heads can't share {kv_heads} key/value heads evenly")
+    if query.ndim != 3 or query.dtype != cache.memory.dtype or not query.is_cpu:
+        raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {cache.memory.dtype} on the CPU")
+    rows, heads, key_dim = query.shape
+    query_stride, head_stride, one = query.stride()
+    if (one != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
+        raise KernelArgumentError("query", "has rows that are not contiguous")
+    _require_cache(cache)
+    if key_dim != cache.key_dim:
+        raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
+    if heads == 0 or heads % cache.num_kv_heads != 0:
+        raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
     if not math.isfinite(scale):
         raise KernelArgumentError("scale", f"must be finite, is {scale}")
     if window is not None and window < 1:
         raise KernelArgumentError("window", f"must be at least 1, is {window}")
     if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
         raise KernelArgumentError("softcap", f"must be positive, is {softcap}")
-    _require_cpu("query_start", query_start, torch.int32)
-    _require_cpu("seq_lens", seq_lens, torch.int32)
-    _require_cpu("block_tables", block_tables, torch.int32)
-    if seq_lens.ndim != 1 or query_start.shape != (seq_lens.shape[0] + 1,):
-        raise KernelArgumentError("query_start", "must have one element more than seq_lens")
-    if block_tables.ndim != 2 or block_tables.shape[0] != seq_lens.shape[0]:
-        raise KernelArgumentError("block_tables", "must have one row for each of seq_lens")
-    out = torch.empty_like(query)
-    block_stride, layer_stride, value_offset, head_stride = kv_cache.stride()[:4]
+    table_stride = _require_requests(query_start, seq_lens, block_tables)
+    if sinks is not None:
+        if sinks.shape != (heads,) or not sinks.is_cpu:
+            raise KernelArgumentError("sinks", f"must be [{heads}] on the CPU, is {tuple(sinks.shape)}")
+        sinks = sinks.detach().to(torch.float32).contiguous()
+    out = query.new_empty((rows, heads, cache.value_dim))
     call = _AttentionCall(
-        query=query.data_ptr(),
-        out=out.data_ptr(),
-        cache=kv_cache.data_ptr() + layer * layer_stride * kv_cache.element_size(),
-        block_stride=block_stride,
-        value_offset=value_offset,
-        head_stride=head_stride,
-        query_start=query_start.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        block_tables=block_tables.data_ptr(),
-        rows=rows,
-        num_seqs=seq_lens.shape[0],
-        table_width=block_tables.shape[1],
-        num_blocks=kv_cache.shape[0],
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        window=window or 0,
-        scale=scale,
-        softcap=softcap or 0.0,
+        query.data_ptr(),
+        out.data_ptr(),
+        cache.memory.data_ptr(),
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        cache.block_stride,
+        cache.key_offset,
+        cache.value_offset,
+        rows,
+        query_stride,
+        seq_lens.shape[0],
+        block_tables.shape[1],
+        table_stride,
+        cache.num_blocks,
+        heads,
+        cache.num_kv_heads,
+        key_dim,
+        cache.value_dim,
+        cache.block_size,
+        window or 0,
+        scale,
+        softcap or 0.0,
     )
     lib = library()
-    check_status(
-        lib.functions.baton_attention(lib.isa, DTYPES[query.dtype], ctypes.byref(call), torch.get_num_threads())
-    )
+    status = lib.attention(lib.isa, DTYPES[query.dtype], ctypes.byref(call), threads)
+    if status:
+        check_status(status)
     return out
 
 
-def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
-    """Write key and value [rows, kv_heads, head_dim] into a layer of the cache.
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor, *, threads: int = 1
+) -> None:
+    """Write key [rows, kv_heads, key_dim] and value [rows, kv_heads, value_dim] into the cache.
 
     Row t goes to slot slots[t] (int64 [rows]) = block * block_size + offset; a negative slot is padding and is skipped.
-    Raises KernelArgumentError for what doesn't fit; then nothing has been written.
+    Rows may lie apart. One thread does it. Raises KernelArgumentError for what doesn't fit; then nothing was written.
     """
-    if key.ndim != 3 or key.shape != value.shape:
-        raise KernelArgumentError(
-            "key", f"is {tuple(key.shape)}, value {tuple(value.shape)}; both must be one 3-d shape"
-        )
-    rows, heads, head_dim = key.shape
-    kv_heads, block_size = _require_cache(kv_cache, layer, head_dim)
-    if heads != kv_heads:
-        raise KernelArgumentError("key", f"has {heads} heads, the cache {kv_heads}")
-    _require_cpu("key", key, kv_cache.dtype)
-    _require_cpu("value", value, kv_cache.dtype)
-    _require_cpu("slots", slots, torch.int64)
-    if slots.shape != (rows,):
-        raise KernelArgumentError("slots", f"must be [{rows}], is {tuple(slots.shape)}")
-    size = kv_cache.element_size()
-    block_stride, layer_stride, value_offset, head_stride = (stride * size for stride in kv_cache.stride()[:4])
-    check_status(
-        library().functions.baton_store_kv(
-            key.data_ptr(),
-            value.data_ptr(),
-            kv_cache.data_ptr() + layer * layer_stride,
-            slots.data_ptr(),
-            rows,
-            kv_heads,
-            kv_cache.shape[0],
-            block_size,
-            head_dim * size,
-            block_stride,
-            value_offset,
-            head_stride,
-        )
+    _require_cache(cache)
+    key_stride = _require_rows("key", key, cache, cache.key_dim)
+    value_stride = _require_rows("value", value, cache, cache.value_dim)
+    rows = key.shape[0]
+    if value.shape[0] != rows:
+        raise KernelArgumentError("value", f"has {value.shape[0]} rows, the key {rows}")
+    if slots.shape != (rows,) or slots.dtype != torch.int64 or not slots.is_cpu or not slots.is_contiguous():
+        raise KernelArgumentError("slots", f"must be int64 [{rows}], contiguous, on the CPU")
+    size = cache.memory.element_size()
+    status = library().store_kv(
+        key.data_ptr(),
+        value.data_ptr(),
+        cache.memory.data_ptr(),
+        slots.data_ptr(),
+        rows,
+        cache.num_kv_heads,
+        cache.num_blocks,
+        cache.block_size,
+        cache.key_dim * size,
+        cache.value_dim * size,
+        key_stride * size,
+        value_stride * size,
+        cache.block_stride * size,
+        cache.key_offset * size,
+        cache.value_offset * size,
     )
+    if status:
+        check_status(status)
 
 
-def _require_cache(kv_cache: torch.Tensor, layer: int, head_dim: int) -> tuple[int, int]:
-    """The cache's kv_heads and block_size."""
-    if kv_cache.ndim != 6 or kv_cache.shape[2] != 2:
-        raise KernelArgumentError(
-            "kv_cache", f"must be [blocks, layers, 2, kv_heads, block_size, head_dim], is {tuple(kv_cache.shape)}"
-        )
-    if kv_cache.dtype not in DTYPES or not kv_cache.is_cpu:
-        raise KernelArgumentError("kv_cache", f"must be float32 or bfloat16 on the CPU, is {kv_cache.dtype}")
-    _, layers, _, kv_heads, block_size, cache_dim = kv_cache.shape
-    if kv_heads == 0 or block_size == 0:
-        raise KernelArgumentError("kv_cache", f"has an empty dimension: {tuple(kv_cache.shape)}")
-    if kv_cache.stride(5) != 1 or kv_cache.stride(4) != cache_dim:
-        raise KernelArgumentError("kv_cache", "the tokens of a block and head must be contiguous")
-    if not 0 <= layer < layers:
-        raise KernelArgumentError("layer", f"{layer} is not one of {layers}")
-    if head_dim != cache_dim:
-        raise KernelArgumentError("kv_cache", f"has head_dim {cache_dim}, not {head_dim}")
-    if head_dim % 8 != 0 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        raise KernelArgumentError("head_dim", f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {head_dim}")
-    return kv_heads, block_size
+def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> int:
+    """The distance of rows [rows, kv_heads, dim]."""
+    if rows.ndim != 3 or rows.shape[1] != cache.num_kv_heads or rows.shape[2] != dim:
+        raise KernelArgumentError(name, f"must be [rows, {cache.num_kv_heads}, {dim}], is {tuple(rows.shape)}")
+    if rows.dtype != cache.memory.dtype or not rows.is_cpu:
+        raise KernelArgumentError(name, f"must be {cache.memory.dtype} on the CPU, is {rows.dtype}")
+    stride, head_stride, one = rows.stride()
+    if (one != 1 and dim > 1) or (head_stride != dim and cache.num_kv_heads > 1):
+        raise KernelArgumentError(name, "has rows that are not contiguous")
+    return stride
 
 
-def _require_cpu(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise KernelArgumentError(name, f"must be {dtype}, is {tensor.dtype}")
-    if not tensor.is_cpu:
-        raise KernelArgumentError(name, f"must be on the CPU, is on {tensor.device}")
-    if not tensor.is_contiguous():
-        raise KernelArgumentError(name, "is not contiguous")
+def _require_cache(cache: CacheView) -> None:
+    """Raises KernelArgumentError for a cache that the kernels can't read."""
+    memory = cache.memory
+    if memory.ndim != 1 or memory.dtype not in DTYPES or not memory.is_cpu or not memory.is_contiguous():
+        raise KernelArgumentError("cache", "memory must be one dimension of float32 or bfloat16, on the CPU")
+    if min(cache.num_kv_heads, cache.block_size) < 1 or cache.num_blocks < 0:
+        raise KernelArgumentError("cache", "has an empty dimension")
+    for name, dim, offset in (
+        ("key_dim", cache.key_dim, cache.key_offset),
+        ("value_dim", cache.value_dim, cache.value_offset),
+    ):
+        if dim % 8 != 0 or not 8 <= dim <= MAX_HEAD_DIM:
+            raise KernelArgumentError(name, f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {dim}")
+        end = offset + cache.num_kv_heads * cache.block_size * dim
+        if offset < 0 or end > cache.block_stride:
+            raise KernelArgumentError("cache", f"a block's {name[:-4]}s reach beyond it")
+        if cache.num_blocks > 0 and (cache.num_blocks - 1) * cache.block_stride + end > memory.shape[0]:
+            raise KernelArgumentError(
+                "cache", f"memory of {memory.shape[0]} is too small for {cache.num_blocks} blocks"
+            )
+
+
+def _require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> int:
+    """The distance of the block tables' rows."""
+    for name, tensor in (("query_start", query_start), ("seq_lens", seq_lens)):
+        if tensor.dtype != torch.int32 or tensor.ndim != 1 or not tensor.is_cpu or not tensor.is_contiguous():
+            raise KernelArgumentError(name, "must be int32 of one dimension, contiguous, on the CPU")
+    seqs = seq_lens.shape[0]
+    if query_start.shape[0] != seqs + 1:
+        raise KernelArgumentError("query_start", "must have one element more than seq_lens")
+    if block_tables.ndim != 2 or block_tables.shape[0] != seqs:
+        raise KernelArgumentError("block_tables", "must have one row for each of seq_lens")
+    stride, one = block_tables.stride()
+    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or (one != 1 and block_tables.shape[1] > 1):
+        raise KernelArgumentError("block_tables", "must be int32 with contiguous rows on the CPU")
+    return stride

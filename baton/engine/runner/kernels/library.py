@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -20,12 +21,13 @@ _STATUS = {
     3: ("seq_lens", "must be at least the request's query rows and at most what its block table holds"),
     4: ("block_tables", "names a block outside the cache"),
     5: ("slots", "names a slot outside the cache"),
+    6: ("index", "names a row outside the weight"),
 }
 
 
 @dataclass(slots=True)
 class Library:
-    """The opened library and the instruction set in use."""
+    """The opened library and the instruction set in use. The entry points stand here because each look-up costs."""
 
     functions: ctypes.CDLL
     isas: tuple[str, ...]
@@ -34,6 +36,12 @@ class Library:
     """Index of the one in use, as the library counts them."""
     threads: bool
     """Whether work is spread over torch's own threads."""
+    linear: Callable[..., int]
+    attention: Callable[..., int]
+    store_kv: Callable[..., int]
+    take_rows: Callable[..., int]
+    rms_norm: Callable[..., int]
+    rotate: Callable[..., int]
 
 
 def check_status(status: int) -> None:
@@ -57,17 +65,32 @@ def library() -> Library:
     functions.baton_packed_size.restype = size
     functions.baton_padded_k.argtypes = [integer, size]
     functions.baton_padded_k.restype = size
-    functions.baton_pack.argtypes = [integer, pointer, pointer, size, size]
+    functions.baton_pack.argtypes = [integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
-    functions.baton_linear.argtypes = [integer, integer, pointer, pointer, pointer, pointer, size, size, size, integer]
+    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 4 + [integer, integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
-    functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 8
+    functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 11
+    functions.baton_take_rows.argtypes = [integer, pointer, pointer, pointer, size, size, size, integer]
+    norm = [integer, integer] + [pointer] * 5 + [size] * 5
+    functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
+    functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
     fork_join = _torch_fork_join()
     if fork_join is not None:
         functions.baton_set_parallel(fork_join)
     supported = [i for i in range(functions.baton_num_isas()) if functions.baton_isa_supported(i)]
     names = tuple(_isa_name(functions, i) for i in supported)
-    return Library(functions, names, isa=functions.baton_default_isa(), threads=fork_join is not None)
+    return Library(
+        functions,
+        names,
+        isa=functions.baton_default_isa(),
+        threads=fork_join is not None,
+        linear=functions.baton_linear,
+        attention=functions.baton_attention,
+        store_kv=functions.baton_store_kv,
+        take_rows=functions.baton_take_rows,
+        rms_norm=functions.baton_rms_norm,
+        rotate=functions.baton_rotate,
+    )
 
 
 def isa_name() -> str:

@@ -7,11 +7,9 @@
  */
 #if defined(__x86_64__) && defined(__linux__)
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#include "kernels.h"
 #include "vector_avx512.h"
 
 #include <cpuid.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -21,12 +19,16 @@
 #define TALL_PANELS 2
 #define TALL_ROWS 12
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7) F(8) F(9) F(10) F(11) F(12)
+#include "functions.inc.h"
+#include "rows.inc.h"
 #include "product_float32.inc.h"
 #include "linear_float32.inc.h"
 
 typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
-enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES };
+enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE };
+/* Weights of so many k stay in the first cache while rows pass; rows of x that stay in the second while weights pass. */
+enum { CACHED_K = 256, CACHED_BYTES = 768 << 10, STEPS_AHEAD = 1 };
 
 /* Tile registers: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 struct tile_config {
@@ -64,10 +66,11 @@ TARGET static void release(void) {
     configured = 0;
 }
 
-/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements. */
+/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements; pair_stride is
+ * that of the weights' pairs of k. */
 struct factors {
     const uint16_t *x, *w;
-    size_t ldx, panel_stride, steps, repeats;
+    size_t ldx, panel_stride, pair_stride, steps, repeats;
 };
 
 #define LOAD_SUMS(c1, c2, c3)                    \
@@ -93,25 +96,28 @@ struct factors {
         _tile_stored(3, (c3), ldc * 4); \
     } while (0)
 
+/* weights stream from memory: all four panels of a step, some steps ahead */
+INLINE void prefetch_step(const uint16_t *w) {
+    for (size_t line = 0; line < TILE_K * GROUP_COLUMNS; line += 32) __builtin_prefetch(w + STEPS_AHEAD * TILE_K * GROUP_COLUMNS + line);
+}
+
 /* up to 16 rows with four panels */
-INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const int accumulate) {
+INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const int accumulate, const int streams) {
     const uint16_t *x = f->x;
+    const size_t row = f->pair_stride * 2, step_elements = f->pair_stride * (TILE_K / 2);
     LOAD_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
     for (size_t repeat = 0; repeat < f->repeats; repeat++) {
         const uint16_t *w = f->w;
-        for (size_t step = 0; step < f->steps; step++, x += TILE_K, w += TILE_ELEMENTS) {
-            if (!accumulate) /* weights stream from memory */
-                for (size_t panel = 0; panel < GROUP_PANELS; panel++)
-                    for (size_t line = 0; line < TILE_ELEMENTS; line += 32)
-                        __builtin_prefetch(w + panel * f->panel_stride + 2 * TILE_ELEMENTS + line);
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, w += step_elements) {
+            if (streams) prefetch_step(w);
             _tile_loadd(4, x, f->ldx * 2);
-            _tile_loadd(6, w, 64);
+            _tile_loadd(6, w, row);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + f->panel_stride, 64);
+            _tile_loadd(7, w + f->panel_stride, row);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, w + 2 * f->panel_stride, 64);
+            _tile_loadd(6, w + 2 * f->panel_stride, row);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, w + 3 * f->panel_stride, 64);
+            _tile_loadd(7, w + 3 * f->panel_stride, row);
             _tile_dpbf16ps(3, 4, 7);
         }
     }
@@ -119,17 +125,19 @@ INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const i
 }
 
 /* 17 to 32 rows with two panels */
-INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate) {
+INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate, const int streams) {
     const uint16_t *x = f->x, *below = x + TILE_ROWS * f->ldx;
+    const size_t row = f->pair_stride * 2, step_elements = f->pair_stride * (TILE_K / 2);
     float *under = c + TILE_ROWS * ldc;
     LOAD_SUMS(c + LANES, under, under + LANES);
     for (size_t repeat = 0; repeat < f->repeats; repeat++) {
         const uint16_t *w = f->w;
-        for (size_t step = 0; step < f->steps; step++, x += TILE_K, below += TILE_K, w += TILE_ELEMENTS) {
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, below += TILE_K, w += step_elements) {
+            if (streams) prefetch_step(w);
             _tile_loadd(4, x, f->ldx * 2);
-            _tile_loadd(6, w, 64);
+            _tile_loadd(6, w, row);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + f->panel_stride, 64);
+            _tile_loadd(7, w + f->panel_stride, row);
             _tile_dpbf16ps(1, 4, 7);
             _tile_loadd(5, below, f->ldx * 2);
             _tile_dpbf16ps(2, 5, 6);
@@ -139,8 +147,8 @@ INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const i
     STORE_SUMS(c + LANES, under, under + LANES);
 }
 
-/* Any number of rows; panels is a multiple of GROUP_PANELS. */
-INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate) {
+/* Any number of rows; panels is a multiple of GROUP_PANELS. streams: the weights come from memory. */
+INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate, const int streams) {
     const uint16_t *w = f.w;
     WRITTEN(f.x);
     WRITTEN(w);
@@ -151,38 +159,46 @@ INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, siz
         for (size_t panel = 0; panel < panels; panel += step) {
             f.w = w + panel * f.panel_stride;
             if (block <= TILE_ROWS)
-                multiply_wide(&f, c + panel * LANES, ldc, accumulate);
+                multiply_wide(&f, c + panel * LANES, ldc, accumulate, streams && row == 0);
             else
-                multiply_tall(&f, c + panel * LANES, ldc, accumulate);
+                multiply_tall(&f, c + panel * LANES, ldc, accumulate, streams && row == 0 && panel == 0);
         }
     }
     WRITTEN(c);
 }
 
+TARGET static void multiply_group(size_t rows, struct factors f, float *c) { multiply(rows, GROUP_PANELS, f, c, GROUP_COLUMNS, 0, 1); }
+TARGET static void go_on_with_group(size_t rows, struct factors f, float *c) { multiply(rows, GROUP_PANELS, f, c, GROUP_COLUMNS, 1, 1); }
+
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    struct factors f = {.w = (const uint16_t *)call->packed + part.column * call->k, .ldx = call->k,
-                        .panel_stride = call->k * LANES, .steps = call->k / TILE_K, .repeats = 1};
+    size_t rows = part.end - part.row, blocks = rows <= TILE_ROWS ? 1 : (call->k + CACHED_K - 1) / CACHED_K;
+    size_t depth = blocks == 0 ? 0 : (call->k / TILE_K + blocks - 1) / blocks * TILE_K;
+    struct factors f = {.x = (const uint16_t *)call->x + part.row * call->x_stride, .ldx = call->x_stride,
+                        .w = (const uint16_t *)call->packed + part.group * GROUP_COLUMNS * call->k,
+                        .panel_stride = 2 * LANES, .pair_stride = 2 * GROUP_COLUMNS, .steps = depth / TILE_K, .repeats = 1};
     float *c = scratch;
     struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_BFLOAT16, part.column);
-    for (size_t row = part.row; row < part.end; row += BLOCK_ROWS) {
-        size_t block = part.end - row < BLOCK_ROWS ? part.end - row : BLOCK_ROWS;
-        f.x = (const uint16_t *)call->x + row * call->k;
-        multiply(block, GROUP_PANELS, f, c, GROUP_COLUMNS, 0);
-        store_bfloat16(&epilogue, (uint16_t *)call->out + row * call->n + part.column, call->n, block, c);
+    open_epilogue(&epilogue, call, DTYPE_BFLOAT16, part.group);
+    multiply_group(rows, f, c);
+    for (size_t from = depth; from < call->k; from += depth) {
+        f.x += depth;
+        f.w += depth * GROUP_COLUMNS;
+        if (call->k - from < depth) f.steps = (call->k - from) / TILE_K;
+        go_on_with_group(rows, f, c);
     }
+    store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, c);
     release();
 }
 
 INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) { memcpy(row, x, k * 2); }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
-                                    size_t panel_stride, size_t pairs, float *c, size_t ldc) {
+                                    size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc) {
     struct factors f = {.x = (const uint16_t *)x, .w = w, .ldx = 2 * ldx, .panel_stride = panel_stride,
-                        .steps = pairs * 2 / TILE_K, .repeats = 1};
-    multiply(rows, panels, f, c, ldc, 0);
+                        .pair_stride = pair_stride, .steps = pairs * 2 / TILE_K, .repeats = 1};
+    multiply(rows, panels, f, c, ldc, 0, 0);
 }
 
 #define VALUE_PAIRS
@@ -209,8 +225,8 @@ INLINE void split_probabilities(const float *probabilities, uint16_t *halves) {
 
 INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, const uint16_t *pairs, float *c, size_t ldc) {
     struct factors f = {.x = halves, .w = pairs, .ldx = 2 * KEY_TILE, .panel_stride = KEY_TILE * LANES,
-                        .steps = KEY_TILE / TILE_K, .repeats = 2};
-    multiply(rows, panels, f, c, ldc, 1);
+                        .pair_stride = 2 * LANES, .steps = KEY_TILE / TILE_K, .repeats = 2};
+    multiply(rows, panels, f, c, ldc, 1, 0);
 }
 
 #include "attention.inc.h"
@@ -230,5 +246,6 @@ static int supported(void) {
 }
 
 const struct isa isa_amx_bf16 = {
-    "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release}, BLOCK_ROWS};
+    "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, BLOCK_ROWS, CACHED_BYTES};
 #endif

@@ -10,40 +10,11 @@
  * rows, the chunk's bounds, block size and block placement decide only what is computed next to it, and stale memory
  * beyond a request's keys never enters a sum.
  */
-#include <math.h>
-
 #ifdef VALUE_PAIRS
 #define VALUE_PAIRS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
 #else
 #define VALUE_PAIRS_OF(dtype) 0
 #endif
-
-#define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
-
-/* e^x for x <= 88, zero below -87.3; Cephes' polynomial */
-INLINE v16 v_exp(v16 x) {
-    v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
-    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
-    v16 r = v_fma(n, v_set1(-0.693359375f), x);
-    r = v_fma(n, v_set1(2.12194440e-4f), r);
-    v16 p = v_set1(1.9875691500e-4f);
-    p = v_fma(p, r, v_set1(1.3981999507e-3f));
-    p = v_fma(p, r, v_set1(8.3334519073e-3f));
-    p = v_fma(p, r, v_set1(4.1665795894e-2f));
-    p = v_fma(p, r, v_set1(1.6666665459e-1f));
-    p = v_fma(p, r, v_set1(5.0000001201e-1f));
-    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
-    return v_where_less(x, v_set1(-87.3f), v_zero(), v_mul(p, v_power_of_two(shifted)));
-}
-
-/* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */
-INLINE v16 v_softcap(v16 x, float cap) {
-    v16 y = v_div(x, v_set1(cap));
-    y = v_max(v_min(y, v_set1(20.0f)), v_set1(-20.0f));
-    v16 e = v_exp(v_add(y, y));
-    v16 tanh = v_sub(v_set1(1.0f), v_div(v_set1(2.0f), v_add(e, v_set1(1.0f))));
-    return v_mul(tanh, v_set1(cap));
-}
 
 /* Where one task keeps its rows; all of it in the thread's scratch. */
 struct attention_state {
@@ -90,9 +61,10 @@ INLINE void load_values(const enum dtype dtype, struct attention_state *state, c
 INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                       struct attention_state *state, int64_t tile, struct key_range seen, int floats, int pairs) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
-    const size_t dim = (size_t)call->head_dim, words = dim * size / 4;
-    const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_width;
-    const char *head = (const char *)call->cache + (size_t)(task->kv_head * call->head_stride) * size;
+    const size_t words = (size_t)call->key_dim * size / 4, value_dim = (size_t)call->value_dim;
+    const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
+    const int64_t head = task->kv_head * call->block_size;
+    const char *cache = call->cache;
     const uint32_t *keys[KEY_TILE];
     const uint16_t *before = NULL; /* the key before's values */
     (void)before;
@@ -103,11 +75,12 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
             keys[j] = absent_key;
             continue;
         }
-        keys[j] = (const uint32_t *)(head + (size_t)(table[block] * call->block_stride + offset * call->head_dim) * size);
-        const char *value = (const char *)keys[j] + (size_t)call->value_offset * size;
-        if (floats) load_values(dtype, state, value, dim, (size_t)j);
+        int64_t start = table[block] * call->block_stride, token = head + offset;
+        keys[j] = (const uint32_t *)(cache + (size_t)(start + call->key_offset + token * call->key_dim) * size);
+        const char *value = cache + (size_t)(start + call->value_offset + token * call->value_dim) * size;
+        if (floats) load_values(dtype, state, value, value_dim, (size_t)j);
 #ifdef VALUE_PAIRS
-        if (pairs && j % 2 != 0) load_value_pairs(state->pairs + (j - 1) * LANES, before, (const uint16_t *)value, dim);
+        if (pairs && j % 2 != 0) load_value_pairs(state->pairs + (j - 1) * LANES, before, (const uint16_t *)value, value_dim);
 #endif
         before = (const uint16_t *)value;
         if (++offset == call->block_size) {
@@ -166,7 +139,7 @@ INLINE int any_sees_all(const struct attention_call *call, int64_t first_positio
 
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                         struct attention_state *state, int64_t first_position, int64_t tile) {
-    const size_t dim = (size_t)call->head_dim, heads = (size_t)task->head_count, rows = (size_t)task->token_count * heads;
+    const size_t dim = (size_t)call->key_dim, heads = (size_t)task->head_count, rows = (size_t)task->token_count * heads;
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
     struct key_range seen = {first.start, last.end};
@@ -174,10 +147,11 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
     int floats = !pairs || !sees_all(first) || !sees_all(last);
     load_tile(dtype, call, task, state, tile, seen, floats, pairs);
     if (dtype == DTYPE_FLOAT32)
-        product_float32(rows, KEY_TILE / LANES, state->query, dim, state->keys, dim * LANES, dim, state->scores, KEY_TILE, 0);
+        product_float32(rows, KEY_TILE / LANES, state->query, dim, state->keys, dim * LANES, LANES, dim, state->scores,
+                        KEY_TILE, 0);
     else
         product_bfloat16(rows, KEY_TILE / LANES, state->query, state->query_dim / 2 * ROW_ITEMS_PER_PAIR, state->keys,
-                         state->query_dim * LANES, state->query_dim / 2, state->scores, KEY_TILE);
+                         state->query_dim * LANES, 2 * LANES, state->query_dim / 2, state->scores, KEY_TILE);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share a product */
@@ -198,7 +172,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
             }
 #endif
             product_float32(end - row, state->value_panels, state->scores + row * KEY_TILE + range.start, KEY_TILE,
-                            state->values + range.start * LANES, KEY_TILE * LANES, (size_t)(range.end - range.start),
+                            state->values + range.start * LANES, KEY_TILE * LANES, LANES, (size_t)(range.end - range.start),
                             state->output + row * state->out_stride, state->out_stride, 1);
         }
         token = next;
@@ -207,17 +181,23 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
 
 INLINE void prepare_queries(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                             struct attention_state *state, int64_t first_row) {
-    const size_t dim = (size_t)call->head_dim;
+    const size_t dim = (size_t)call->key_dim, size = dtype == DTYPE_FLOAT32 ? 4 : 2;
+    const size_t items = dtype == DTYPE_FLOAT32 ? dim : state->query_dim / 2 * ROW_ITEMS_PER_PAIR;
     size_t row = 0;
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count; head++, row++) {
-            size_t from = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
-            if (dtype == DTYPE_FLOAT32)
-                memcpy((float *)state->query + row * dim, (const float *)call->query + from, dim * sizeof(float));
-            else
-                widen_row((bf16_row *)state->query + row * (state->query_dim / 2 * ROW_ITEMS_PER_PAIR),
-                          (const uint16_t *)call->query + from, dim);
+            size_t from = (size_t)((first_row + token) * call->query_stride) + (size_t)(task->head_start + head) * dim;
+            if (dtype == DTYPE_FLOAT32) {
+                memcpy((float *)state->query + row * items, (const float *)call->query + from, dim * sizeof(float));
+            } else {
+                bf16_row *to = (bf16_row *)state->query + row * items;
+                if (state->query_dim > dim) memset(to, 0, items * sizeof *to);
+                widen_row(to, (const uint16_t *)call->query + from, dim);
+            }
         }
+    if (state->query_dim > dim) /* zero times what a scratch happens to hold need not be zero */
+        for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
+            memset((char *)state->keys + (panel * state->query_dim + dim) * LANES * size, 0, (state->query_dim - dim) * LANES * size);
     memset(state->output, 0, row * state->out_stride * sizeof(float));
     memset(state->sum, 0, row * LANES * sizeof(float));
     for (size_t r = 0; r < row; r++) state->largest[r] = -INFINITY;
@@ -225,24 +205,27 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
 
 INLINE void store_outputs(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                           struct attention_state *state, int64_t first_row) {
-    const size_t dim = (size_t)call->head_dim;
+    const size_t dim = (size_t)call->value_dim;
     size_t row = 0;
     for (int64_t token = 0; token < task->token_count; token++)
         for (int64_t head = 0; head < task->head_count; head++, row++) {
-            float *lanes = state->sum + row * LANES, *output = state->output + row * state->out_stride;
-            for (int width = LANES / 2; width > 0; width /= 2)
-                for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
+            float sum = v_total(v_load(state->sum + row * LANES)), *output = state->output + row * state->out_stride;
             size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
+            v16 divisor = v_set1(sum), factor = v_set1(1.0f);
+            if (call->sinks != NULL) { /* one more score, of a key without a value */
+                float sink = call->sinks[task->head_start + head], largest = state->largest[row];
+                v16 sinks = v_set1(sink);
+                if (sink > largest) {
+                    factor = v_exp(v_sub(v_set1(largest), sinks));
+                    divisor = v_add(v_mul(divisor, factor), v_set1(1.0f));
+                } else {
+                    divisor = v_add(divisor, v_exp(v_sub(sinks, v_set1(largest))));
+                }
+            }
             for (size_t d = 0; d < dim; d += LANES) {
-                uint16_t rounded[LANES];
-                size_t count = dim - d < LANES ? dim - d : LANES;
-                v16 result = v_div(v_load(output + d), v_set1(lanes[0]));
-                v_store(output + d, result);
-                v_store_bf16(rounded, result);
-                if (dtype == DTYPE_FLOAT32)
-                    memcpy((float *)call->out + to + d, output + d, count * sizeof(float));
-                else
-                    memcpy((uint16_t *)call->out + to + d, rounded, count * sizeof(uint16_t));
+                v16 result = v_load(output + d);
+                if (call->sinks != NULL) result = v_mul(result, factor);
+                store_lanes(dtype, call->out, to + d, lanes_left(d, dim), v_div(result, divisor));
             }
         }
 }
@@ -251,9 +234,9 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     const struct attention_call *call = job->call;
     const struct attention_task *task = &job->tasks[index];
     struct attention_state state;
-    size_t dim = (size_t)call->head_dim, multiple = dtype == DTYPE_BFLOAT16 ? QUERY_MULTIPLE : 1;
+    size_t dim = (size_t)call->key_dim, multiple = dtype == DTYPE_BFLOAT16 ? QUERY_MULTIPLE : 1;
     state.query_dim = (dim + multiple - 1) / multiple * multiple;
-    state.out_stride = attention_out_stride(call->head_dim);
+    state.out_stride = padded_columns(call->value_dim);
     state.value_panels = state.out_stride / LANES;
     state.scores = scratch;
     state.output = state.scores + ATTENTION_ROWS * KEY_TILE;
@@ -263,9 +246,7 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.pairs = (uint16_t *)(state.values + KEY_TILE * state.out_stride);
     state.halves = state.pairs + KEY_TILE * state.out_stride;
     state.keys = state.halves + ATTENTION_ROWS * 2 * KEY_TILE;
-    state.query = (float *)state.keys + KEY_TILE * state.out_stride;
-    size_t used = (size_t)((char *)((float *)state.query + ATTENTION_ROWS * state.out_stride) - (char *)state.values);
-    memset(state.values, 0, used); /* the padding of panels and rows stays zero */
+    state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
 
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];
     int64_t first_row = query_start + task->token_start;

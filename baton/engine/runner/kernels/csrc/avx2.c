@@ -9,6 +9,8 @@
 #define TALL_PANELS 1
 #define TALL_ROWS 6
 #define TALL_CASES(F) F(1) F(2) F(3) F(4) F(5) F(6)
+#include "functions.inc.h"
+#include "rows.inc.h"
 #include "product_float32.inc.h"
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
@@ -18,5 +20,6 @@
 static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 const struct isa isa_avx2 = {
-    "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
+    "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TALL_ROWS, 0};
 #endif

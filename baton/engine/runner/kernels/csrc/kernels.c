@@ -1,10 +1,7 @@
-/* The library's entry points. Python validates every argument before it calls. */
+/* The library's entry points for products, norms and rotations. Python validates every argument before it calls. */
 #include "kernels.h"
 
-#include <stdlib.h>
-#include <string.h>
-
-static const struct isa *const isas[] = {
+const struct isa *const isas[] = {
 #if defined(__x86_64__) && defined(__linux__)
     &isa_amx_bf16,
 #endif
@@ -28,133 +25,62 @@ int baton_default_isa(void) {
     return isa;
 }
 
-/* k as packed; the rows of x are padded with zeros to it as well */
-size_t baton_padded_k(int dtype, size_t k) {
-    return dtype == DTYPE_FLOAT32 ? k : (k + BF16_K_MULTIPLE - 1) / BF16_K_MULTIPLE * BF16_K_MULTIPLE;
-}
-
-/* elements of a packed [n, k] weight */
-size_t baton_packed_size(int dtype, size_t n, size_t k) {
-    return (n + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS * baton_padded_k(dtype, k);
-}
-
-void baton_pack(int dtype, const void *weight, void *packed, size_t n, size_t k) {
-    size_t padded = baton_padded_k(dtype, k), columns = (n + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
-    for (size_t first = 0; first < columns; first += LANES) {
-        size_t used = first >= n ? 0 : n - first < LANES ? n - first : LANES; /* written in order, read in 16 streams */
-        if (dtype == DTYPE_FLOAT32) {
-            const float *from = (const float *)weight + first * k;
-            float *to = (float *)packed + first * padded;
-            for (size_t i = 0; i < padded; i++, to += LANES)
-                for (size_t lane = 0; lane < LANES; lane++) to[lane] = lane < used ? from[lane * k + i] : 0.0f;
-        } else {
-            const uint16_t *from = (const uint16_t *)weight + first * k;
-            uint16_t *to = (uint16_t *)packed + first * padded;
-            for (size_t i = 0; i < padded; i += 2, to += 2 * LANES)
-                for (size_t lane = 0; lane < LANES; lane++) {
-                    to[2 * lane] = lane < used && i < k ? from[lane * k + i] : 0;
-                    to[2 * lane + 1] = lane < used && i + 1 < k ? from[lane * k + i + 1] : 0;
-                }
+/* Columns are split first; rows so that they stay in a cache, and to keep every thread busy. */
+static size_t rows_per_task(const struct linear_call *call, const struct isa *isa, int dtype, int n_threads) {
+    size_t groups = column_groups(call), wanted = 4 * (size_t)n_threads, rows = call->m, step = isa->linear_rows;
+    if (dtype == DTYPE_BFLOAT16 && isa->linear_bytes > 0) {
+        size_t cached = isa->linear_bytes / (call->k * 2 + 1) / step * step;
+        if (cached < step) cached = step;
+        if (rows > cached) { /* of equal size */
+            size_t parts = (rows + cached - 1) / cached;
+            rows = ((rows + parts - 1) / parts + step - 1) / step * step;
         }
     }
+    size_t tasks = groups * ((call->m + rows - 1) / rows);
+    if (n_threads > 1 && tasks < wanted) {
+        size_t parts = (wanted + groups - 1) / groups, blocks = (call->m + step - 1) / step;
+        rows = (blocks + parts - 1) / parts * step;
+    }
+    return rows < call->m ? rows : call->m;
 }
 
-/* Columns are split first; rows too when there are more threads than column groups to keep them busy. */
-static size_t rows_per_task(const struct linear_call *call, const struct isa *isa, int n_threads) {
-    size_t groups = (call->n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, wanted = 4 * (size_t)(n_threads > 1 ? n_threads : 1);
-    if (n_threads <= 1 || groups >= wanted || call->m == 0) return call->m;
-    size_t parts = (wanted + groups - 1) / groups, blocks = (call->m + isa->linear_rows - 1) / isa->linear_rows;
-    return (blocks + parts - 1) / parts * isa->linear_rows;
-}
-
-/* k as padded */
+/* activation: enum activation; n counts the columns of out, k is padded, x_stride counts elements */
 int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, int n_threads) {
+                 size_t k, size_t x_stride, int activation, int n_threads) {
     const struct isa *isa = isas[isa_index];
-    struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k};
+    struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
+                               .x_stride = x_stride, .activation = (enum activation)activation};
     if (m == 0 || n == 0) return STATUS_OK;
-    if ((double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
-    call.rows_per_task = rows_per_task(&call, isa, n_threads);
-    size_t groups = (n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, parts = (m + call.rows_per_task - 1) / call.rows_per_task;
-    size_t scratch = isa->linear_rows * (GROUP_COLUMNS + k) * sizeof(float);
-    return run_tasks(isa->linear[dtype], &call, groups * parts, n_threads, scratch);
+    if (n_threads < 1 || (double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
+    call.rows_per_task = rows_per_task(&call, isa, dtype, n_threads);
+    size_t parts = (m + call.rows_per_task - 1) / call.rows_per_task, sums = isa->linear_rows;
+    if (isa->linear_bytes > 0 && call.rows_per_task > sums) sums = call.rows_per_task;
+    size_t scratch = (sums * GROUP_COLUMNS + isa->linear_rows * k) * sizeof(float);
+    return run_tasks(isa->linear[dtype], &call, column_groups(&call) * parts, n_threads, scratch);
 }
 
-static size_t attention_scratch(const struct attention_call *call) {
-    size_t out_stride = attention_out_stride(call->head_dim);
-    size_t rows = ATTENTION_ROWS * (KEY_TILE + out_stride + LANES + 1 + KEY_TILE + out_stride);
-    return sizeof(float) * (rows + KEY_TILE * out_stride * 5 / 2); /* values, their pairs, keys */
+/* Rows of a task so that it is worth a fork. */
+static size_t worthwhile(size_t elements) {
+    size_t rows = (16 << 10) / (elements + 1);
+    return rows < 1 ? 1 : rows;
 }
 
-/* Appends the tasks of one request, or only counts them when tasks is NULL. */
-static size_t plan_request(const struct attention_call *call, int64_t seq, struct attention_task *tasks) {
-    int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], group = call->heads / call->kv_heads;
-    int64_t heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS, step = ATTENTION_ROWS / heads;
-    size_t count = 0;
-    for (int64_t token = 0; token < tokens; token += step)
-        for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head++)
-            for (int64_t head = 0; head < group; head += heads, count++) {
-                if (tasks == NULL) continue;
-                tasks[count] = (struct attention_task){
-                    .seq = (int32_t)seq,
-                    .kv_head = (int32_t)kv_head,
-                    .head_start = (int32_t)(kv_head * group + head),
-                    .head_count = (int32_t)(group - head < heads ? group - head : heads),
-                    .token_start = (int32_t)token,
-                    .token_count = (int32_t)(tokens - token < step ? tokens - token : step),
-                };
-            }
-    return count;
+int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const void *residual, void *sum, void *out, size_t rows,
+                   size_t columns, size_t n, size_t row_stride, size_t column_stride, float eps, int plus_one, int n_threads) {
+    struct norm_call call = {.x = x, .weight = weight, .residual = residual, .sum = sum, .out = out, .rows = rows,
+                             .columns = columns, .n = n, .stride = {row_stride, column_stride}, .eps = eps, .plus_one = plus_one};
+    if (rows * columns * n == 0) return STATUS_OK;
+    call.rows_per_task = worthwhile(columns * n);
+    size_t tasks = (rows + call.rows_per_task - 1) / call.rows_per_task;
+    return run_tasks(isas[isa]->rms_norm[dtype], &call, tasks, n_threads, 0);
 }
 
-/* Everything that would read outside the tensors if it were wrong; blocks that no query row sees may hold any number. */
-static int check_attention(const struct attention_call *call) {
-    if (call->query_start[0] != 0 || call->query_start[call->num_seqs] > call->rows) return STATUS_BAD_QUERY_START;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) {
-        int64_t tokens = (int64_t)call->query_start[seq + 1] - call->query_start[seq], length = call->seq_lens[seq];
-        if (tokens < 0) return STATUS_BAD_QUERY_START;
-        if (tokens == 0) continue;
-        if (length < tokens || length > call->table_width * call->block_size) return STATUS_BAD_SEQ_LEN;
-        int64_t first_position = length - tokens;
-        int64_t first_key = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
-        const int32_t *table = call->block_tables + seq * call->table_width;
-        for (int64_t block = first_key / call->block_size; block <= (length - 1) / call->block_size; block++)
-            if (table[block] < 0 || table[block] >= call->num_blocks) return STATUS_BAD_BLOCK;
-    }
-    return STATUS_OK;
-}
-
-int baton_attention(int isa_index, int dtype, const struct attention_call *call, int n_threads) {
-    int checked = check_attention(call);
-    if (checked != STATUS_OK) return checked;
-    size_t row_bytes = (size_t)(call->heads * call->head_dim) * (dtype == DTYPE_FLOAT32 ? 4 : 2);
-    size_t used = (size_t)call->query_start[call->num_seqs], count = 0;
-    memset((char *)call->out + used * row_bytes, 0, ((size_t)call->rows - used) * row_bytes);
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) count += plan_request(call, seq, NULL);
-    if (count == 0) return STATUS_OK;
-    struct attention_task *tasks = malloc(count * sizeof *tasks);
-    if (tasks == NULL) return STATUS_NO_MEMORY;
-    size_t planned = 0;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, tasks + planned);
-    struct attention_job job = {.call = call, .tasks = tasks};
-    int status = run_tasks(isas[isa_index]->attention[dtype], &job, count, n_threads, attention_scratch(call));
-    free(tasks);
-    return status;
-}
-
-/* cache points at the layer's first key; strides and row in bytes */
-int baton_store_kv(const void *key, const void *value, void *cache, const int64_t *slots, int64_t tokens, int64_t kv_heads,
-                   int64_t num_blocks, int64_t block_size, int64_t row, int64_t block_stride, int64_t value_offset,
-                   int64_t head_stride) {
-    for (int64_t t = 0; t < tokens; t++)
-        if (slots[t] >= num_blocks * block_size) return STATUS_BAD_SLOT;
-    for (int64_t t = 0; t < tokens; t++) {
-        if (slots[t] < 0) continue;
-        char *to = (char *)cache + slots[t] / block_size * block_stride + slots[t] % block_size * row;
-        for (int64_t head = 0; head < kv_heads; head++) {
-            memcpy(to + head * head_stride, (const char *)key + (t * kv_heads + head) * row, (size_t)row);
-            memcpy(to + head * head_stride + value_offset, (const char *)value + (t * kv_heads + head) * row, (size_t)row);
-        }
-    }
-    return STATUS_OK;
+int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, size_t tokens, size_t heads, size_t half,
+                 size_t token_stride, size_t head_stride, size_t angle_stride, int n_threads) {
+    struct rotate_call call = {.x = x, .cos = cos, .sin = sin, .tokens = tokens, .heads = heads, .half = half,
+                               .token_stride = token_stride, .head_stride = head_stride, .angle_stride = angle_stride};
+    if (tokens * heads * half == 0) return STATUS_OK;
+    call.tokens_per_task = worthwhile(heads * half * 2);
+    size_t tasks = (tokens + call.tokens_per_task - 1) / call.tokens_per_task;
+    return run_tasks(isas[isa]->rotate[dtype], &call, tasks, n_threads, 0);
 }

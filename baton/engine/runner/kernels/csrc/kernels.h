@@ -1,12 +1,14 @@
 /* What the files of this folder know of each other.
  *
  * The rule they keep: an output element is one chain of fused multiply-adds over k in one fixed order, so it does not depend
- * on how many rows share the call, where the row stands, or how many threads run. Threads and blocks split rows and columns,
- * never k. Every file is compiled with -ffp-contract=off, so that a chain is what is written and not what a compiler fuses.
+ * on how many rows share the call, where the row stands, or how many threads run. Threads split rows and columns, never k;
+ * where k is cut to fit a cache, the chain goes on from the float32 sums it had. Every file is compiled with
+ * -ffp-contract=off, so that a chain is what is written and not what a compiler fuses.
  *
- * Packed weights: panels of 16 columns, the number of panels padded to a multiple of 4 with zeros.
- *   float32:  [panel][k][16]
- *   bfloat16: [panel][pair][16][2], pairs of k, k padded with zeros to a multiple of 32.
+ * Packed weights: groups of 64 columns in 4 panels of 16, side by side, so that one task reads one stream. Missing columns are zero.
+ *   float32:  [group][k][panel][16]
+ *   bfloat16: [group][pair][panel][16][2], pairs of k, k padded with zeros to a multiple of 32.
+ * A gated weight has gate and up in turn: panels 0 and 2 of a group hold the gates of 32 outputs, 1 and 3 what they gate.
  * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does; the paths without that instruction
  * follow it, so all paths but AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
  */
@@ -18,6 +20,8 @@
 
 enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
+/* product.py has the same numbers */
+enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
 /* library.py has the sentence for each of these */
 enum status {
     STATUS_OK = 0,
@@ -26,34 +30,63 @@ enum status {
     STATUS_BAD_SEQ_LEN = 3,
     STATUS_BAD_BLOCK = 4,
     STATUS_BAD_SLOT = 5,
+    STATUS_BAD_INDEX = 6,
 };
 
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
-    size_t m, n, k; /* k as padded */
+    size_t m, n, k, x_stride; /* n counts the columns of out, k is padded; the stride counts elements */
     size_t rows_per_task;
+    enum activation activation;
 };
+
+static inline size_t group_outputs(const struct linear_call *call) {
+    return call->activation == NOT_GATED ? GROUP_COLUMNS : GROUP_COLUMNS / 2;
+}
+
+static inline size_t column_groups(const struct linear_call *call) {
+    return (call->n + group_outputs(call) - 1) / group_outputs(call);
+}
 
 /* One unit of a product's work: some rows, one group of columns. */
 struct linear_task {
-    size_t column, row, end;
+    size_t group, row, end;
 };
 
 static inline struct linear_task linear_task(const struct linear_call *call, size_t task) {
-    size_t groups = (call->n + GROUP_COLUMNS - 1) / GROUP_COLUMNS, row = task / groups * call->rows_per_task;
+    size_t groups = column_groups(call), row = task / groups * call->rows_per_task;
     size_t end = row + call->rows_per_task < call->m ? row + call->rows_per_task : call->m;
-    return (struct linear_task){task % groups * GROUP_COLUMNS, row, end};
+    return (struct linear_task){task % groups, row, end};
 }
+
+/* Rows of x lie at row * stride[0] + column * stride[1] for row < rows and column < columns; strides count elements. */
+struct norm_call {
+    const void *x, *weight;
+    void *out; /* contiguous */
+    const void *residual; /* NULL, or what is added to x first; contiguous as sum and out */
+    void *sum;
+    size_t rows, columns, n, stride[2], rows_per_task;
+    float eps;
+    int plus_one;
+};
+
+struct rotate_call {
+    void *x; /* [tokens, heads, ..], rotated in place */
+    const void *cos, *sin; /* [tokens, 2 * half]; the first halves are read */
+    size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
+};
 
 /* attention.py has the same structure for ctypes */
 struct attention_call {
-    const void *query; /* [rows, heads, head_dim] */
-    void *out;
-    const void *cache; /* the layer's first key; strides in elements */
-    int64_t block_stride, value_offset, head_stride;
+    const void *query; /* [rows, heads, key_dim], rows query_stride elements apart */
+    void *out;         /* [rows, heads, value_dim] */
+    const void *cache;
     const int32_t *query_start, *seq_lens, *block_tables;
-    int64_t rows, num_seqs, table_width, num_blocks, heads, kv_heads, head_dim, block_size;
+    const float *sinks; /* [heads] or NULL */
+    int64_t block_stride, key_offset, value_offset;
+    int64_t rows, query_stride, num_seqs, table_width, table_stride, num_blocks;
+    int64_t heads, kv_heads, key_dim, value_dim, block_size;
     int64_t window;  /* 0: none */
     float scale, softcap; /* softcap 0: none */
 };
@@ -70,20 +103,24 @@ struct attention_job {
 
 typedef void (*task_function)(const void *job, size_t task, void *scratch);
 
-/* One instruction set: its kernels, indexed by enum dtype, and the scratch one thread needs for them. */
+/* One instruction set: its kernels, indexed by enum dtype, and how they like their rows. */
 struct isa {
     const char *name;
     int (*supported)(void);
     task_function linear[2];
     task_function attention[2];
-    size_t linear_rows; /* rows of x held in scratch at once */
+    task_function rms_norm[2];
+    task_function rotate[2];
+    size_t linear_rows;  /* rows of x in scratch at once, for the vectors */
+    size_t linear_bytes; /* rows of x that a task of bfloat16 goes over again and again fill no more than this; 0: any number */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;
+extern const struct isa *const isas[];
 
-/* Floats in one output row of attention: the head dimension padded to whole groups of panels. */
-static inline size_t attention_out_stride(int64_t head_dim) {
-    return ((size_t)head_dim + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
+/* Floats in one output row of attention: the value's dimension padded to whole groups of panels. */
+static inline size_t padded_columns(int64_t columns) {
+    return ((size_t)columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
 }
 
 /* Upper bound of rows (query tokens x query heads) in one attention task. */

@@ -1,50 +1,35 @@
-/* Linear layers in float32, and the end that both dtypes share: the bias is added to the float32 sums, then they are rounded to the output's dtype. */
+/* Linear layers in float32, and the end that both dtypes share: the bias is added to the float32 sums or the gate is applied
+ * to them, then they are rounded to the output's dtype. */
 struct epilogue {
     float bias[GROUP_COLUMNS];
-    size_t columns; /* of this group, without the padding */
+    size_t column, columns, stride; /* where the group's outputs begin, how many there are, the length of out's rows */
+    enum activation activation;
     int has_bias;
 };
 
-INLINE void open_epilogue(struct epilogue *e, const struct linear_call *call, enum dtype dtype, size_t column) {
-    e->columns = call->n - column < GROUP_COLUMNS ? call->n - column : GROUP_COLUMNS;
+INLINE void open_epilogue(struct epilogue *e, const struct linear_call *call, const enum dtype dtype, size_t group) {
+    e->column = group * group_outputs(call);
+    e->columns = call->n - e->column < group_outputs(call) ? call->n - e->column : group_outputs(call);
+    e->stride = call->n;
+    e->activation = call->activation;
     e->has_bias = call->bias != NULL;
-    memset(e->bias, 0, sizeof e->bias);
-    if (!e->has_bias) return;
-    if (dtype == DTYPE_FLOAT32) {
-        memcpy(e->bias, (const float *)call->bias + column, e->columns * sizeof(float));
-    } else {
-        for (size_t i = 0; i < e->columns; i++) {
-            uint32_t bits = (uint32_t)((const uint16_t *)call->bias)[column + i] << 16;
-            memcpy(e->bias + i, &bits, 4);
-        }
-    }
+    for (size_t i = 0; e->has_bias && i < e->columns; i += LANES)
+        v_store(e->bias + i, load_lanes(dtype, call->bias, e->column + i, lanes_left(i, e->columns)));
 }
 
-INLINE v16 finished_lanes(const struct epilogue *e, const float *c, size_t lane) {
-    v16 sums = v_load(c + lane);
-    return e->has_bias ? v_add(sums, v_load(e->bias + lane)) : sums;
-}
-
-INLINE void store_float32(const struct epilogue *e, float *out, size_t stride, size_t rows, const float *c) {
-    for (size_t m = 0; m < rows; m++, out += stride, c += GROUP_COLUMNS) {
-        size_t lane = 0;
-        for (; lane + LANES <= e->columns; lane += LANES) v_store(out + lane, finished_lanes(e, c, lane));
-        if (lane < e->columns) {
-            float last[LANES];
-            v_store(last, finished_lanes(e, c, lane));
-            memcpy(out + lane, last, (e->columns - lane) * sizeof(float));
-        }
-    }
-}
-
-INLINE void store_bfloat16(const struct epilogue *e, uint16_t *out, size_t stride, size_t rows, const float *c) {
-    for (size_t m = 0; m < rows; m++, out += stride, c += GROUP_COLUMNS) {
-        size_t lane = 0;
-        for (; lane + LANES <= e->columns; lane += LANES) v_store_bf16(out + lane, finished_lanes(e, c, lane));
-        if (lane < e->columns) {
-            uint16_t last[LANES];
-            v_store_bf16(last, finished_lanes(e, c, lane));
-            memcpy(out + lane, last, (e->columns - lane) * sizeof(uint16_t));
+/* rows of out from a row on, from sums c[rows][GROUP_COLUMNS] */
+INLINE void store_rows(const enum dtype dtype, const struct epilogue *e, void *out, size_t row, size_t rows, const float *c) {
+    for (size_t m = 0; m < rows; m++, c += GROUP_COLUMNS) {
+        size_t to = (row + m) * e->stride + e->column;
+        for (size_t i = 0; i < e->columns; i += LANES) {
+            v16 result;
+            if (e->activation == NOT_GATED) {
+                result = v_load(c + i);
+                if (e->has_bias) result = v_add(result, v_load(e->bias + i));
+            } else {
+                result = v_mul(v_activate(e->activation, v_load(c + 2 * i)), v_load(c + 2 * i + LANES));
+            }
+            store_lanes(dtype, out, to + i, lanes_left(i, e->columns), result);
         }
     }
 }
@@ -52,14 +37,14 @@ INLINE void store_bfloat16(const struct epilogue *e, uint16_t *out, size_t strid
 TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    const float *w = (const float *)call->packed + part.column * call->k;
+    const float *w = (const float *)call->packed + part.group * GROUP_COLUMNS * call->k;
     float *c = scratch;
     struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_FLOAT32, part.column);
+    open_epilogue(&epilogue, call, DTYPE_FLOAT32, part.group);
     for (size_t row = part.row, block; row < part.end; row += block) {
         block = block_rows(part.end - row);
-        product_float32(block, GROUP_PANELS, (const float *)call->x + row * call->k, call->k, w, call->k * LANES, call->k, c,
-                        GROUP_COLUMNS, 0);
-        store_float32(&epilogue, (float *)call->out + row * call->n + part.column, call->n, block, c);
+        product_float32(block, GROUP_PANELS, (const float *)call->x + row * call->x_stride, call->x_stride, w, LANES,
+                        GROUP_COLUMNS, call->k, c, GROUP_COLUMNS, 0);
+        store_rows(DTYPE_FLOAT32, &epilogue, call->out, row, block, c);
     }
 }

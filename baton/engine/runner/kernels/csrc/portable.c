@@ -8,6 +8,8 @@
 #define TALL_PANELS 1
 #define TALL_ROWS 4
 #define TALL_CASES(F) F(1) F(2) F(3) F(4)
+#include "functions.inc.h"
+#include "rows.inc.h"
 #include "product_float32.inc.h"
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
@@ -17,4 +19,5 @@
 static int supported(void) { return 1; }
 
 const struct isa isa_portable = {
-    "portable", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16}, TALL_ROWS};
+    "portable", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TALL_ROWS, 0};

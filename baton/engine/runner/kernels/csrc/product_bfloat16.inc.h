@@ -20,9 +20,10 @@ INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) {
 #endif
 }
 
-/* c[MM][NU * 16] = x[MM][pairs] * panels, each pair's odd element first; panel_stride counts bfloat16 elements, ldx row items. */
+/* c[MM][NU * 16] = x[MM][pairs] * panels, each pair's odd element first; strides count bfloat16 elements, ldx row
+ * items. */
 INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t ldx, const uint16_t *w, size_t panel_stride,
-                          size_t pairs, float *c, size_t ldc) {
+                          size_t pair_stride, size_t pairs, float *c, size_t ldc) {
     v16 acc[12][4];
 #pragma GCC unroll 12
     for (int m = 0; m < MM; m++)
@@ -33,7 +34,7 @@ INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t 
         __m512i weights[4];
 #pragma GCC unroll 4
         for (int u = 0; u < NU; u++) {
-            const uint16_t *p = w + (size_t)u * panel_stride + i * 2 * LANES;
+            const uint16_t *p = w + (size_t)u * panel_stride + i * pair_stride;
             weights[u] = _mm512_loadu_si512(p);
             __builtin_prefetch((const char *)p + PREFETCH_BYTES);
         }
@@ -47,7 +48,7 @@ INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t 
         v16 odd[4], even[4];
 #pragma GCC unroll 4
         for (int u = 0; u < NU; u++) {
-            const uint16_t *p = w + (size_t)u * panel_stride + i * 2 * LANES;
+            const uint16_t *p = w + (size_t)u * panel_stride + i * pair_stride;
             odd[u] = v_load_odd(p);
             even[u] = v_load_even(p);
             __builtin_prefetch((const char *)p + PREFETCH_BYTES);
@@ -67,14 +68,15 @@ INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t 
 }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
-                                    size_t panel_stride, size_t pairs, float *c, size_t ldc) {
+                                    size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc) {
     while (rows > 0) {
         size_t block = block_rows(rows), panel = 0;
         if (block <= WIDE_ROWS && panels % WIDE_PANELS == 0) {
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pairs, c + panel * LANES, ldc); \
+        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
+                      c + panel * LANES, ldc);                                                                           \
         break;
                     WIDE_CASES(CASE)
 #undef CASE
@@ -83,7 +85,8 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
             for (; panel < panels; panel += TALL_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pairs, c + panel * LANES, ldc); \
+        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
+                      c + panel * LANES, ldc);                                                                           \
         break;
                     TALL_CASES(CASE)
 #undef CASE

@@ -3,16 +3,12 @@
  * The includer defines TARGET, the v16 vectors, and the shapes of its register tiles: WIDE_CASES for WIDE_PANELS panels
  * at a time and up to WIDE_ROWS rows, TALL_CASES for TALL_PANELS panels and up to TALL_ROWS rows.
  */
-#include "kernels.h"
-
-#include <string.h>
-
 /* How far ahead of use the weights are asked for, in bytes: about one memory latency at full bandwidth. */
 enum { PREFETCH_BYTES = 2048 };
 
-/* c[MM][NU * 16] (+)= x[MM][k] * panels */
-INLINE void tile_float32(const int MM, const int NU, const float *x, size_t ldx, const float *w, size_t panel_stride, size_t k,
-                         float *c, size_t ldc, int accumulate) {
+/* c[MM][NU * 16] (+)= x[MM][k] * panels, whose rows are k_stride elements apart */
+INLINE void tile_float32(const int MM, const int NU, const float *x, size_t ldx, const float *w, size_t panel_stride,
+                         size_t k_stride, size_t k, float *c, size_t ldc, int accumulate) {
     v16 acc[12][4];
 #pragma GCC unroll 12
     for (int m = 0; m < MM; m++)
@@ -22,7 +18,7 @@ INLINE void tile_float32(const int MM, const int NU, const float *x, size_t ldx,
         v16 weights[4];
 #pragma GCC unroll 4
         for (int u = 0; u < NU; u++) {
-            const float *p = w + (size_t)u * panel_stride + i * LANES;
+            const float *p = w + (size_t)u * panel_stride + i * k_stride;
             weights[u] = v_load(p);
             __builtin_prefetch((const char *)p + PREFETCH_BYTES);
         }
@@ -46,14 +42,15 @@ INLINE size_t block_rows(size_t rows) {
 }
 
 TARGET static void product_float32(size_t rows, size_t panels, const float *x, size_t ldx, const float *w, size_t panel_stride,
-                                   size_t k, float *c, size_t ldc, int accumulate) {
+                                   size_t k_stride, size_t k, float *c, size_t ldc, int accumulate) {
     while (rows > 0) {
         size_t block = block_rows(rows), panel = 0;
         if (block <= WIDE_ROWS && panels % WIDE_PANELS == 0) {
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                           \
     case MM:                                                                                                               \
-        tile_float32(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, k, c + panel * LANES, ldc, accumulate); \
+        tile_float32(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, k_stride, k, c + panel * LANES, ldc, \
+                     accumulate);                                                                                          \
         break;
                     WIDE_CASES(CASE)
 #undef CASE
@@ -62,7 +59,8 @@ TARGET static void product_float32(size_t rows, size_t panels, const float *x, s
             for (; panel < panels; panel += TALL_PANELS) switch (block) {
 #define CASE(MM)                                                                                                           \
     case MM:                                                                                                               \
-        tile_float32(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, k, c + panel * LANES, ldc, accumulate); \
+        tile_float32(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, k_stride, k, c + panel * LANES, ldc, \
+                     accumulate);                                                                                          \
         break;
                     TALL_CASES(CASE)
 #undef CASE

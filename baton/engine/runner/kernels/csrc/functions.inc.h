@@ -1,0 +1,102 @@
+/* Functions on vectors that products and attention share; included once for each instruction set, first. */
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+#define ROUND_SHIFT 12582912.0f /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+
+/* e^x for x <= 88, zero below -87.3; Cephes' polynomial */
+INLINE v16 v_exp(v16 x) {
+    v16 shifted = v_fma(x, v_set1(1.44269504f), v_set1(ROUND_SHIFT));
+    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
+    v16 r = v_fma(n, v_set1(-0.693359375f), x);
+    r = v_fma(n, v_set1(2.12194440e-4f), r);
+    v16 p = v_set1(1.9875691500e-4f);
+    p = v_fma(p, r, v_set1(1.3981999507e-3f));
+    p = v_fma(p, r, v_set1(8.3334519073e-3f));
+    p = v_fma(p, r, v_set1(4.1665795894e-2f));
+    p = v_fma(p, r, v_set1(1.6666665459e-1f));
+    p = v_fma(p, r, v_set1(5.0000001201e-1f));
+    p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
+    return v_where_less(x, v_set1(-87.3f), v_zero(), v_mul(p, v_power_of_two(shifted)));
+}
+
+/* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */
+INLINE v16 v_softcap(v16 x, float cap) {
+    v16 y = v_div(x, v_set1(cap));
+    y = v_max(v_min(y, v_set1(20.0f)), v_set1(-20.0f));
+    v16 e = v_exp(v_add(y, y));
+    v16 tanh = v_sub(v_set1(1.0f), v_div(v_set1(2.0f), v_add(e, v_set1(1.0f))));
+    return v_mul(tanh, v_set1(cap));
+}
+
+/* x / (1 + e^-y); the bound stands first, so that not-a-number passes where the vectors keep the second */
+INLINE v16 v_times_sigmoid(v16 x, v16 y) {
+    v16 e = v_exp(v_min(v_set1(88.0f), v_sub(v_zero(), y)));
+    return v_div(x, v_add(v_set1(1.0f), e));
+}
+
+/* x * (1 + erf(x / sqrt 2)) / 2; Abramowitz and Stegun 7.1.26 */
+INLINE v16 v_gelu(v16 x) {
+    v16 z = v_mul(v_max(x, v_sub(v_zero(), x)), v_set1(0.70710678f));
+    v16 t = v_div(v_set1(1.0f), v_fma(z, v_set1(0.3275911f), v_set1(1.0f)));
+    v16 p = v_set1(1.061405429f);
+    p = v_fma(p, t, v_set1(-1.453152027f));
+    p = v_fma(p, t, v_set1(1.421413741f));
+    p = v_fma(p, t, v_set1(-0.284496736f));
+    p = v_fma(p, t, v_set1(0.254829592f));
+    v16 tail = v_mul(v_mul(p, t), v_mul(v_set1(0.5f), v_exp(v_sub(v_zero(), v_mul(z, z)))));
+    return v_mul(x, v_where_less(x, v_zero(), tail, v_sub(v_set1(1.0f), tail)));
+}
+
+INLINE v16 v_activate(enum activation activation, v16 x) {
+    if (activation == GATE_SILU) return v_times_sigmoid(x, x);
+    if (activation == GATE_GELU) return v_gelu(x);
+    v16 inner = v_mul(x, v_fma(v_mul(x, x), v_set1(0.0713548163f), v_set1(1.5957691216f))); /* tanh(u) = 2 sigmoid(2u) - 1 */
+    return v_times_sigmoid(x, inner);
+}
+
+/* up to 16 elements at an index, the rest zero */
+INLINE v16 load_lanes(const enum dtype dtype, const void *from, size_t index, size_t count) {
+    uint32_t part[LANES] = {0};
+    if (dtype == DTYPE_FLOAT32) {
+        const float *p = (const float *)from + index;
+        if (count < LANES) p = memcpy(part, p, count * sizeof(float));
+        return v_load(p);
+    }
+    const uint16_t *p = (const uint16_t *)from + index;
+    if (count < LANES) p = memcpy(part, p, count * sizeof(uint16_t));
+    return v_load_bf16(p);
+}
+
+INLINE void store_lanes(const enum dtype dtype, void *to, size_t index, size_t count, v16 v) {
+    if (dtype == DTYPE_FLOAT32) {
+        float part[LANES], *p = (float *)to + index;
+        v_store(count < LANES ? part : p, v);
+        if (count < LANES) memcpy(p, part, count * sizeof(float));
+    } else {
+        uint16_t part[LANES], *p = (uint16_t *)to + index;
+        v_store_bf16(count < LANES ? part : p, v);
+        if (count < LANES) memcpy(p, part, count * sizeof(uint16_t));
+    }
+}
+
+/* v as the dtype holds it */
+INLINE v16 v_rounded(const enum dtype dtype, v16 v) {
+    uint16_t part[LANES];
+    if (dtype == DTYPE_FLOAT32) return v;
+    v_store_bf16(part, v);
+    return v_load_bf16(part);
+}
+
+INLINE size_t lanes_left(size_t index, size_t end) { return end - index < LANES ? end - index : LANES; }
+
+/* the sum of 16 lanes, always in the same order */
+INLINE float v_total(v16 v) {
+    float lanes[LANES];
+    v_store(lanes, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lanes[i] = lanes[i] + lanes[i + width];
+    return lanes[0];
+}

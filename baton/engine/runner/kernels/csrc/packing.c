@@ -1,0 +1,77 @@
+/* Packed weights: made from rows, and rows taken out of them again. */
+#include "kernels.h"
+
+#include <string.h>
+
+/* k as packed; the rows of x are padded with zeros to it as well */
+size_t baton_padded_k(int dtype, size_t k) {
+    return dtype == DTYPE_FLOAT32 ? k : (k + BF16_K_MULTIPLE - 1) / BF16_K_MULTIPLE * BF16_K_MULTIPLE;
+}
+
+/* elements of a packed weight of so many columns */
+size_t baton_packed_size(int dtype, size_t columns, size_t k) {
+    return (columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS * baton_padded_k(dtype, k);
+}
+
+/* the packed column's first element */
+static size_t column_start(int dtype, size_t column, size_t padded) {
+    size_t within = column % GROUP_COLUMNS * (dtype == DTYPE_FLOAT32 ? 1 : 2);
+    return column / GROUP_COLUMNS * GROUP_COLUMNS * padded + within;
+}
+
+/* Puts the rows of a weight [n, k] into packed columns from first on, each 16 rows spread panels after those before.
+ * packed is zero where nothing is put. */
+void baton_pack(int dtype, const void *weight, void *packed, size_t n, size_t k, size_t first, size_t spread) {
+    size_t padded = baton_padded_k(dtype, k), starts[LANES];
+    for (size_t row = 0; row < n; row += LANES) {
+        size_t used = n - row < LANES ? n - row : LANES; /* written in order, read in 16 streams */
+        for (size_t lane = 0; lane < used; lane++)
+            starts[lane] = column_start(dtype, first + row * spread + lane, padded);
+        if (dtype == DTYPE_FLOAT32) {
+            const float *from = (const float *)weight + row * k;
+            for (size_t i = 0; i < k; i++)
+                for (size_t lane = 0; lane < used; lane++)
+                    ((float *)packed)[starts[lane] + i * GROUP_COLUMNS] = from[lane * k + i];
+        } else {
+            const uint16_t *from = (const uint16_t *)weight + row * k;
+            for (size_t i = 0; i < k; i += 2)
+                for (size_t lane = 0; lane < used; lane++) {
+                    uint16_t *to = (uint16_t *)packed + starts[lane] + i * GROUP_COLUMNS;
+                    to[0] = from[lane * k + i];
+                    if (i + 1 < k) to[1] = from[lane * k + i + 1];
+                }
+        }
+    }
+}
+
+struct take_call {
+    const void *packed;
+    const int64_t *index;
+    void *out;
+    size_t k;
+    int dtype;
+};
+
+static void take_row(const void *job, size_t task, void *scratch) {
+    const struct take_call *call = job;
+    size_t k = call->k, start = column_start(call->dtype, (size_t)call->index[task], baton_padded_k(call->dtype, k));
+    (void)scratch;
+    if (call->dtype == DTYPE_FLOAT32) {
+        const float *from = (const float *)call->packed + start;
+        float *to = (float *)call->out + task * k;
+        for (size_t i = 0; i < k; i++) to[i] = from[i * GROUP_COLUMNS];
+    } else {
+        const uint16_t *from = (const uint16_t *)call->packed + start;
+        uint16_t *to = (uint16_t *)call->out + task * k;
+        for (size_t i = 0; i + 1 < k; i += 2) memcpy(to + i, from + i * GROUP_COLUMNS, 4);
+        if (k % 2 != 0) to[k - 1] = from[(k - 1) * GROUP_COLUMNS];
+    }
+}
+
+/* out[i] is row index[i] of the weight; not for gated ones */
+int baton_take_rows(int dtype, const void *packed, const int64_t *index, void *out, size_t rows, size_t n, size_t k, int n_threads) {
+    struct take_call call = {.packed = packed, .index = index, .out = out, .k = k, .dtype = dtype};
+    for (size_t i = 0; i < rows; i++)
+        if (index[i] < 0 || (size_t)index[i] >= n) return STATUS_BAD_INDEX;
+    return run_tasks(take_row, &call, rows, rows < 32 ? 1 : n_threads, 0);
+}

@@ -1,0 +1,87 @@
+/* The library's entry points for the paged cache: what is checked, and how attention is cut into tasks. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static size_t attention_scratch(const struct attention_call *call) {
+    size_t key = padded_columns(call->key_dim), value = padded_columns(call->value_dim);
+    size_t rows = ATTENTION_ROWS * (KEY_TILE + value + LANES + 1 + KEY_TILE + key);
+    return sizeof(float) * (rows + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
+}
+
+/* Appends the tasks of one request, or only counts them when tasks is NULL. */
+static size_t plan_request(const struct attention_call *call, int64_t seq, struct attention_task *tasks) {
+    int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], group = call->heads / call->kv_heads;
+    int64_t heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS, step = ATTENTION_ROWS / heads;
+    size_t count = 0;
+    for (int64_t token = 0; token < tokens; token += step)
+        for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head++)
+            for (int64_t head = 0; head < group; head += heads, count++) {
+                if (tasks == NULL) continue;
+                tasks[count] = (struct attention_task){
+                    .seq = (int32_t)seq,
+                    .kv_head = (int32_t)kv_head,
+                    .head_start = (int32_t)(kv_head * group + head),
+                    .head_count = (int32_t)(group - head < heads ? group - head : heads),
+                    .token_start = (int32_t)token,
+                    .token_count = (int32_t)(tokens - token < step ? tokens - token : step),
+                };
+            }
+    return count;
+}
+
+/* Everything that would read outside the tensors if it were wrong; blocks that no query row sees may hold any number. */
+static int check_attention(const struct attention_call *call) {
+    if (call->query_start[0] != 0 || call->query_start[call->num_seqs] > call->rows) return STATUS_BAD_QUERY_START;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) {
+        int64_t tokens = (int64_t)call->query_start[seq + 1] - call->query_start[seq], length = call->seq_lens[seq];
+        if (tokens < 0) return STATUS_BAD_QUERY_START;
+        if (tokens == 0) continue;
+        if (length < tokens || length > call->table_width * call->block_size) return STATUS_BAD_SEQ_LEN;
+        int64_t first_position = length - tokens;
+        int64_t first_key = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
+        const int32_t *table = call->block_tables + seq * call->table_stride;
+        for (int64_t block = first_key / call->block_size; block <= (length - 1) / call->block_size; block++)
+            if (table[block] < 0 || table[block] >= call->num_blocks) return STATUS_BAD_BLOCK;
+    }
+    return STATUS_OK;
+}
+
+int baton_attention(int isa, int dtype, const struct attention_call *call, int n_threads) {
+    int checked = check_attention(call);
+    if (checked != STATUS_OK) return checked;
+    size_t row_bytes = (size_t)(call->heads * call->value_dim) * (dtype == DTYPE_FLOAT32 ? 4 : 2);
+    size_t used = (size_t)call->query_start[call->num_seqs], count = 0;
+    memset((char *)call->out + used * row_bytes, 0, ((size_t)call->rows - used) * row_bytes);
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) count += plan_request(call, seq, NULL);
+    if (count == 0) return STATUS_OK;
+    struct attention_task *tasks = malloc(count * sizeof *tasks);
+    if (tasks == NULL) return STATUS_NO_MEMORY;
+    size_t planned = 0;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, tasks + planned);
+    struct attention_job job = {.call = call, .tasks = tasks};
+    int status = run_tasks(isas[isa]->attention[dtype], &job, count, n_threads, attention_scratch(call));
+    free(tasks);
+    return status;
+}
+
+/* sizes and strides in bytes; a slot's key lies at key_offset, its value at value_offset, each head's tokens side by side */
+int baton_store_kv(const void *key, const void *value, void *cache, const int64_t *slots, int64_t tokens, int64_t kv_heads,
+                   int64_t num_blocks, int64_t block_size, int64_t key_size, int64_t value_size, int64_t key_stride,
+                   int64_t value_stride, int64_t block_stride, int64_t key_offset, int64_t value_offset) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (slots[t] >= num_blocks * block_size) return STATUS_BAD_SLOT;
+    for (int64_t t = 0; t < tokens; t++) {
+        if (slots[t] < 0) continue;
+        char *block = (char *)cache + slots[t] / block_size * block_stride;
+        int64_t offset = slots[t] % block_size;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            int64_t token = head * block_size + offset;
+            memcpy(block + key_offset + token * key_size, (const char *)key + t * key_stride + head * key_size, (size_t)key_size);
+            memcpy(block + value_offset + token * value_size, (const char *)value + t * value_stride + head * value_size,
+                   (size_t)value_size);
+        }
+    }
+    return STATUS_OK;
+}

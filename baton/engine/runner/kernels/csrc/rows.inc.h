@@ -1,0 +1,77 @@
+/* What is done to each row alone: root mean square norm, and rotary positions. After functions.inc.h. */
+
+INLINE void norm_row(const enum dtype dtype, const struct norm_call *call, size_t from, size_t to) {
+    const size_t n = call->n;
+    const void *x = call->x;
+    if (call->residual != NULL) {
+        for (size_t i = 0; i < n; i += LANES) {
+            size_t count = lanes_left(i, n);
+            v16 sum = v_add(load_lanes(dtype, x, from + i, count), load_lanes(dtype, call->residual, to + i, count));
+            store_lanes(dtype, call->sum, to + i, count, sum);
+        }
+        x = call->sum;
+        from = to;
+    }
+    v16 squares[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
+    for (size_t i = 0; i < n; i += 4 * LANES) /* four chains hide the latency of one */
+        for (size_t j = 0; j < 4 && i + j * LANES < n; j++) {
+            v16 value = load_lanes(dtype, x, from + i + j * LANES, lanes_left(i + j * LANES, n));
+            squares[j] = v_fma(value, value, squares[j]);
+        }
+    float total = v_total(v_add(v_add(squares[0], squares[1]), v_add(squares[2], squares[3])));
+    v16 factor = v_set1(1.0f / sqrtf(total / (float)n + call->eps));
+    for (size_t i = 0; i < n; i += LANES) {
+        size_t count = lanes_left(i, n);
+        v16 normal = v_mul(load_lanes(dtype, x, from + i, count), factor);
+        v16 weight = load_lanes(dtype, call->weight, i, count);
+        if (call->plus_one)
+            normal = v_mul(normal, v_add(v_set1(1.0f), weight));
+        else
+            normal = v_mul(v_rounded(dtype, normal), weight);
+        store_lanes(dtype, call->out, to + i, count, normal);
+    }
+}
+
+INLINE void norm_rows(const enum dtype dtype, const struct norm_call *call, size_t task) {
+    size_t row = task * call->rows_per_task, end = row + call->rows_per_task < call->rows ? row + call->rows_per_task : call->rows;
+    for (; row < end; row++)
+        for (size_t column = 0; column < call->columns; column++)
+            norm_row(dtype, call, row * call->stride[0] + column * call->stride[1], (row * call->columns + column) * call->n);
+}
+
+TARGET static void rms_norm_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    norm_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void rms_norm_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    norm_rows(DTYPE_BFLOAT16, job, task);
+}
+
+INLINE void rotate_rows(const enum dtype dtype, const struct rotate_call *call, size_t task) {
+    const size_t half = call->half;
+    size_t token = task * call->tokens_per_task;
+    size_t end = token + call->tokens_per_task < call->tokens ? token + call->tokens_per_task : call->tokens;
+    for (; token < end; token++)
+        for (size_t head = 0; head < call->heads; head++) {
+            size_t row = token * call->token_stride + head * call->head_stride;
+            for (size_t i = 0; i < half; i += LANES) {
+                size_t count = lanes_left(i, half);
+                v16 cosine = load_lanes(dtype, call->cos, token * call->angle_stride + i, count);
+                v16 sine = load_lanes(dtype, call->sin, token * call->angle_stride + i, count);
+                v16 first = load_lanes(dtype, call->x, row + i, count), second = load_lanes(dtype, call->x, row + half + i, count);
+                v16 turned = v_sub(v_mul(first, cosine), v_mul(second, sine));
+                store_lanes(dtype, call->x, row + half + i, count, v_add(v_mul(second, cosine), v_mul(first, sine)));
+                store_lanes(dtype, call->x, row + i, count, turned);
+            }
+        }
+}
+
+TARGET static void rotate_float32(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    rotate_rows(DTYPE_FLOAT32, job, task);
+}
+TARGET static void rotate_bfloat16(const void *job, size_t task, void *scratch) {
+    (void)scratch;
+    rotate_rows(DTYPE_BFLOAT16, job, task);
+}

@@ -1,0 +1,423 @@
+"""Attention on the paged cache against float64, and the promise that a row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.runner import kernels
+from baton.engine.runner.kernels import CacheView, KernelArgumentError
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
+
+DTYPES = [torch.float32, torch.bfloat16]
+ISAS = kernels.available().isas
+SAME_BITS = [isa for isa in ISAS if isa != "amx_bf16"]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2.2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    kernels.use_isa(None)
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _cache(blocks: int, heads: int, size: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> CacheView:
+    """Full of NaN, with another layer before and one behind, and a gap between keys and values."""
+    key_offset, gap = 72, 16
+    value_offset = key_offset + heads * size * key_dim + gap
+    stride = value_offset + heads * size * value_dim + 40
+    memory = torch.full((blocks * stride,), float("nan"), dtype=dtype)
+    return CacheView(memory, blocks, stride, key_offset, value_offset, heads, size, key_dim, value_dim)
+
+
+def _keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views [blocks, kv_heads, block_size, dim]."""
+    views = []
+    for offset, dim in ((cache.key_offset, cache.key_dim), (cache.value_offset, cache.value_dim)):
+        size = (cache.num_blocks, cache.num_kv_heads, cache.block_size, dim)
+        stride = (cache.block_stride, cache.block_size * dim, dim, 1)
+        views.append(cache.memory.as_strided(size, stride, offset))
+    return views[0], views[1]
+
+
+@dataclass
+class Paged:
+    """Requests whose keys and values lie scattered over a cache full of NaN."""
+
+    cache: CacheView
+    tables: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    query: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def make(
+        cls,
+        dtype: torch.dtype,
+        *,
+        lengths: list[int],
+        query_lens: list[int],
+        heads: int = 6,
+        kv_heads: int = 2,
+        head_dim: int = 32,
+        value_dim: int | None = None,
+        block_size: int = 16,
+        placement: int = 0,
+        seed: int = 0,
+    ) -> Paged:
+        """Request i's tensors depend on seed + i; placement chooses the blocks."""
+        width = max(-(-length // block_size) for length in lengths) + 1
+        blocks = width * len(lengths) + 3
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(placement))
+        tables = order[: width * len(lengths)].view(len(lengths), width).to(torch.int32)
+        value_dim = head_dim if value_dim is None else value_dim
+        cache = _cache(blocks, kv_heads, block_size, head_dim, value_dim, dtype)
+        queries, keys, values = [], [], []
+        for i, length in enumerate(lengths):
+            key = _randn(length, kv_heads, head_dim, seed=10 * (seed + i), dtype=dtype)
+            value = _randn(length, kv_heads, value_dim, seed=10 * (seed + i) + 1, dtype=dtype)
+            position = torch.arange(length)
+            slots = tables[i, position // block_size].long() * block_size + position % block_size
+            kernels.store_kv(key, value, cache, slots)
+            queries.append(
+                _randn(length, heads, head_dim, seed=10 * (seed + i) + 2, dtype=dtype)[length - query_lens[i] :]
+            )
+            keys.append(key)
+            values.append(value)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
+        return cls(cache, tables, starts, torch.tensor(lengths, dtype=torch.int32), torch.cat(queries), keys, values)
+
+    def attend(self, window: int | None = None, softcap: float | None = None, threads: int = 2) -> torch.Tensor:
+        return kernels.paged_attention(
+            self.query,
+            self.cache,
+            self.query_start,
+            self.seq_lens,
+            self.tables,
+            scale=0.3,
+            window=window,
+            softcap=softcap,
+            sinks=self.sinks,
+            threads=threads,
+        )
+
+    def expected(self, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
+        out = []
+        for i, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            query = self.query[int(self.query_start[i]) : int(self.query_start[i + 1])].double()
+            group = query.shape[1] // key.shape[1]
+            scores = torch.einsum("qhd,khd->hqk", query, key.double().repeat_interleave(group, 1)) * 0.3
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            at = torch.arange(len(key) - len(query), len(key))[:, None]
+            key_at = torch.arange(len(key))[None]
+            seen = key_at <= at
+            if window is not None:
+                seen &= key_at > at - window
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if self.sinks is not None:
+                sinks = self.sinks.double()[:, None, None].expand(-1, len(query), 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = scores.softmax(-1)[..., : len(key)]
+            out.append(torch.einsum("hqk,khd->qhd", weights, value.double().repeat_interleave(group, 1)))
+        return torch.cat(out)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (20, None), (64, 5.0), (1000, 30.0)])
+def test_attention_is_softmax_attention(
+    isa: str, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[1, 64, 90, 200], query_lens=[1, 64, 1, 77], head_dim=40)
+    assert _relative_error(paged.attend(window, softcap), paged.expected(window, softcap)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2), (71, 1), (5, 5)])
+def test_attention_of_every_head_shape(dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int) -> None:
+    paged = Paged.make(
+        dtype, lengths=[70, 33], query_lens=[9, 1], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=5
+    )
+    assert _relative_error(paged.attend(), paged.expected()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=6, deadline=None)
+@given(
+    length=st.integers(1, 210),
+    split=st.lists(st.integers(1, 80), max_size=4),
+    window=st.none() | st.integers(1, 150),
+    block_size=st.sampled_from([1, 7, 16, 32, 100]),
+    group=st.sampled_from([1, 3, 7]),
+    placement=st.integers(0, 100),
+)
+def test_a_row_of_attention_does_not_depend_on_chunks_mates_or_blocks(
+    isa: str,
+    dtype: torch.dtype,
+    length: int,
+    split: list[int],
+    window: int | None,
+    block_size: int,
+    group: int,
+    placement: int,
+) -> None:
+    kernels.use_isa(isa)
+    heads = {"heads": 2 * group, "kv_heads": 2, "head_dim": 24}
+    whole = Paged.make(dtype, lengths=[length], query_lens=[length], **heads).attend(window)
+    done = 0
+    for chunk in [*split, length]:
+        chunk = min(chunk, length - done)
+        if chunk == 0:
+            break
+        done += chunk
+        part = Paged.make(
+            dtype, lengths=[length, 50], query_lens=[length, 3], block_size=block_size, placement=placement, **heads
+        )
+        part.seq_lens[0] = done
+        part.query = torch.cat([part.query[done - chunk : done], part.query[length:]])
+        part.query_start = torch.tensor([0, chunk, chunk + 3], dtype=torch.int32)
+        assert torch.equal(part.attend(window)[:chunk], whole[done - chunk : done])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_token_by_token_equals_all_at_once(dtype: torch.dtype) -> None:
+    whole = Paged.make(dtype, lengths=[140], query_lens=[140])
+    expected = whole.attend(window=90, softcap=15.0)
+    query = whole.query
+    for position in range(140):
+        whole.query = query[position : position + 1]
+        whole.query_start = torch.tensor([0, 1], dtype=torch.int32)
+        whole.seq_lens = torch.tensor([position + 1], dtype=torch.int32)
+        assert torch.equal(whole.attend(window=90, softcap=15.0), expected[position : position + 1]), position
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_change_attention(dtype: torch.dtype) -> None:
+    paged = Paged.make(dtype, lengths=[300, 17, 130], query_lens=[200, 1, 5])
+    results = [paged.attend(threads=threads) for threads in (1, 2, 5)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_later_tokens_that_are_not_numbers_reach_nobody_before_them(isa: str, dtype: torch.dtype) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[150], query_lens=[150])
+    clean = paged.attend(window=70)
+    block, offset = int(paged.tables[0, 100 // 16]), 100 % 16
+    for part in _keys_and_values(paged.cache):
+        part[block, :, offset] = float("nan")
+    out = paged.attend(window=70)
+    assert torch.equal(out[:100], clean[:100])
+    assert out[100:].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_behind_the_window_reach_nobody(isa: str, dtype: torch.dtype) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[150], query_lens=[150])
+    clean = paged.attend(window=20)
+    block, offset = int(paged.tables[0, 100 // 16]), 100 % 16
+    for part in _keys_and_values(paged.cache):
+        part[block, :, offset] = float("inf")
+    out = paged.attend(window=20)
+    assert torch.equal(out[120:], clean[120:])
+    assert not out[100:120].isfinite().all(dim=(1, 2)).any()
+
+
+def test_a_window_wider_than_the_request_changes_nothing() -> None:
+    paged = Paged.make(torch.bfloat16, lengths=[150], query_lens=[150])
+    assert torch.equal(paged.attend(window=150), paged.attend())
+    assert not torch.equal(paged.attend(window=149), paged.attend())
+
+
+def test_blocks_behind_the_window_need_not_exist() -> None:
+    paged = Paged.make(torch.float32, lengths=[150], query_lens=[4])
+    expected = paged.attend(window=30)
+    paged.tables[0, :7] = -1  # positions 0 to 111; the first seen is 117
+    assert torch.equal(paged.attend(window=30), expected)
+
+
+def test_rows_past_the_last_request_are_zero() -> None:
+    paged = Paged.make(torch.bfloat16, lengths=[20], query_lens=[4])
+    expected = paged.attend()
+    paged.query = torch.cat([paged.query, torch.full_like(paged.query, float("nan"))])
+    out = paged.attend()
+    assert torch.equal(out[:4], expected)
+    assert not out[4:].any()
+
+
+def test_requests_may_have_no_rows() -> None:
+    paged = Paged.make(torch.bfloat16, lengths=[20, 30, 40], query_lens=[4, 1, 2])
+    expected = paged.attend()
+    paged.query = torch.cat([paged.query[:4], paged.query[5:]])
+    paged.query_start = torch.tensor([0, 4, 4, 6], dtype=torch.int32)
+    assert torch.equal(paged.attend(), torch.cat([expected[:4], expected[5:]]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(192, 128), (24, 16), (16, 24), (40, 8), (256, 64), (8, 256)])
+def test_keys_and_values_of_different_widths(isa: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1], head_dim=key_dim, value_dim=value_dim, block_size=7)
+    out = paged.attend()
+    assert out.shape == (10, 6, value_dim)
+    assert _relative_error(out, paged.expected()) < TOLERANCE[dtype]
+    alone = replace(paged, query=paged.query[9:], query_start=torch.tensor([0, 0, 1], dtype=torch.int32)).attend()
+    assert torch.equal(alone, out[9:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("size", [0.5, 30.0])
+def test_sinks_take_a_share_and_give_nothing(isa: str, dtype: torch.dtype, window: int | None, size: float) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[70, 150], query_lens=[9, 1])
+    plain = paged.attend(window)
+    paged.sinks = (size * _randn(6, seed=9)).to(dtype)
+    assert _relative_error(paged.attend(window), paged.expected(window)) < TOLERANCE[dtype]
+    paged.sinks = torch.full((6,), float("-inf"))
+    assert torch.equal(paged.attend(window), plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_keys_values_and_tables_may_lie_apart(dtype: torch.dtype) -> None:
+    paged = Paged.make(dtype, lengths=[70, 33], query_lens=[9, 1])
+    expected = paged.attend()
+    paged.query = torch.cat([paged.query, torch.full_like(paged.query, float("nan"))], dim=1)[:, :6]
+    paged.tables = torch.cat([paged.tables, torch.full_like(paged.tables, -1)], dim=1)[:, : paged.tables.shape[1]]
+    assert torch.equal(paged.attend(), expected)
+    product = _randn(3, 7, 32, seed=5, dtype=dtype)
+    slots = torch.tensor([2, 40, 7])
+    kernels.store_kv(product[:, 2:4], product[:, 4:6], paged.cache, slots)
+    keys, values = _keys_and_values(paged.cache)
+    assert torch.equal(keys[slots // 16, :, slots % 16], product[:, 2:4])
+    assert torch.equal(values[slots // 16, :, slots % 16], product[:, 4:6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_instruction_sets_agree_in_every_bit(dtype: torch.dtype) -> None:
+    paged = Paged.make(dtype, head_dim=40, lengths=[75, 130], query_lens=[5, 70])
+    paged.sinks = _randn(6)
+    results = []
+    for isa in SAME_BITS:
+        kernels.use_isa(isa)
+        results.append(paged.attend(window=50, softcap=20.0))
+    for isa, result in zip(SAME_BITS, results, strict=True):
+        assert torch.equal(result, results[-1]), isa
+
+
+@pytest.mark.skipif("amx_bf16" not in ISAS, reason="this processor has no AMX")
+def test_amx_keeps_more_than_bfloat16_probabilities() -> None:
+    paged = Paged.make(torch.bfloat16, lengths=[300], query_lens=[200], head_dim=40)
+    out = []
+    for isa in ("amx_bf16", "avx512"):
+        kernels.use_isa(isa)
+        out.append(paged.attend(window=200, softcap=20.0))
+    assert (out[0] == out[1]).float().mean() > 0.97
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_is_not_a_number_reaches_nobody_else(isa: str, dtype: torch.dtype) -> None:
+    kernels.use_isa(isa)
+    paged = Paged.make(dtype, lengths=[150, 40], query_lens=[150, 3])
+    clean = paged.attend()
+    paged.query[70, 1] = float("nan")
+    out = paged.attend()
+    assert out[70, 1].isnan().all()
+    out[70, 1] = clean[70, 1]
+    assert torch.equal(out, clean)
+
+
+def test_store_writes_its_slots_and_nothing_else() -> None:
+    for dtype in DTYPES:
+        cache = replace(_cache(4, 3, 5, 8, 16, dtype))
+        cache.memory.zero_()
+        key, value = _randn(3, 3, 8, dtype=dtype), _randn(3, 3, 16, seed=1, dtype=dtype)
+        kernels.store_kv(key, value, cache, torch.tensor([13, -1, 0]))
+        written = cache.memory.clone()
+        cache.memory.zero_()
+        keys, values = _keys_and_values(cache)
+        for row, block, offset in ((0, 2, 3), (2, 0, 0)):
+            keys[block, :, offset], values[block, :, offset] = key[row], value[row]
+        assert torch.equal(cache.memory, written)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("block_tables", {"tables": torch.full((1, 3), 99, dtype=torch.int32)}),
+        ("block_tables", {"tables": torch.full((1, 3), -1, dtype=torch.int32)}),
+        ("block_tables", {"tables": torch.zeros(2, 3, dtype=torch.int32)}),
+        ("block_tables", {"tables": torch.zeros(1, 3, dtype=torch.int64)}),
+        ("seq_lens", {"seq_lens": torch.tensor([49], dtype=torch.int32)}),
+        ("seq_lens", {"seq_lens": torch.tensor([3], dtype=torch.int32)}),
+        ("query_start", {"query_start": torch.tensor([1, 4], dtype=torch.int32)}),
+        ("query_start", {"query_start": torch.tensor([0, 5], dtype=torch.int32)}),
+        ("query_start", {"query_start": torch.tensor([0, -1], dtype=torch.int32)}),
+        ("query_start", {"query_start": torch.tensor([0], dtype=torch.int32)}),
+        ("query", {"query": torch.zeros(4, 5, 32)}),
+        ("query", {"query": torch.zeros(4, 6, 32, dtype=torch.bfloat16)}),
+        ("query", {"query": torch.zeros(4, 6, 16)}),
+        ("query", {"query": torch.zeros(4, 32, 6).transpose(1, 2)}),
+        ("sinks", {"sinks": torch.zeros(5)}),
+        ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), block_stride=100)}),
+        ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), num_blocks=5)}),
+        ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), key_offset=-1)}),
+        ("cache", {"cache": replace(_cache(4, 2, 16, 32, 32, torch.float32), num_kv_heads=0)}),
+        ("key_dim", {"cache": _cache(4, 2, 16, 12, 32, torch.float32), "query": torch.zeros(4, 6, 12)}),
+        ("value_dim", {"cache": _cache(4, 2, 16, 32, 264, torch.float32)}),
+    ],
+)
+def test_attention_refuses_what_would_leave_the_cache(argument: str, change: dict[str, object]) -> None:
+    paged = Paged.make(torch.float32, lengths=[20], query_lens=[4])
+    for name, value in change.items():
+        setattr(paged, name, value)
+    with pytest.raises(KernelArgumentError) as error:
+        paged.attend()
+    assert error.value.argument == argument
+
+
+def test_attention_refuses_numbers_without_sense() -> None:
+    paged = Paged.make(torch.float32, lengths=[20], query_lens=[4])
+    for window, softcap in ((0, None), (-1, None), (None, 0.0), (None, float("nan"))):
+        with pytest.raises(KernelArgumentError):
+            paged.attend(window, softcap)
+
+
+def test_a_slot_outside_the_cache_is_refused_before_anything_is_written() -> None:
+    cache = _cache(4, 3, 5, 8, 8, torch.float32)
+    key = _randn(2, 3, 8)
+    with pytest.raises(KernelArgumentError) as error:
+        kernels.store_kv(key, key, cache, torch.tensor([3, 20]))
+    assert error.value.argument == "slots"
+    assert cache.memory.isnan().all()

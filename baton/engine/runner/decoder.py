@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, whole_angles
+from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
 from baton.engine.runner.layers import PackedLinear
 
 _PIECE = 1024
@@ -50,9 +50,10 @@ class Decoder:
         """Raises AttributeError or TypeError for a model that has other parts."""
         base = module.model
         self._embed: nn.Module = base.embed_tokens
-        self._norm: nn.Module = base.norm
         self._head: PackedLinear = module.lm_head
         self._layers = [_Layer(layer) for layer in base.layers]
+        # The norm that follows each MLP: the next layer's first, at last the model's own.
+        self._next_norms = [*[_norm(layer.input_layernorm) for layer in base.layers][1:], _norm(base.norm)]
         if not isinstance(self._head, PackedLinear):
             raise TypeError("the head is not a product of its own")
         self._rotary = RotaryTable(
@@ -61,7 +62,7 @@ class Decoder:
 
     @property
     def is_fused(self) -> bool:
-        """Whether torch does nothing here but copying and adding."""
+        """Whether torch does nothing here but copying."""
         return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
 
     def compute(
@@ -74,13 +75,16 @@ class Decoder:
         """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
         cos, sin = self._rotary.rows(positions)
         x = self._embed(torch.from_numpy(token_ids))
-        for layer in self._layers[:-1]:
-            x = layer.rows(x, cos, sin)
-        if sampling:
-            x = self._layers[-1].rows(x, cos, sin, logits_rows)
-        else:
-            x = self._layers[-1].rows(x, cos, sin)[logits_rows]
-        return self._head.rows(self._norm(x) if x.shape[0] else x)
+        normed = self._layers[0].attention_norm(x)
+        last = self._layers[-1]
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            sample_rows = logits_rows if sampling and layer is last else None
+            attended = layer.attention.rows(normed, cos, sin, sample_rows)
+            if attended.shape[0] == 0:
+                return self._head.rows(attended)
+            x, normed = layer.mlp_norm.add(attended, x if sample_rows is None else x[sample_rows])
+            x, normed = next_norm.add(layer.mlp_rows(normed), x)
+        return self._head.rows(normed if sampling else normed[logits_rows])
 
 
 class _Layer:
@@ -94,20 +98,17 @@ class _Layer:
         if not isinstance(self.attention, FusedAttention):
             raise TypeError("attention that is not fused")
         self.mlp: nn.Module = layer.mlp
-        self._attention_norm = layer.input_layernorm.forward
-        self._mlp_norm = layer.post_attention_layernorm.forward
-        self._mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
-
-    def rows(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        attended = self.attention.rows(self._attention_norm(x), cos, sin, sample_rows)
-        if attended.shape[0] == 0:
-            return attended
-        x = attended.add_(x if sample_rows is None else x[sample_rows])
-        return self._mlp_rows(self._mlp_norm(x)).add_(x)
+        self.attention_norm = _norm(layer.input_layernorm)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
 
     def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
         out = self.mlp(x.unsqueeze(0))
         rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return rows.squeeze(0)
+        return rows.view(x.shape)
+
+
+def _norm(module: nn.Module) -> FusedNorm:
+    if not isinstance(module, FusedNorm):
+        raise TypeError("a norm that is not fused")
+    return module

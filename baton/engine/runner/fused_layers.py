@@ -24,6 +24,11 @@ class FusedNorm(nn.Module):
         self.eps = eps
         self.plus_one = plus_one
         self._compute = operations.rms_norm
+        self._add_compute = operations.add_rms_norm
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, and its norm."""
+        return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)

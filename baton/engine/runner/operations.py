@@ -46,6 +46,12 @@ class Operations(Protocol):
         """x [..., N] over its root mean square (float32), times the weight [N], or times 1 + weight."""
         ...
 
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + residual in their dtype, and its `rms_norm`; both [..., N]."""
+        ...
+
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate the first R columns of x [T, H, D] in place by the angles of cos and sin [T, R], halves equal."""
         ...

@@ -88,6 +88,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: boo
     return torch.from_numpy(rounded * _array(weight)).to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return total, rms_norm(total, weight, eps, plus_one=plus_one)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     half = cos.shape[-1] // 2
     first, second = _array(x[..., :half]), _array(x[..., half : 2 * half])

@@ -34,11 +34,11 @@ def test_the_work_of_a_dense_model() -> None:
 
 
 def test_of_experts_only_those_are_read_that_rows_are_sent_to() -> None:
-    work = work_of({"num_experts": 4, "num_experts_per_tok": 2}, {"mlp.experts.up": (4, 6, 5)})
+    work = work_of({"num_experts": 4, "num_experts_per_tok": 1}, {"mlp.experts.up": (4, 6, 5)})
     assert (work.experts, work.num_experts) == (120, 4)
-    assert work.bytes_read(1, 0, 0, batch=1) == 60
-    assert work.bytes_read(1, 0, 0, batch=2) == 90
-    assert work.prompt_operations(10) == 2 * 10 * 60
+    assert work.bytes_read(1, 0, 0, batch=1) == 30
+    assert work.bytes_read(1, 0, 0, batch=2) == 30 + 30 * 3 / 4
+    assert work.prompt_operations(10) == 2 * 10 * 30
     by_expert = {f"mlp.experts.{index}.up.weight": (6, 5) for index in range(4)}
     assert work_of({"num_local_experts": 4, "num_experts_per_tok": 2}, by_expert).experts == 120
 

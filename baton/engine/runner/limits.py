@@ -52,7 +52,13 @@ def read_rate(num_threads: int, cache_bytes: int, repeats: int = 5) -> Best:
     size = max(_READ_BYTES, _CACHES * cache_bytes)
     size -= size % (num_threads * mmap.PAGESIZE)
     best = Best(0.0, "")
-    with mmap.mmap(-1, size) as memory, torch_threads(num_threads), ThreadPoolExecutor(num_threads) as pool:
+    # Private: shared memory gets no huge pages, and reads a fifth slower without them.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with (
+        mmap.mmap(-1, size, flags=private) as memory,
+        torch_threads(num_threads),
+        ThreadPoolExecutor(num_threads) as pool,
+    ):
         memory.madvise(mmap.MADV_HUGEPAGE)
         floats = torch.frombuffer(memory, dtype=torch.float32)
         floats.fill_(1.0)

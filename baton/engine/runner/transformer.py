@@ -22,6 +22,7 @@ from baton.engine.runner.attention import (
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.decoder import Decoder
 from baton.engine.runner.input_batch import FlatBatch
+from baton.engine.runner.kernels.huge_pages import zeros_for_reading
 from baton.engine.runner.layers import ProductWatch, replace_products
 from baton.engine.runner.mapped_files import MappedFiles
 from baton.engine.runner.operations import Operations
@@ -92,7 +93,7 @@ class Transformer:
         self.missed_products = frozenset(watch.missed)
         self.layout = KVLayout(block_size, tuple(probe.layers[layer] for layer in sorted(probe.layers)), model.dtype)
         self.num_blocks = cache_size.blocks(self.layout.block_bytes)
-        self.kv_cache = torch.zeros(self.num_blocks * self.layout.block_elements, dtype=DTYPES[model.dtype])
+        self.kv_cache = zeros_for_reading(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype])
         self._decoder = self._own_loop(DTYPES[model.dtype])
         self._attention = PagedAttention(operations, cache_views(self.kv_cache, self.layout))
         bind(model.module, self._attention)

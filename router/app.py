@@ -257,4 +257,5 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         simulated=simulated,
         drain_s=config.drain_s,
         lease_s=config.lease_s,
+        limits=DispatchLimits(min_priority=config.min_priority),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
+from baton.config import MIN_PRIORITY
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -75,6 +76,8 @@ class DispatchLimits:
     max_backlog_tokens: int = 256
     stall_s: float = 30.0
     """How long a client may leave more than the backlog unread."""
+    min_priority: int = MIN_PRIORITY
+    """Requests with a smaller one are refused."""
     thread_text_chars: int = 16_384
     """Longer prompts are tokenized in a thread, so that nobody else waits."""
 
@@ -231,8 +234,8 @@ class Dispatcher:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
         if isinstance(raw.prompt, str) and len(raw.prompt) > self._limits.thread_text_chars:
-            return await asyncio.to_thread(validate, raw, card, encode, self._rng)
-        return validate(raw, card, encode, self._rng)
+            return await asyncio.to_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
+        return validate(raw, card, encode, self._rng, self._limits.min_priority)
 
     def _open(self, request: ValidRequest, started: float, timeout_s: float | None) -> _Run:
         if self._draining:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
+from baton.config import MIN_PRIORITY
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id
@@ -26,7 +27,11 @@ _SEED_BITS = 53
 
 
 def validate(
-    raw: GenerateRequest, card: ModelCard, encode: Callable[[str], list[int]] | None, rng: Random
+    raw: GenerateRequest,
+    card: ModelCard,
+    encode: Callable[[str], list[int]] | None,
+    rng: Random,
+    min_priority: int = MIN_PRIORITY,
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
@@ -34,8 +39,10 @@ def validate(
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
-    if not -(2**31) <= raw.priority < 2**31:
+    if not MIN_PRIORITY <= raw.priority < 2**31:
         raise InvalidRequest("priority", f"must be a 32-bit integer, not {raw.priority}")
+    if raw.priority < min_priority:
+        raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)

@@ -1,6 +1,15 @@
 """Configuration: one frozen model for each process, put together from flags, environment and file."""
 
 from baton.config.load import Loaded, config_file, load
-from baton.config.model import NodeConfig, RouterConfig, UpConfig, bundled_model_dir
+from baton.config.model import MIN_PRIORITY, NodeConfig, RouterConfig, UpConfig, bundled_model_dir
 
-__all__ = ["Loaded", "NodeConfig", "RouterConfig", "UpConfig", "bundled_model_dir", "config_file", "load"]
+__all__ = [
+    "MIN_PRIORITY",
+    "Loaded",
+    "NodeConfig",
+    "RouterConfig",
+    "UpConfig",
+    "bundled_model_dir",
+    "config_file",
+    "load",
+]

@@ -50,6 +50,12 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Policy = Literal["fcfs", "priority"]
+
+MIN_PRIORITY = -(2**31)
+POLICY_HELP = "Who is served first: whoever came first (fcfs), or whoever has the smallest priority."
+AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
+MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
 
 class _Config(BaseModel):
@@ -94,6 +100,9 @@ class NodeConfig(_Process):
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
+    scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
+    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
+    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
     threads: Count | None = Field(None, description="Threads that compute. Default: every core of the machine.")
     simulated_step_ms: Milliseconds = Field(0.0, description="Simulated runner: time of a step.")
     simulated_prefill_token_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each prompt token.")
@@ -122,6 +131,7 @@ class RouterConfig(_Process):
     operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
     advertise_host: str = Field("", description="Name or address at which others reach it. Default: where it listens.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
+    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
 
 
 class UpConfig(_Config):
@@ -143,6 +153,9 @@ class UpConfig(_Config):
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
+    scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
+    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
+    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
     start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
     drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
 

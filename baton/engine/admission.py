@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache_manager import AllocationAnswer, ComputedBlocks
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import EngineCoreEventType
 from baton.engine.request import Leg, Request, RequestStatus
-from baton.engine.request_queue import FCFSRequestQueue, RequestQueue
+from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 
@@ -42,7 +42,10 @@ class Admission:
         self._ledger = ledger
         self._config = ledger.config
         self._manager = ledger.kv_cache_manager
-        self._waiting: RequestQueue = FCFSRequestQueue()
+        config = ledger.config
+        self._waiting: RequestQueue = (
+            PriorityRequestQueue(config.priority_ageing_s) if config.policy == "priority" else FCFSRequestQueue()
+        )
         self._remote: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._times_passed: dict[str, int] = {}
@@ -71,6 +74,10 @@ class Admission:
     def put_back(self, request: Request) -> None:
         """A preempted request: next in turn."""
         self._waiting.prepend(request)
+
+    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        """Of running requests, in order of admission: the one that gives way first."""
+        return self._waiting.last_in_turn(running)
 
     def take_out(self, requests: Collection[Request]) -> None:
         """Forget requests that are about to end, wherever they wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -115,7 +116,7 @@ class Request:
         eos_token_ids: frozenset[int] = frozenset(),
         client_index: int = 0,
         priority: int = 0,
-        arrival_time: float = 0.0,
+        arrival_time: float | None = None,
         cache_salt: str = "",
         leg: Leg = Leg.WHOLE,
         kv_source: KVSource | None = None,
@@ -130,7 +131,8 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.client_index = client_index
         self.priority = priority
-        self.arrival_time = arrival_time
+        self.arrival_time = arrival_time if arrival_time is not None else math.inf
+        """Seconds on the scheduler's clock; the scheduler notes it when the request is added, unless it is given."""
         self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.engine.request import Request
@@ -32,6 +33,10 @@ class RequestQueue(Protocol):
         """Forget these; unknown ids are skipped."""
         ...
 
+    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        """Of running requests, in order of admission: the one that gives way first; None when there is none."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
@@ -58,8 +63,58 @@ class FCFSRequestQueue:
     def remove_many(self, request_ids: Collection[str]) -> None:
         self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
 
+    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        last = deque(running, maxlen=1)
+        return last.pop() if last else None
+
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+
+class PriorityRequestQueue:
+    """Smaller priorities first, equal ones by arrival; waiting makes up for priority, so that nobody starves."""
+
+    def __init__(self, ageing_s: float) -> None:
+        """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
+        self._ageing_s = ageing_s
+        self._heap: list[tuple[float, float, int, Request]] = []
+        self._youngest = 0
+        self._oldest = 0
+
+    def add(self, request: Request) -> None:
+        self._youngest += 1
+        heapq.heappush(self._heap, (*self._rank(request), self._youngest, request))
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[-1]
+
+    def prepend(self, request: Request) -> None:
+        # First among its equals.
+        self._oldest -= 1
+        heapq.heappush(self._heap, (*self._rank(request), self._oldest, request))
+
+    def prepend_many(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):
+            self.prepend(request)
+
+    def remove_many(self, request_ids: Collection[str]) -> None:
+        self._heap = [entry for entry in self._heap if entry[-1].request_id not in request_ids]
+        heapq.heapify(self._heap)
+
+    def last_in_turn(self, running: Iterable[Request]) -> Request | None:
+        # Of equals the newest: `max` would take the first.
+        return max(enumerate(running), key=lambda place: (*self._rank(place[1]), place[0]), default=(0, None))[1]
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[-1] for entry in sorted(self._heap, key=lambda entry: entry[:-1]))
+
+    def _rank(self, request: Request) -> tuple[float, float]:
+        # Everybody ages alike, so the order of two never changes while they wait: no clock is needed.
+        arrived = request.arrival_time
+        return (arrived + self._ageing_s * request.priority if self._ageing_s else request.priority), arrived

@@ -12,7 +12,8 @@ Where a request can be:
 Rules that keep it from wedging and from serving wrong KV:
 
   - Admission is all or nothing (see admission.py).
-  - The newest running request is preempted first, by recomputation: the oldest always progresses.
+  - The newest running request (or the one of the largest priority) is preempted first, by recomputation: the first in
+    turn always progresses.
   - A prefill leg is never preempted: its blocks are offered while it runs, and a peer may be reading them. It never
     needs to be: it has all its blocks from the start.
   - Blocks enter the prefix cache at commit, when their KV is known to be there.
@@ -20,6 +21,7 @@ Rules that keep it from wedging and from serving wrong KV:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from baton.clock import Clock
@@ -42,7 +44,7 @@ from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
-from baton.errors import DuplicateRequest
+from baton.errors import DuplicateRequest, InvalidRequest
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -65,6 +67,7 @@ class Scheduler:
         """Results of a step for requests that had ended or were never scheduled."""
         self.num_unknown_transfers = 0
         """Transfer reports for requests that did not wait for one."""
+        self._clock = clock
         self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
         self._admission = Admission(self._ledger)
         self._step = 0
@@ -102,11 +105,19 @@ class Scheduler:
     # --- requests in and out ---
 
     def add_request(self, request: Request) -> None:
-        """Queue a fresh request. DuplicateRequest: its id is live, or a transfer still holds blocks under it."""
+        """Queue a fresh request.
+
+        DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority.
+        """
         ledger = self._ledger
+        if request.priority < self.config.min_priority:
+            least = self.config.min_priority
+            raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
         if request.request_id in ledger.requests or ledger.kv_cache_manager.holds(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
         ledger.requests[request.request_id] = request
+        if request.arrival_time == math.inf:
+            request.arrival_time = self._clock.monotonic()
         self._admission.add(request)
         self._stalled = False
         ledger.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_prompt_tokens)
@@ -204,7 +215,7 @@ class Scheduler:
                     decodes.grown(request)
                     plan.note_growth(request, allocation.new_block_ids)
                     break
-                self._preempt(self._newest_preemptible(request), plan)
+                self._preempt(self._next_to_give_way(request), plan)
         plan.add_decodes(decodes.tick())
 
     def _schedule_filling(self, plan: StepPlan) -> None:
@@ -221,12 +232,10 @@ class Scheduler:
             # All its blocks were taken when it was admitted.
             plan.add_known(request, num_tokens, ())
 
-    def _newest_preemptible(self, needy: Request) -> Request:
+    def _next_to_give_way(self, needy: Request) -> Request:
         # `needy` is one itself, and nothing is scheduled yet in this step.
-        for request in reversed(self._ledger.running):
-            if request.leg is not Leg.PREFILL:
-                return request
-        return needy
+        running = self._ledger.running
+        return self._admission.last_in_turn(r for r in running if r.leg is not Leg.PREFILL) or needy
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._ledger.running.remove(request)

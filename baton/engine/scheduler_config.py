@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.errors import ConfigError
 
@@ -26,6 +28,12 @@ class SchedulerConfig:
     """Share of the blocks that a newcomer must leave free while others run."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Who is tried first, and who gives way last: whoever came first, or whoever has the smallest priority."""
+    priority_ageing_s: float = 60.0
+    """Seconds of waiting that weigh as much as one step of priority; 0: none ever do, and a late one may starve."""
+    min_priority: int = -(2**31)
+    """Requests below it are refused: so far ahead nobody may push."""
     max_times_passed: int = 16
     """How often smaller requests may be admitted past one that does not fit now."""
     max_stuck_requests: int = 8
@@ -46,6 +54,8 @@ class SchedulerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be a share from 0 to below 1, not {self.watermark}")
+        if not 0.0 <= self.priority_ageing_s < math.inf:
+            raise ConfigError(f"priority_ageing_s must be 0 or a number of seconds, not {self.priority_ageing_s}")
         if self.long_prefill_token_threshold < 0 or self.max_times_passed < 0 or self.max_stuck_requests < 0:
             raise ConfigError("long_prefill_token_threshold, max_times_passed and max_stuck_requests can't be negative")
 

@@ -56,4 +56,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or longest,
+        policy=config.scheduling_policy,
+        priority_ageing_s=config.priority_ageing_s,
+        min_priority=config.min_priority,
     )

@@ -48,6 +48,7 @@ class EngineRig:
         leg: Leg = Leg.WHOLE,
         eos: frozenset[int] = frozenset(),
         client_index: int = 0,
+        priority: int = 0,
         **params: Any,
     ) -> Request:
         """Queue a request; a number stands for a prompt of that length."""
@@ -60,6 +61,7 @@ class EngineRig:
             kv_source=SOURCE if leg is Leg.DECODE else None,
             eos_token_ids=eos,
             client_index=client_index,
+            priority=priority,
         )
         self.core.add_request(request)
         self.requests[request_id] = request

@@ -114,3 +114,10 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
     for field, fields in {"prompt": {"prompt": "text"}, "stop": {"prompt": [1], "stop": ["x"]}}.items():
         with pytest.raises(InvalidRequest, match=f"{field}: this model is served without a tokenizer"):
             validate(GenerateRequest(**fields), CARD, None, Random(1))
+
+
+def test_an_operator_bounds_how_far_ahead_a_client_may_push() -> None:
+    least = validate(GenerateRequest((1,), priority=-2), CARD, encode, Random(0), min_priority=-2)
+    assert least.priority == -2
+    with pytest.raises(InvalidRequest, match="priority: must be at least -2 here, not -3"):
+        validate(GenerateRequest((1,), priority=-3), CARD, encode, Random(0), min_priority=-2)

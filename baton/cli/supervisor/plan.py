@@ -39,6 +39,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--model": str(config.model.absolute()),
         "--runner": config.runner,
         "--drain-s": f"{config.drain_s:g}",
+        "--min-priority": str(config.min_priority),
     }
     if config.model_name:
         shared["--model-name"] = config.model_name
@@ -51,6 +52,8 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--kv-cache-memory": str(int(config.kv_cache_memory)),
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
+        "--scheduling-policy": config.scheduling_policy,
+        "--priority-ageing-s": f"{config.priority_ageing_s:g}",
         "--threads": str(threads),
     }
     if config.max_model_len is not None:

@@ -1,0 +1,151 @@
+"""Both policies' queues: one suite for what they share, and what priority adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from baton.engine.request import Request, RequestStatus, SamplingParams
+from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+from baton.errors import ConfigError, InvalidRequest
+from tests.support.engine_rig import EngineRig
+
+
+def request(name: str, priority: int = 0, arrival: float = 0.0) -> Request:
+    return Request(name, [1], SamplingParams(), priority=priority, arrival_time=arrival)
+
+
+def names(requests: Sequence[Request] | RequestQueue) -> list[str]:
+    return [one.request_id for one in requests]
+
+
+@pytest.fixture(params=["fcfs", "priority"])
+def queue(request: pytest.FixtureRequest) -> RequestQueue:
+    return FCFSRequestQueue() if request.param == "fcfs" else PriorityRequestQueue(60.0)
+
+
+def test_equals_come_out_as_they_went_in(queue: RequestQueue) -> None:
+    for name in "abc":
+        queue.add(request(name))
+    assert (names(queue), len(queue)) == (["a", "b", "c"], 3)
+    assert [queue.pop().request_id for _ in range(3)] == ["a", "b", "c"]
+    with pytest.raises(IndexError):
+        queue.pop()
+
+
+def test_what_is_put_back_comes_first_and_in_order(queue: RequestQueue) -> None:
+    for name in "abcd":
+        queue.add(request(name))
+    queue.prepend_many([queue.pop(), queue.pop()])
+    assert names(queue) == ["a", "b", "c", "d"]
+    queue.prepend(request("preempted"))
+    assert names(queue) == ["preempted", "a", "b", "c", "d"]
+
+
+def test_many_are_removed_and_strangers_skipped(queue: RequestQueue) -> None:
+    for name in "abcd":
+        queue.add(request(name))
+    queue.remove_many({"b", "d", "stranger"})
+    assert (names(queue), len(queue)) == (["a", "c"], 2)
+    assert queue.pop().request_id == "a"
+
+
+def test_the_newest_of_equals_gives_way(queue: RequestQueue) -> None:
+    running = [request("old"), request("new")]
+    last = queue.last_in_turn(running)
+    assert last is running[1]
+    assert queue.last_in_turn([]) is None
+
+
+def test_smaller_priorities_come_first_and_then_earlier_arrivals() -> None:
+    queue = PriorityRequestQueue(0.0)
+    for one in (
+        request("late", 1, 9.0),
+        request("urgent", -3, 9.5),
+        request("early", 1, 2.0),
+        request("plain", 0, 50.0),
+    ):
+        queue.add(one)
+    assert [queue.pop().request_id for _ in range(4)] == ["urgent", "plain", "early", "late"]
+    running = [request("large", 5, 1.0), request("small", 0, 9.0)]
+    assert queue.last_in_turn(running) is running[0]
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    queue = PriorityRequestQueue(10.0)
+    queue.add(request("patient", 1, 0.0))
+    queue.add(request("hurried", 0, 9.0))
+    queue.add(request("too late", 0, 11.0))
+    assert names(queue) == ["hurried", "patient", "too late"]
+
+
+def test_the_heap_agrees_with_sorting() -> None:
+    rng = Random(3)
+    queue = PriorityRequestQueue(7.0)
+    known: list[Request] = []
+    for number in range(400):
+        one = request(f"r{number}", rng.randrange(-3, 4), float(rng.randrange(40)))
+        queue.add(one)
+        known.append(one)
+        if rng.random() < 0.3:
+            gone = {rng.choice(known).request_id for _ in range(3)}
+            queue.remove_many(gone)
+            known = [r for r in known if r.request_id not in gone]
+        if known and rng.random() < 0.3:
+            best = min(known, key=lambda r: (r.arrival_time + 7.0 * r.priority, r.arrival_time))
+            popped = queue.pop()
+            assert (popped.arrival_time + 7.0 * popped.priority) == best.arrival_time + 7.0 * best.priority
+            known.remove(popped)
+    assert sorted(names(queue)) == sorted(names(known))
+
+
+def test_under_priority_the_urgent_run_first_and_the_others_give_way() -> None:
+    rig = EngineRig(num_blocks=6, policy="priority", max_num_seqs=2)
+    rig.add("cheap", 8, max_tokens=10, priority=5)
+    rig.step()
+    rig.add("urgent", 7, max_tokens=10, priority=-1)
+    while "urgent" not in rig.ends:
+        rig.step()
+    assert rig.requests["cheap"].num_preemptions == 1, "though it came first"
+    assert rig.requests["urgent"].num_preemptions == 0
+    rig.run()
+    assert all(rig.tokens[name] == rig.expected(name, 10) for name in ("cheap", "urgent"))
+
+
+def test_under_priority_the_waiting_are_tried_by_priority() -> None:
+    rig = EngineRig(policy="priority", max_num_seqs=1)
+    rig.add("first", 4, max_tokens=2)
+    rig.step()
+    for name, priority in (("c", 3), ("a", 1), ("b", 2)):
+        rig.add(name, 4, max_tokens=2, priority=priority)
+    rig.run()
+    assert list(rig.ends) == ["first", "a", "b", "c"]
+
+
+def test_a_stream_of_urgent_ones_starves_nobody() -> None:
+    rig = EngineRig(policy="priority", max_num_seqs=1, priority_ageing_s=5.0)
+    rig.add("patient", 4, max_tokens=1, priority=2)
+    for number in range(30):
+        rig.add(f"urgent{number}", 4, max_tokens=1, priority=0)
+        rig.step()
+        rig.clock.advance(1.0)
+    assert 10 <= list(rig.ends).index("patient") <= 12
+
+
+def test_a_priority_below_the_bound_is_refused_and_changes_nothing() -> None:
+    rig = EngineRig(min_priority=0)
+    with pytest.raises(InvalidRequest, match="priority: must be at least 0 here, not -1"):
+        rig.add("pushy", 4, priority=-1)
+    assert not rig.scheduler.has_requests()
+    assert rig.scheduler.requests == {}
+    rig.add("pushy", 4, max_tokens=1)
+    rig.run()
+    assert rig.requests["pushy"].status is RequestStatus.LENGTH_CAPPED
+
+
+@pytest.mark.parametrize("ageing_s", [-1.0, float("nan"), float("inf")])
+def test_ageing_is_a_number_of_seconds(ageing_s: float) -> None:
+    with pytest.raises(ConfigError, match="priority_ageing_s"):
+        EngineRig(priority_ageing_s=ageing_s)

@@ -25,7 +25,7 @@ from baton.engine.runner.checkpoint import open_checkpoint
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
-    from baton.engine.runner.profile import TimedRunner
+    from baton.engine.runner.profile import StepSplit, TimedRunner
 
 _BATCHES = (1, 8, 16)
 _ROUNDS = 4
@@ -65,9 +65,10 @@ class DecodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Where a decode step's time goes; medians over the steps, each part by itself."""
+    """Where a step's time goes; medians over steps of one kind, each part by itself."""
 
-    batch: int
+    step: str
+    """`prefill`, or `decode` and the batch."""
     attention_ms: float
     products_ms: float
     elementwise_ms: float
@@ -172,14 +173,15 @@ def run(config: EngineBenchConfig) -> EngineReport:
     prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
     both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES)), [], {}) for one in (ours, theirs) if one]
     _take_turns(both, prompts, config)
-    splits = [_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
+    splits = [_prefill_split(both[0].drive, ours, config, rng)]
+    splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
     limits = _with_second_read(before, config)
     return _report(config, work, info, limits, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
 
 
 def _blocks(config: EngineBenchConfig) -> int:
     """Enough that no prompt ever leaves the prefix cache, all that is generated included."""
-    prompts = max(_BATCHES) * -(-config.context_tokens // _BLOCK_SIZE)
+    prompts = (max(_BATCHES) + _ROUNDS) * -(-config.context_tokens // _BLOCK_SIZE)
     rounds = _ROUNDS + 1
     generated = sum(_BATCHES) * rounds * (config.steps // _ROUNDS // _BLOCK_SIZE + 2)
     return (prompts + generated) * 9 // 8
@@ -221,17 +223,35 @@ def _take_turns(both: Sequence[_Figures], prompts: Sequence[Sequence[int]], conf
                 engine.decode.setdefault(batch, []).extend(seconds_each)
 
 
-def _split(
+def _prefill_split(drive: EngineDrive, timed: TimedRunner, config: EngineBenchConfig, rng: Random) -> TimeSplit:
+    timed.timing = True
+    vocabulary = timed.model.vocab_size
+    prompts = [[rng.randrange(vocabulary) for _ in range(config.context_tokens)] for _ in range(_ROUNDS)]
+    # A step that only forgets what has ended computes nothing and is no part of it.
+    steps, splits = [], []
+    for prompt in prompts:
+        steps.append(drive.prefill(prompt))
+        splits.append(timed.splits[0])
+        timed.timing = True
+    timed.timing = False
+    return _split("prefill", steps, splits)
+
+
+def _decode_split(
     drive: EngineDrive, timed: TimedRunner, batch: int, prompts: Sequence[Sequence[int]], config: EngineBenchConfig
 ) -> TimeSplit:
     timed.timing = True
-    steps = drive.decode(prompts[:batch], config.steps // _ROUNDS)
-    splits = timed.splits[-len(steps) :]
+    splits: list[StepSplit] = []
+    steps = drive.decode(prompts[:batch], config.steps // _ROUNDS, lambda: splits.append(timed.splits[-1]))
     timed.timing = False
+    return _split(f"decode {batch}", steps, splits)
+
+
+def _split(name: str, steps: Sequence[float], splits: Sequence[StepSplit]) -> TimeSplit:
     parts = [(one.attention, one.products, one.elementwise, one.sampling) for one in splits]
     rest = [whole - sum(part) for whole, part in zip(steps, parts, strict=True)]
     attention, products, elementwise, sampling = (median(column) * 1e3 for column in zip(*parts, strict=True))
-    return TimeSplit(batch, attention, products, elementwise, sampling, median(rest) * 1e3)
+    return TimeSplit(name, attention, products, elementwise, sampling, median(rest) * 1e3)
 
 
 def _report(

@@ -91,10 +91,10 @@ def _print(report: EngineReport) -> None:
     )
     say()
     print_table(
-        ["BATCH", "ATTENTION MS", "PRODUCTS MS", "ELEMENTWISE MS", "SAMPLING MS", "PYTHON AND REST MS"],
+        ["STEP", "ATTENTION MS", "PRODUCTS MS", "ELEMENTWISE MS", "SAMPLING MS", "PYTHON AND REST MS"],
         [
             [
-                str(one.batch),
+                one.step,
                 f"{one.attention_ms:.2f}",
                 f"{one.products_ms:.2f}",
                 f"{one.elementwise_ms:.2f}",

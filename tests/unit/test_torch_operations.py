@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.runner import kernel_choice
+from baton.engine.runner import kernels
 from baton.engine.runner.kernels import KernelInfo
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
@@ -24,7 +24,7 @@ def test_no_kernels_no_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_random_model(tmp_path, TINY_MODELS[name], seed=1)
     with_kernels = load_runner(tmp_path, dtype="float32", num_blocks=16)
     absent = KernelInfo(isa=None, isas=(), numerics="", threads=False, reason="not built")
-    monkeypatch.setattr(kernel_choice.kernels, "available", lambda: absent)
+    monkeypatch.setattr(kernels, "available", lambda: absent)
     without = load_runner(tmp_path, dtype="float32", num_blocks=16)
     assert without.model.bit_exact
     assert without.model.numerics.startswith("torch-rows-8-threads-1/")

@@ -26,9 +26,9 @@
 
 typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
-enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE };
-/* Weights of so many k stay in the first cache while rows pass; rows of x that stay in the second while weights pass. */
-enum { CACHED_K = 256, CACHED_BYTES = 768 << 10, STEPS_AHEAD = 1 };
+enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES };
+/* Weights of so many k stay in the first cache while rows pass. Up to FEW_ROWS, memory is slower than the products. */
+enum { CACHED_K = 256, FEW_ROWS = 48 };
 
 /* Tile registers: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 struct tile_config {
@@ -66,11 +66,11 @@ TARGET static void release(void) {
     configured = 0;
 }
 
-/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements; pair_stride is
- * that of the weights' pairs of k. */
+/* Factors of one product: x goes on through all repeats while the weights begin again. Strides in elements; step_stride is
+ * that of the weights' tiles along k. */
 struct factors {
     const uint16_t *x, *w;
-    size_t ldx, panel_stride, pair_stride, steps, repeats;
+    size_t ldx, panel_stride, step_stride, steps, repeats;
 };
 
 #define LOAD_SUMS(c1, c2, c3)                    \
@@ -96,28 +96,27 @@ struct factors {
         _tile_stored(3, (c3), ldc * 4); \
     } while (0)
 
-/* weights stream from memory: all four panels of a step, some steps ahead */
+/* weights stream from memory: all four panels, one step ahead */
 INLINE void prefetch_step(const uint16_t *w) {
-    for (size_t line = 0; line < TILE_K * GROUP_COLUMNS; line += 32) __builtin_prefetch(w + STEPS_AHEAD * TILE_K * GROUP_COLUMNS + line);
+    for (size_t line = 0; line < STEP_ELEMENTS; line += 32) __builtin_prefetch(w + STEP_ELEMENTS + line);
 }
 
 /* up to 16 rows with four panels */
 INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const int accumulate, const int streams) {
     const uint16_t *x = f->x;
-    const size_t row = f->pair_stride * 2, step_elements = f->pair_stride * (TILE_K / 2);
     LOAD_SUMS(c + LANES, c + 2 * LANES, c + 3 * LANES);
     for (size_t repeat = 0; repeat < f->repeats; repeat++) {
         const uint16_t *w = f->w;
-        for (size_t step = 0; step < f->steps; step++, x += TILE_K, w += step_elements) {
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, w += f->step_stride) {
             if (streams) prefetch_step(w);
             _tile_loadd(4, x, f->ldx * 2);
-            _tile_loadd(6, w, row);
+            _tile_loadd(6, w, 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + f->panel_stride, row);
+            _tile_loadd(7, w + f->panel_stride, 64);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(6, w + 2 * f->panel_stride, row);
+            _tile_loadd(6, w + 2 * f->panel_stride, 64);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, w + 3 * f->panel_stride, row);
+            _tile_loadd(7, w + 3 * f->panel_stride, 64);
             _tile_dpbf16ps(3, 4, 7);
         }
     }
@@ -125,19 +124,17 @@ INLINE void multiply_wide(const struct factors *f, float *c, size_t ldc, const i
 }
 
 /* 17 to 32 rows with two panels */
-INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate, const int streams) {
+INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const int accumulate) {
     const uint16_t *x = f->x, *below = x + TILE_ROWS * f->ldx;
-    const size_t row = f->pair_stride * 2, step_elements = f->pair_stride * (TILE_K / 2);
     float *under = c + TILE_ROWS * ldc;
     LOAD_SUMS(c + LANES, under, under + LANES);
     for (size_t repeat = 0; repeat < f->repeats; repeat++) {
         const uint16_t *w = f->w;
-        for (size_t step = 0; step < f->steps; step++, x += TILE_K, below += TILE_K, w += step_elements) {
-            if (streams) prefetch_step(w);
+        for (size_t step = 0; step < f->steps; step++, x += TILE_K, below += TILE_K, w += f->step_stride) {
             _tile_loadd(4, x, f->ldx * 2);
-            _tile_loadd(6, w, row);
+            _tile_loadd(6, w, 64);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + f->panel_stride, row);
+            _tile_loadd(7, w + f->panel_stride, 64);
             _tile_dpbf16ps(1, 4, 7);
             _tile_loadd(5, below, f->ldx * 2);
             _tile_dpbf16ps(2, 5, 6);
@@ -147,8 +144,8 @@ INLINE void multiply_tall(const struct factors *f, float *c, size_t ldc, const i
     STORE_SUMS(c + LANES, under, under + LANES);
 }
 
-/* Any number of rows; panels is a multiple of GROUP_PANELS. streams: the weights come from memory. */
-INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate, const int streams) {
+/* Any number of rows; panels is a multiple of GROUP_PANELS. */
+INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, size_t ldc, const int accumulate) {
     const uint16_t *w = f.w;
     WRITTEN(f.x);
     WRITTEN(w);
@@ -159,46 +156,101 @@ INLINE void multiply(size_t rows, size_t panels, struct factors f, float *c, siz
         for (size_t panel = 0; panel < panels; panel += step) {
             f.w = w + panel * f.panel_stride;
             if (block <= TILE_ROWS)
-                multiply_wide(&f, c + panel * LANES, ldc, accumulate, streams && row == 0);
+                multiply_wide(&f, c + panel * LANES, ldc, accumulate, 0);
             else
-                multiply_tall(&f, c + panel * LANES, ldc, accumulate, streams && row == 0 && panel == 0);
+                multiply_tall(&f, c + panel * LANES, ldc, accumulate);
         }
     }
     WRITTEN(c);
 }
 
-TARGET static void multiply_group(size_t rows, struct factors f, float *c) { multiply(rows, GROUP_PANELS, f, c, GROUP_COLUMNS, 0, 1); }
-TARGET static void go_on_with_group(size_t rows, struct factors f, float *c) { multiply(rows, GROUP_PANELS, f, c, GROUP_COLUMNS, 1, 1); }
+/* up to TILE_ROWS rows: the weights are read once and come from memory */
+TARGET static void stream_sums(size_t rows, struct factors f, float *c) {
+    WRITTEN(f.x);
+    configure(rows);
+    multiply_wide(&f, c, GROUP_COLUMNS, 0, 1);
+    WRITTEN(c);
+}
 
+/* Asks the second cache for the lines [from, to) / parts of the next piece of the weights. */
+INLINE void prefetch_share(const uint16_t *next, size_t elements, size_t part, size_t parts) {
+    size_t lines = elements / 32;
+    for (size_t line = lines * part / parts; line < lines * (part + 1) / parts; line++) __builtin_prefetch(next + line * 32, 0, 2);
+}
+
+/* One piece of k for many rows: two panels of weights stay in the first cache while the rows pass, and the next piece
+ * comes from memory meanwhile. */
+INLINE void multiply_piece(size_t rows, struct factors f, float *c, const int accumulate) {
+    if (rows <= FEW_ROWS) { /* memory is slower than they are: all four panels at once, from one stream */
+        WRITTEN(f.x);
+        for (size_t row = 0; row < rows; row += TILE_ROWS, f.x += TILE_ROWS * f.ldx, c += TILE_ROWS * GROUP_COLUMNS) {
+            configure(rows - row < TILE_ROWS ? rows - row : TILE_ROWS);
+            multiply_wide(&f, c, GROUP_COLUMNS, accumulate, row == 0);
+        }
+        WRITTEN(c);
+        return;
+    }
+    const uint16_t *x = f.x, *w = f.w, *next = w + f.steps * STEP_ELEMENTS;
+    size_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    WRITTEN(x);
+    WRITTEN(c);
+    for (size_t panel = 0; panel < GROUP_PANELS; panel += 2) {
+        f.w = w + panel * f.panel_stride;
+        for (size_t block = 0; block < blocks; block++) {
+            size_t row = block * BLOCK_ROWS, count = rows - row < BLOCK_ROWS ? rows - row : BLOCK_ROWS;
+            prefetch_share(next, f.steps * STEP_ELEMENTS, panel / 2 * blocks + block, 2 * blocks);
+            f.x = x + row * f.ldx;
+            configure(count);
+            if (count > TILE_ROWS)
+                multiply_tall(&f, c + row * GROUP_COLUMNS + panel * LANES, GROUP_COLUMNS, accumulate);
+            else if (panel == 0)
+                multiply_wide(&f, c + row * GROUP_COLUMNS, GROUP_COLUMNS, accumulate, 0);
+        }
+    }
+    WRITTEN(c);
+}
+
+TARGET static void start_sums(size_t rows, struct factors f, float *c) { multiply_piece(rows, f, c, 0); }
+TARGET static void continue_sums(size_t rows, struct factors f, float *c) { multiply_piece(rows, f, c, 1); }
+
+/* The groups of a task take turns, so that its rows' piece of x is read from the second cache by all but the first. */
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    size_t rows = part.end - part.row, blocks = rows <= TILE_ROWS ? 1 : (call->k + CACHED_K - 1) / CACHED_K;
-    size_t depth = blocks == 0 ? 0 : (call->k / TILE_K + blocks - 1) / blocks * TILE_K;
-    struct factors f = {.x = (const uint16_t *)call->x + part.row * call->x_stride, .ldx = call->x_stride,
-                        .w = (const uint16_t *)call->packed + part.group * GROUP_COLUMNS * call->k,
-                        .panel_stride = 2 * LANES, .pair_stride = 2 * GROUP_COLUMNS, .steps = depth / TILE_K, .repeats = 1};
-    float *c = scratch;
-    struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_BFLOAT16, part.group);
-    multiply_group(rows, f, c);
-    for (size_t from = depth; from < call->k; from += depth) {
-        f.x += depth;
-        f.w += depth * GROUP_COLUMNS;
-        if (call->k - from < depth) f.steps = (call->k - from) / TILE_K;
-        go_on_with_group(rows, f, c);
-    }
-    store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, c);
+    const uint16_t *x = (const uint16_t *)call->x + part.row * call->x_stride, *w = call->packed;
+    size_t rows = part.end - part.row, pieces = rows <= TILE_ROWS || call->k == 0 ? 1 : (call->k + CACHED_K - 1) / CACHED_K;
+    size_t depth = (call->k / TILE_K + pieces - 1) / pieces * TILE_K, from = 0;
+    float *sums = scratch;
+    do {
+        size_t count = call->k - from < depth ? call->k - from : depth;
+        for (size_t group = part.group; group < part.group_end; group++) {
+            struct factors f = {.x = x + from, .w = w + (group * call->k + from) * GROUP_COLUMNS, .ldx = call->x_stride,
+                                .panel_stride = TILE_ELEMENTS, .step_stride = STEP_ELEMENTS, .steps = count / TILE_K, .repeats = 1};
+            float *c = sums + (group - part.group) * rows * GROUP_COLUMNS;
+            if (rows <= TILE_ROWS)
+                stream_sums(rows, f, c);
+            else if (from == 0)
+                start_sums(rows, f, c);
+            else
+                continue_sums(rows, f, c);
+        }
+        from += depth;
+    } while (from < call->k);
     release();
+    for (size_t group = part.group; group < part.group_end; group++, sums += rows * GROUP_COLUMNS) {
+        struct epilogue epilogue;
+        open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
+        store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, sums);
+    }
 }
 
 INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) { memcpy(row, x, k * 2); }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
-                                    size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc) {
+                                    size_t panel_stride, size_t step_stride, size_t pairs, float *c, size_t ldc) {
     struct factors f = {.x = (const uint16_t *)x, .w = w, .ldx = 2 * ldx, .panel_stride = panel_stride,
-                        .pair_stride = pair_stride, .steps = pairs * 2 / TILE_K, .repeats = 1};
-    multiply(rows, panels, f, c, ldc, 0, 0);
+                        .step_stride = step_stride, .steps = pairs * 2 / TILE_K, .repeats = 1};
+    multiply(rows, panels, f, c, ldc, 0);
 }
 
 #define VALUE_PAIRS
@@ -225,8 +277,8 @@ INLINE void split_probabilities(const float *probabilities, uint16_t *halves) {
 
 INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, const uint16_t *pairs, float *c, size_t ldc) {
     struct factors f = {.x = halves, .w = pairs, .ldx = 2 * KEY_TILE, .panel_stride = KEY_TILE * LANES,
-                        .pair_stride = 2 * LANES, .steps = KEY_TILE / TILE_K, .repeats = 2};
-    multiply(rows, panels, f, c, ldc, 1, 0);
+                        .step_stride = TILE_ELEMENTS, .steps = KEY_TILE / TILE_K, .repeats = 2};
+    multiply(rows, panels, f, c, ldc, 1);
 }
 
 #include "attention.inc.h"
@@ -247,5 +299,5 @@ static int supported(void) {
 
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, BLOCK_ROWS, CACHED_BYTES};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, BLOCK_ROWS, 512};
 #endif

@@ -151,7 +151,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
                         KEY_TILE, 0);
     else
         product_bfloat16(rows, KEY_TILE / LANES, state->query, state->query_dim / 2 * ROW_ITEMS_PER_PAIR, state->keys,
-                         state->query_dim * LANES, 2 * LANES, state->query_dim / 2, state->scores, KEY_TILE);
+                         state->query_dim * LANES, PANEL_ELEMENTS, state->query_dim / 2, state->scores, KEY_TILE);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share a product */

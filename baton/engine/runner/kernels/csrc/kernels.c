@@ -25,23 +25,25 @@ int baton_default_isa(void) {
     return isa;
 }
 
-/* Columns are split first; rows so that they stay in a cache, and to keep every thread busy. */
-static size_t rows_per_task(const struct linear_call *call, const struct isa *isa, int dtype, int n_threads) {
-    size_t groups = column_groups(call), wanted = 4 * (size_t)n_threads, rows = call->m, step = isa->linear_rows;
-    if (dtype == DTYPE_BFLOAT16 && isa->linear_bytes > 0) {
-        size_t cached = isa->linear_bytes / (call->k * 2 + 1) / step * step;
-        if (cached < step) cached = step;
-        if (rows > cached) { /* of equal size */
-            size_t parts = (rows + cached - 1) / cached;
-            rows = ((rows + parts - 1) / parts + step - 1) / step * step;
-        }
-    }
-    size_t tasks = groups * ((call->m + rows - 1) / rows);
-    if (n_threads > 1 && tasks < wanted) {
-        size_t parts = (wanted + groups - 1) / groups, blocks = (call->m + step - 1) / step;
-        rows = (blocks + parts - 1) / parts * step;
-    }
-    return rows < call->m ? rows : call->m;
+/* What one task's sums may fill of the second cache; the piece of x that they share fills another such part. */
+enum { SUMS_BYTES = 512 << 10 };
+
+/* Rows are cut into equal parts that a task can keep the sums of, or else so that every thread has something to do; columns
+ * into groups, some of which stay together where there are enough of them. */
+static void plan_linear(struct linear_call *call, const struct isa *isa, enum dtype dtype, size_t n_threads) {
+    size_t groups = column_groups(call), wanted = n_threads > 1 ? 4 * n_threads : 1, step = isa->linear_rows, parts = 1;
+    int keeps_sums = dtype == DTYPE_BFLOAT16 && isa->rows_of_sums > 0;
+    if (keeps_sums) parts = (call->m + isa->rows_of_sums - 1) / isa->rows_of_sums;
+    if (groups * parts < wanted) parts = (wanted + groups - 1) / groups;
+    size_t rows = ((call->m + parts - 1) / parts + step - 1) / step * step;
+    call->rows_per_task = rows < call->m ? rows : call->m;
+    call->groups_per_task = 1;
+    parts = (call->m + call->rows_per_task - 1) / call->rows_per_task;
+    if (!keeps_sums || call->m <= step) return;
+    size_t together = SUMS_BYTES / (call->rows_per_task * GROUP_COLUMNS * sizeof(float)), most = groups * parts / wanted;
+    if (together > most) together = most;
+    if (together > 4) together = 4;
+    if (together > 1) call->groups_per_task = together;
 }
 
 /* activation: enum activation; n counts the columns of out, k is padded, x_stride counts elements */
@@ -52,11 +54,12 @@ int baton_linear(int isa_index, int dtype, const void *x, const void *packed, co
                                .x_stride = x_stride, .activation = (enum activation)activation};
     if (m == 0 || n == 0) return STATUS_OK;
     if (n_threads < 1 || (double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
-    call.rows_per_task = rows_per_task(&call, isa, dtype, n_threads);
+    plan_linear(&call, isa, (enum dtype)dtype, (size_t)n_threads);
+    size_t across = (column_groups(&call) + call.groups_per_task - 1) / call.groups_per_task;
     size_t parts = (m + call.rows_per_task - 1) / call.rows_per_task, sums = isa->linear_rows;
-    if (isa->linear_bytes > 0 && call.rows_per_task > sums) sums = call.rows_per_task;
+    if (isa->rows_of_sums > 0 && call.rows_per_task * call.groups_per_task > sums) sums = call.rows_per_task * call.groups_per_task;
     size_t scratch = (sums * GROUP_COLUMNS + isa->linear_rows * k) * sizeof(float);
-    return run_tasks(isa->linear[dtype], &call, column_groups(&call) * parts, n_threads, scratch);
+    return run_tasks(isa->linear[dtype], &call, across * parts, n_threads, scratch);
 }
 
 /* Rows of a task so that it is worth a fork. */

@@ -7,7 +7,7 @@
  *
  * Packed weights: groups of 64 columns in 4 panels of 16, side by side, so that one task reads one stream. Missing columns are zero.
  *   float32:  [group][k][panel][16]
- *   bfloat16: [group][pair][panel][16][2], pairs of k, k padded with zeros to a multiple of 32.
+ *   bfloat16: [group][step][panel][pair][16][2], steps of 16 pairs of k, k padded with zeros to a multiple of 32.
  * A gated weight has gate and up in turn: panels 0 and 2 of a group hold the gates of 32 outputs, 1 and 3 what they gate.
  * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does; the paths without that instruction
  * follow it, so all paths but AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
@@ -18,7 +18,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
+enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, STEP_PAIRS = 16, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
+/* of one step of a bfloat16 group */
+enum { PANEL_ELEMENTS = BF16_K_MULTIPLE * LANES, STEP_ELEMENTS = GROUP_PANELS * PANEL_ELEMENTS };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
@@ -37,7 +39,7 @@ struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
     size_t m, n, k, x_stride; /* n counts the columns of out, k is padded; the stride counts elements */
-    size_t rows_per_task;
+    size_t rows_per_task, groups_per_task;
     enum activation activation;
 };
 
@@ -49,15 +51,17 @@ static inline size_t column_groups(const struct linear_call *call) {
     return (call->n + group_outputs(call) - 1) / group_outputs(call);
 }
 
-/* One unit of a product's work: some rows, one group of columns. */
+/* One unit of a product's work: some rows, some groups of columns. */
 struct linear_task {
-    size_t group, row, end;
+    size_t group, group_end, row, end;
 };
 
 static inline struct linear_task linear_task(const struct linear_call *call, size_t task) {
-    size_t groups = column_groups(call), row = task / groups * call->rows_per_task;
+    size_t groups = column_groups(call), across = (groups + call->groups_per_task - 1) / call->groups_per_task;
+    size_t row = task / across * call->rows_per_task, group = task % across * call->groups_per_task;
     size_t end = row + call->rows_per_task < call->m ? row + call->rows_per_task : call->m;
-    return (struct linear_task){task % groups, row, end};
+    size_t group_end = group + call->groups_per_task < groups ? group + call->groups_per_task : groups;
+    return (struct linear_task){group, group_end, row, end};
 }
 
 /* Rows of x lie at row * stride[0] + column * stride[1] for row < rows and column < columns; strides count elements. */
@@ -112,7 +116,7 @@ struct isa {
     task_function rms_norm[2];
     task_function rotate[2];
     size_t linear_rows;  /* rows of x in scratch at once, for the vectors */
-    size_t linear_bytes; /* rows of x that a task of bfloat16 goes over again and again fill no more than this; 0: any number */
+    size_t rows_of_sums; /* the most rows of a bfloat16 task that keeps all its sums in scratch; 0: it keeps linear_rows of them */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;

@@ -37,14 +37,16 @@ INLINE void store_rows(const enum dtype dtype, const struct epilogue *e, void *o
 TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    const float *w = (const float *)call->packed + part.group * GROUP_COLUMNS * call->k;
     float *c = scratch;
-    struct epilogue epilogue;
-    open_epilogue(&epilogue, call, DTYPE_FLOAT32, part.group);
-    for (size_t row = part.row, block; row < part.end; row += block) {
-        block = block_rows(part.end - row);
-        product_float32(block, GROUP_PANELS, (const float *)call->x + row * call->x_stride, call->x_stride, w, LANES,
-                        GROUP_COLUMNS, call->k, c, GROUP_COLUMNS, 0);
-        store_rows(DTYPE_FLOAT32, &epilogue, call->out, row, block, c);
+    for (size_t group = part.group; group < part.group_end; group++) {
+        const float *w = (const float *)call->packed + group * GROUP_COLUMNS * call->k;
+        struct epilogue epilogue;
+        open_epilogue(&epilogue, call, DTYPE_FLOAT32, group);
+        for (size_t row = part.row, block; row < part.end; row += block) {
+            const float *x = (const float *)call->x + row * call->x_stride;
+            block = block_rows(part.end - row);
+            product_float32(block, GROUP_PANELS, x, call->x_stride, w, LANES, GROUP_COLUMNS, call->k, c, GROUP_COLUMNS, 0);
+            store_rows(DTYPE_FLOAT32, &epilogue, call->out, row, block, c);
+        }
     }
 }

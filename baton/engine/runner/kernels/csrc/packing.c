@@ -15,8 +15,14 @@ size_t baton_packed_size(int dtype, size_t columns, size_t k) {
 
 /* the packed column's first element */
 static size_t column_start(int dtype, size_t column, size_t padded) {
-    size_t within = column % GROUP_COLUMNS * (dtype == DTYPE_FLOAT32 ? 1 : 2);
-    return column / GROUP_COLUMNS * GROUP_COLUMNS * padded + within;
+    size_t group = column / GROUP_COLUMNS * GROUP_COLUMNS * padded, within = column % GROUP_COLUMNS;
+    if (dtype == DTYPE_FLOAT32) return group + within;
+    return group + within / LANES * PANEL_ELEMENTS + within % LANES * 2;
+}
+
+/* from there to the pair that begins with element i of a bfloat16 column */
+static size_t pair_offset(size_t i) {
+    return i / BF16_K_MULTIPLE * STEP_ELEMENTS + i % BF16_K_MULTIPLE * LANES;
 }
 
 /* Puts the rows of a weight [n, k] into packed columns from first on, each 16 rows spread panels after those before.
@@ -36,7 +42,7 @@ void baton_pack(int dtype, const void *weight, void *packed, size_t n, size_t k,
             const uint16_t *from = (const uint16_t *)weight + row * k;
             for (size_t i = 0; i < k; i += 2)
                 for (size_t lane = 0; lane < used; lane++) {
-                    uint16_t *to = (uint16_t *)packed + starts[lane] + i * GROUP_COLUMNS;
+                    uint16_t *to = (uint16_t *)packed + starts[lane] + pair_offset(i);
                     to[0] = from[lane * k + i];
                     if (i + 1 < k) to[1] = from[lane * k + i + 1];
                 }
@@ -63,8 +69,8 @@ static void take_row(const void *job, size_t task, void *scratch) {
     } else {
         const uint16_t *from = (const uint16_t *)call->packed + start;
         uint16_t *to = (uint16_t *)call->out + task * k;
-        for (size_t i = 0; i + 1 < k; i += 2) memcpy(to + i, from + i * GROUP_COLUMNS, 4);
-        if (k % 2 != 0) to[k - 1] = from[(k - 1) * GROUP_COLUMNS];
+        for (size_t i = 0; i + 1 < k; i += 2) memcpy(to + i, from + pair_offset(i), 4);
+        if (k % 2 != 0) to[k - 1] = from[pair_offset(k - 1)];
     }
 }
 

@@ -15,7 +15,7 @@ from baton.engine.request import KVSource, RequestStatus
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.layout import LinkIdentity
+from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.lease_machine import LeaseState
 from kv_transfer.link import MISSED_HEARTBEATS
@@ -465,7 +465,7 @@ async def test_a_reader_that_falls_silent_loses_its_link_and_hears_no(rig: Hando
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
         call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
-        hello = LinkHello(1, "c", "d9", "d9.first", "p0.first", LAYOUT)
+        hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT)
         await call.write(write_hello(hello))
         await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
         # Somebody else's lease is none of its business, and nonsense is skipped.

@@ -6,7 +6,8 @@
  * Attention: a probability goes in as the sum of two bfloat16, which keeps 16 of its 24 bits.
  */
 #if defined(__x86_64__) && defined(__linux__)
-#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#define ROUND_BF16
 #include "vector_avx512.h"
 
 #include <cpuid.h>
@@ -257,8 +258,17 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
 
 /* Interleaves two keys' values; to steps over panels of KEY_TILE keys. */
 INLINE void load_value_pairs(uint16_t *to, const uint16_t *even, const uint16_t *odd, size_t dim) {
-    for (size_t d = 0; d < dim; d += LANES, to += KEY_TILE * LANES) {
-        __mmask16 mask = dim - d < LANES ? 0xFF : 0xFFFF; /* head_dim is a multiple of 8 */
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    size_t d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES, to += 2 * KEY_TILE * LANES) {
+        __m512i low = _mm512_loadu_si512(even + d), high = _mm512_loadu_si512(odd + d);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
+        _mm512_storeu_si512(to + KEY_TILE * LANES, _mm512_permutex2var_epi16(low, second, high));
+    }
+    for (; d < dim; d += LANES, to += KEY_TILE * LANES) {
+        __mmask16 mask = dim - d < LANES ? 0xFF : 0xFFFF; /* dim is a multiple of 8 */
         __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + d));
         __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + d));
         _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
@@ -268,10 +278,10 @@ INLINE void load_value_pairs(uint16_t *to, const uint16_t *even, const uint16_t 
 /* halves: the upper 16 bits of each probability, then the rest rounded to bfloat16 */
 INLINE void split_probabilities(const float *probabilities, uint16_t *halves) {
     for (size_t i = 0; i < KEY_TILE; i += LANES) {
-        v16 p = v_load(probabilities + i);
-        v16 upper = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(p), _mm512_set1_epi32((int)0xFFFF0000u)));
-        v_store_bf16(halves + i, upper);
-        v_store_bf16(halves + KEY_TILE + i, v_sub(p, upper));
+        __m512i bits = _mm512_loadu_si512(probabilities + i);
+        v16 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000u)));
+        _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+        v_store_bf16(halves + KEY_TILE + i, v_sub(_mm512_castsi512_ps(bits), upper));
     }
 }
 
@@ -292,7 +302,7 @@ TARGET static void attention_bfloat16_and_release(const void *job, size_t task, 
 static int supported(void) {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
-    if (!isa_avx512.supported() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (!isa_avx512_bf16.supported() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     if (!(d >> 22 & 1) || !(d >> 24 & 1)) return 0; /* AMX-BF16, AMX-TILE */
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }

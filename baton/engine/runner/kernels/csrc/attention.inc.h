@@ -18,7 +18,7 @@
 
 /* Where one task keeps its rows; all of it in the thread's scratch. */
 struct attention_state {
-    float *scores;  /* [rows][KEY_TILE]: products, then probabilities */
+    float *scores;  /* [SCORE_ROWS][KEY_TILE]: products, then probabilities */
     float *output;  /* [rows][out_stride], unnormalised */
     float *sum;     /* [rows][LANES] */
     float *largest; /* [rows] */
@@ -26,7 +26,7 @@ struct attention_state {
     uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
     void *query;    /* [rows] prepared query rows */
-    uint16_t *halves; /* [rows][2][KEY_TILE]: probabilities as the sum of two bfloat16 */
+    uint16_t *halves; /* [SCORE_ROWS][2][KEY_TILE]: probabilities as the sum of two bfloat16 */
     size_t query_dim, out_stride, value_panels;
 };
 
@@ -59,12 +59,13 @@ INLINE void load_values(const enum dtype dtype, struct attention_state *state, c
 /* Transposes the tile's keys into panels and copies its values into panels, as far as the task sees them: as floats for
  * the tokens that see a part of them, as pairs for those that see them all. */
 INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
-                      struct attention_state *state, int64_t tile, struct key_range seen, int floats, int pairs) {
+                      struct attention_state *state, int64_t tile, int64_t end, struct key_range seen, int floats, int pairs) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
     const size_t words = (size_t)call->key_dim * size / 4, value_dim = (size_t)call->value_dim;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
     const int64_t head = task->kv_head * call->block_size;
     const char *cache = call->cache;
+    const size_t key_lines = (size_t)call->key_dim * size, value_lines = value_dim * size;
     const uint32_t *keys[KEY_TILE];
     const uint16_t *before = NULL; /* the key before's values */
     (void)before;
@@ -78,6 +79,14 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
         int64_t start = table[block] * call->block_stride, token = head + offset;
         keys[j] = (const uint32_t *)(cache + (size_t)(start + call->key_offset + token * call->key_dim) * size);
         const char *value = cache + (size_t)(start + call->value_offset + token * call->value_dim) * size;
+        if (tile + j + KEY_TILE < end) { /* the next tile's, from memory meanwhile */
+            int64_t later = tile + j + KEY_TILE, later_token = head + later % call->block_size;
+            const char *there = cache + (size_t)(table[later / call->block_size] * call->block_stride) * size;
+            const char *later_key = there + (size_t)(call->key_offset + later_token * call->key_dim) * size;
+            const char *later_value = there + (size_t)(call->value_offset + later_token * call->value_dim) * size;
+            for (size_t line = 0; line < key_lines; line += 64) __builtin_prefetch(later_key + line);
+            for (size_t line = 0; line < value_lines; line += 64) __builtin_prefetch(later_value + line);
+        }
         if (floats) load_values(dtype, state, value, value_dim, (size_t)j);
 #ifdef VALUE_PAIRS
         if (pairs && j % 2 != 0) load_value_pairs(state->pairs + (j - 1) * LANES, before, (const uint16_t *)value, value_dim);
@@ -93,8 +102,9 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 }
 
 /* One row's softmax over one tile: scores become probabilities, the row's sum and output are brought to the new maximum. */
-INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, size_t row, struct key_range range) {
-    float *scores = state->scores + row * KEY_TILE, *output = state->output + row * state->out_stride;
+INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, size_t row,
+                        struct key_range range) {
+    float *output = state->output + row * state->out_stride;
     v16 s[KEY_TILE / LANES];
 #pragma GCC unroll 4
     for (int i = 0; i < KEY_TILE / LANES; i++) {
@@ -137,44 +147,48 @@ INLINE int any_sees_all(const struct attention_call *call, int64_t first_positio
     return reaches < first_position + tokens && sees_all(visible_keys(call, reaches, tile));
 }
 
+/* Rows that see the same keys of the loaded tile: scores, probabilities, and what they add to the outputs. */
+INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, size_t row,
+                        size_t count, struct key_range range) {
+    const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
+    float *output = state->output + row * state->out_stride;
+    if (dtype == DTYPE_FLOAT32)
+        product_float32(count, KEY_TILE / LANES, (const float *)state->query + row * dim, dim, state->keys, dim * LANES, LANES,
+                        dim, state->scores, KEY_TILE, 0);
+    else
+        product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
+                         state->query_dim * LANES, PANEL_ELEMENTS, pairs, state->scores, KEY_TILE);
+    for (size_t r = 0; r < count; r++) softmax_row(call, state, state->scores + r * KEY_TILE, row + r, range);
+#ifdef VALUE_PAIRS
+    if (dtype == DTYPE_BFLOAT16 && sees_all(range)) {
+        for (size_t r = 0; r < count; r++) split_probabilities(state->scores + r * KEY_TILE, state->halves + r * 2 * KEY_TILE);
+        product_pairs(count, state->value_panels, state->halves, state->pairs, output, state->out_stride);
+        return;
+    }
+#endif
+    product_float32(count, state->value_panels, state->scores + range.start, KEY_TILE, state->values + range.start * LANES,
+                    KEY_TILE * LANES, LANES, (size_t)(range.end - range.start), output, state->out_stride, 1);
+}
+
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
                         struct attention_state *state, int64_t first_position, int64_t tile) {
-    const size_t dim = (size_t)call->key_dim, heads = (size_t)task->head_count, rows = (size_t)task->token_count * heads;
+    const size_t heads = (size_t)task->head_count;
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
     struct key_range seen = {first.start, last.end};
     int pairs = VALUE_PAIRS_OF(dtype) && any_sees_all(call, first_position, task->token_count, tile);
     int floats = !pairs || !sees_all(first) || !sees_all(last);
-    load_tile(dtype, call, task, state, tile, seen, floats, pairs);
-    if (dtype == DTYPE_FLOAT32)
-        product_float32(rows, KEY_TILE / LANES, state->query, dim, state->keys, dim * LANES, LANES, dim, state->scores,
-                        KEY_TILE, 0);
-    else
-        product_bfloat16(rows, KEY_TILE / LANES, state->query, state->query_dim / 2 * ROW_ITEMS_PER_PAIR, state->keys,
-                         state->query_dim * LANES, PANEL_ELEMENTS, state->query_dim / 2, state->scores, KEY_TILE);
+    load_tile(dtype, call, task, state, tile, first_position + task->token_count, seen, floats, pairs);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
-        int64_t next = token + 1; /* tokens that see the same keys of this tile share a product */
+        int64_t next = token + 1; /* tokens that see the same keys of this tile share products */
         for (; next < task->token_count; next++) {
             struct key_range other = visible_keys(call, first_position + next, tile);
             if (other.start != range.start || other.end != range.end) break;
         }
-        if (range.start < range.end) {
-            size_t row = (size_t)token * heads, end = (size_t)next * heads;
-            for (size_t r = row; r < end; r++) softmax_row(call, state, r, range);
-#ifdef VALUE_PAIRS
-            if (dtype == DTYPE_BFLOAT16 && sees_all(range)) {
-                for (size_t r = row; r < end; r++) split_probabilities(state->scores + r * KEY_TILE, state->halves + r * 2 * KEY_TILE);
-                product_pairs(end - row, state->value_panels, state->halves + row * 2 * KEY_TILE, state->pairs,
-                              state->output + row * state->out_stride, state->out_stride);
-                token = next;
-                continue;
-            }
-#endif
-            product_float32(end - row, state->value_panels, state->scores + row * KEY_TILE + range.start, KEY_TILE,
-                            state->values + range.start * LANES, KEY_TILE * LANES, LANES, (size_t)(range.end - range.start),
-                            state->output + row * state->out_stride, state->out_stride, 1);
-        }
+        size_t end = range.start < range.end ? (size_t)next * heads : 0;
+        for (size_t row = (size_t)token * heads; row < end; row += SCORE_ROWS)
+            attend_rows(dtype, call, state, row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, range);
         token = next;
     }
 }
@@ -239,13 +253,13 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.out_stride = padded_columns(call->value_dim);
     state.value_panels = state.out_stride / LANES;
     state.scores = scratch;
-    state.output = state.scores + ATTENTION_ROWS * KEY_TILE;
+    state.output = state.scores + SCORE_ROWS * KEY_TILE;
     state.sum = state.output + ATTENTION_ROWS * state.out_stride;
     state.largest = state.sum + ATTENTION_ROWS * LANES;
     state.values = state.largest + ATTENTION_ROWS;
     state.pairs = (uint16_t *)(state.values + KEY_TILE * state.out_stride);
     state.halves = state.pairs + KEY_TILE * state.out_stride;
-    state.keys = state.halves + ATTENTION_ROWS * 2 * KEY_TILE;
+    state.keys = state.halves + SCORE_ROWS * 2 * KEY_TILE;
     state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
 
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];

@@ -19,7 +19,7 @@ INLINE v16 v_exp(v16 x) {
     p = v_fma(p, r, v_set1(1.6666665459e-1f));
     p = v_fma(p, r, v_set1(5.0000001201e-1f));
     p = v_add(v_fma(p, v_mul(r, r), r), v_set1(1.0f));
-    return v_where_less(x, v_set1(-87.3f), v_zero(), v_mul(p, v_power_of_two(shifted)));
+    return v_scaled(p, n, shifted, x, v_set1(-87.3f));
 }
 
 /* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */

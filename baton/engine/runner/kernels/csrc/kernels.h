@@ -127,8 +127,9 @@ static inline size_t padded_columns(int64_t columns) {
     return ((size_t)columns + GROUP_COLUMNS - 1) / GROUP_COLUMNS * GROUP_COLUMNS;
 }
 
-/* Upper bound of rows (query tokens x query heads) in one attention task. */
-enum { ATTENTION_ROWS = 64 };
+/* Rows (query tokens x query heads) of one attention task at most, which share a tile of keys; and of these, how many have
+ * scores at a time, so that a tile and what is made of it stay in the first cache. */
+enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32 };
 
 /* Runs every task exactly once on at most n_threads threads; which thread runs a task has no influence on its result. */
 int run_tasks(task_function function, const void *job, size_t n_tasks, int n_threads, size_t scratch_bytes);

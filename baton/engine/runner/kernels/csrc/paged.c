@@ -6,8 +6,8 @@
 
 static size_t attention_scratch(const struct attention_call *call) {
     size_t key = padded_columns(call->key_dim), value = padded_columns(call->value_dim);
-    size_t rows = ATTENTION_ROWS * (KEY_TILE + value + LANES + 1 + KEY_TILE + key);
-    return sizeof(float) * (rows + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
+    size_t rows = ATTENTION_ROWS * (value + LANES + 1 + key), scores = SCORE_ROWS * 2 * KEY_TILE;
+    return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
 }
 
 /* Appends the tasks of one request, or only counts them when tasks is NULL. */

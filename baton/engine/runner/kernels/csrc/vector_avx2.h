@@ -47,6 +47,12 @@ INLINE __m256 power_of_two_8(__m256 shifted) {
 /* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
 INLINE v16 v_power_of_two(v16 shifted) { return EACH(power_of_two_8(shifted.a), power_of_two_8(shifted.b)); }
 
+/* p * 2^n for such an n; zero where x < bound */
+INLINE v16 v_scaled(v16 p, v16 n, v16 shifted, v16 x, v16 bound) {
+    (void)n;
+    return v_where_less(x, bound, v_zero(), v_mul(p, v_power_of_two(shifted)));
+}
+
 INLINE __m256 load_bf16_8(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

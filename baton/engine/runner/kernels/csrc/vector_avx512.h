@@ -25,10 +25,10 @@ INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), b, a);
 }
 
-/* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
-INLINE v16 v_power_of_two(v16 shifted) {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127 - 0x4B400000)), 23));
+/* p * 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT too; zero where x < bound */
+INLINE v16 v_scaled(v16 p, v16 n, v16 shifted, v16 x, v16 bound) {
+    (void)shifted;
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), p, n);
 }
 
 INLINE v16 v_load_bf16(const uint16_t *p) {
@@ -36,6 +36,9 @@ INLINE v16 v_load_bf16(const uint16_t *p) {
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 
+#ifdef ROUND_BF16 /* by instruction; only the payload of not-a-number differs */
+INLINE void v_store_bf16(uint16_t *p, v16 a) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a)); }
+#else
 INLINE void v_store_bf16(uint16_t *p, v16 a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -44,6 +47,7 @@ INLINE void v_store_bf16(uint16_t *p, v16 a) {
     rounded = _mm512_mask_blend_epi32(nan, rounded, _mm512_set1_epi32(0x7FC00000));
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
+#endif
 
 /* the odd and the even elements of 16 bfloat16 pairs */
 INLINE v16 v_load_odd(const uint16_t *p) {

@@ -50,6 +50,12 @@ INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) { EACH(x.f[i] < bound.f[
 /* 2^n for an integer n that stands in the low bits of shifted = n + ROUND_SHIFT */
 INLINE v16 v_power_of_two(v16 shifted) { EACH(from_bits((to_bits(shifted.f[i]) + 127u - 0x4B400000u) << 23)); }
 
+/* p * 2^n for such an n; zero where x < bound */
+INLINE v16 v_scaled(v16 p, v16 n, v16 shifted, v16 x, v16 bound) {
+    (void)n;
+    return v_where_less(x, bound, v_zero(), v_mul(p, v_power_of_two(shifted)));
+}
+
 INLINE v16 v_load_bf16(const uint16_t *p) { EACH(from_bits((uint32_t)p[i] << 16)); }
 
 INLINE void v_store_bf16(uint16_t *p, v16 a) {

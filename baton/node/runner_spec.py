@@ -23,6 +23,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             cache_bytes=int(config.kv_cache_memory),
             num_threads=config.num_threads,
             name=config.served_model_name,
+            device=config.device,
         )
     shape = SimulatedSpec()
     step_time = StepTime(

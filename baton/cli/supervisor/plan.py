@@ -48,6 +48,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
     node = {
         "--port": "0",
         "--dtype": config.dtype,
+        "--device": config.device,
         "--block-size": str(config.block_size),
         "--kv-cache-memory": str(int(config.kv_cache_memory)),
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),

@@ -27,4 +27,5 @@ def load(spec: RunnerSpec) -> ModelRunner:
         cache_bytes=spec.cache_bytes,
         num_threads=spec.num_threads,
         name=spec.name,
+        device=spec.device,
     )

@@ -34,21 +34,22 @@ class RotaryTable:
         needed = int(positions.max(initial=0)) // _PIECE + 1
         if needed > len(self._pieces):
             for piece in range(len(self._pieces), needed):
-                at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE)[None]
+                at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
                 cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
                 self._pieces.append((cos, sin))
             self._cos = torch.cat([cos for cos, _ in self._pieces])
             self._sin = torch.cat([sin for _, sin in self._pieces])
-        index = torch.from_numpy(positions)
+        index = torch.from_numpy(positions).to(self._like.device)
         return self._cos[index], self._sin[index]
 
 
 class Decoder:
     """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Raises AttributeError or TypeError for a model that has other parts."""
         base = module.model
+        self._device = device
         self._embed: nn.Module = base.embed_tokens
         self._head: PackedLinear = module.lm_head
         self._layers = [_Layer(layer) for layer in base.layers]
@@ -57,7 +58,9 @@ class Decoder:
         if not isinstance(self._head, PackedLinear):
             raise TypeError("the head is not a product of its own")
         self._rotary = RotaryTable(
-            base.rotary_emb, torch.empty(1, dtype=dtype), all(layer.attention.half_angles for layer in self._layers)
+            base.rotary_emb,
+            torch.empty(1, dtype=dtype, device=device),
+            all(layer.attention.half_angles for layer in self._layers),
         )
 
     @property
@@ -74,7 +77,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
         cos, sin = self._rotary.rows(positions)
-        x = self._embed(torch.from_numpy(token_ids))
+        x = self._embed(torch.from_numpy(token_ids).to(self._device))
         normed = self._layers[0].attention_norm(x)
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):

@@ -1,10 +1,12 @@
-"""Which implementation of the operations this machine runs: the C kernels, or torch's own products without them."""
+"""Which implementation of the operations runs: the C kernels, or torch's own products on a GPU or without them."""
 
 from __future__ import annotations
 
 import torch
 
 from baton.engine.runner import kernels
+from baton.engine.runner.cuda_operations import CudaOperations
+from baton.engine.runner.device import CPU
 from baton.engine.runner.kernels import PackedWeight
 from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.operations import Activation, Operations
@@ -77,11 +79,13 @@ class CompiledOperations:
         )
 
 
-def choose_operations(num_threads: int) -> Operations:
+def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
     """The C kernels where they are built and run here, else torch's products; their numerics have different names.
 
     The reference is never chosen: it is a thousand times slower.
     """
+    if device.type != "cpu":
+        return CudaOperations(device)
     info = kernels.available()
     if not info:
         return TorchOperations(num_threads)

@@ -10,20 +10,21 @@ from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogpro
 from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.device import resolve_device
 from baton.engine.runner.input_batch import RequestTable, flatten
 from baton.engine.runner.kernel_choice import choose_operations
 from baton.engine.runner.kernels import KernelArgumentError
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.sampler import SamplingState, sample
 from baton.engine.runner.self_check import why_not_bit_exact
-from baton.engine.runner.torch_operations import ROWS_PER_CALL, TorchOperations
+from baton.engine.runner.torch_operations import TorchOperations
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import LoadedModel, load_model
 from baton.errors import ConfigError
 
 
 class TorchModelRunner:
-    """One model with its KV cache on this machine's CPU. Called from one thread."""
+    """One model with its KV cache on one device of this machine. Called from one thread."""
 
     def __init__(self, model: ModelInfo, transformer: Transformer) -> None:
         self._model = model
@@ -33,8 +34,8 @@ class TorchModelRunner:
             base_address=cache.data_ptr(),
             num_blocks=transformer.num_blocks,
             block_bytes=transformer.layout.block_bytes,
-            kind="DRAM",
-            device_id=0,
+            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
+            device_id=cache.device.index or 0,
             owner=cache,
         )
         self._requests = RequestTable(
@@ -102,17 +103,20 @@ def load_runner(
     cache_bytes: int | None = None,
     num_threads: int = 1,
     name: str = "",
+    device: str = "cpu",
     operations: Operations | None = None,
 ) -> TorchModelRunner:
     """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
 
-    `num_threads` is set for the whole process. `operations` replaces the machine's kernels (tests). Raises ConfigError.
+    `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole process. `operations` replaces the
+    machine's kernels (tests). Raises ConfigError.
     """
     torch.set_num_threads(elementwise_threads(num_threads))
     attention.register()
     layers.register()
-    chosen = choose_operations(num_threads) if operations is None else operations
-    loaded = load_model(model_dir, dtype)
+    where = resolve_device(device)
+    chosen = choose_operations(num_threads, where) if operations is None else operations
+    loaded = load_model(model_dir, dtype, where)
     try:
         transformer = Transformer(loaded, chosen, block_size, CacheSize(num_blocks, cache_bytes), num_threads)
         info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
@@ -128,7 +132,8 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
     if not isinstance(operations, TorchOperations):
         return why_not_bit_exact(loaded, transformer)
     reason: str | None = None
-    for operations.rows_per_call in ROWS_PER_CALL:
+    for rows in operations.rows_to_try:
+        operations.rows_per_call = rows
         reason = why_not_bit_exact(loaded, transformer)
         if reason is None:
             break

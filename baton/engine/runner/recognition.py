@@ -66,6 +66,7 @@ def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Gener
         return None
     # Small, middling and large rows: the first shows where eps goes.
     x = torch.randn(_ROWS, weight.shape[0], generator=generator) * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
+    x = x.to(weight.device)
     out = copy.deepcopy(child).float()(x)
     for plus_one in (False, True):
         if _agree(out, rms_norm(x, weight.float(), eps, plus_one)):
@@ -81,7 +82,7 @@ def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -
     gate_and_up = _gate_and_up(child)
     if activation is None or gate_and_up is None:
         return None
-    x = torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator).to(down.weight.dtype)
+    x = torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator).to(down.weight)
     fused = FusedMlp(operations, *gate_and_up, down.weight, down.bias, activation)
     return fused if _agree(child(x), fused(x)) else None
 
@@ -108,10 +109,10 @@ def _fused_attention(
     if projections is None or getattr(child, "layer_idx", None) is None:
         return None
     first = projections[0].weight
-    x = torch.randn(1, _ROWS, first.shape[1], generator=generator).to(first.dtype)
+    x = torch.randn(1, _ROWS, first.shape[1], generator=generator).to(first)
     for width in widths:
         angles = torch.rand(1, _ROWS, width, generator=generator) * 6
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
         echo = EchoAttention()
         object.__setattr__(child, "baton_attend", echo)
         try:
@@ -128,7 +129,7 @@ def _fused_attention(
             # Both halves of real angles are equal.
             halves = width if half else width // 2
             angles = torch.cat([torch.rand(1, _ROWS, halves, generator=generator) * 6] * (1 if half else 2), dim=-1)
-            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            cos, sin = angles.cos().to(x), angles.sin().to(x)
             if half and 2 * width > heads[2]:
                 continue
             fused = _build_attention(child, projections, operations, heads, echo.how, half)

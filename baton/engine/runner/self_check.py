@@ -86,4 +86,4 @@ def _kv(transformer: Transformer, state: RequestState) -> npt.NDArray[np.uint8]:
     import torch
 
     blocks = transformer.kv_cache.view(transformer.num_blocks, -1)[state.block_table.tolist()]
-    return blocks.view(torch.uint8).numpy()
+    return blocks.view(torch.uint8).cpu().numpy()

@@ -22,6 +22,8 @@ class TorchSpec:
     num_threads: int = 1
     name: str = ""
     """The name clients use; the directory's name when empty."""
+    device: str = "cpu"
+    """auto, cpu, cuda or cuda:N; auto takes the first GPU where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

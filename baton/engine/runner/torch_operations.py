@@ -78,6 +78,7 @@ class TorchOperations:
 
     def __init__(self, num_threads: int) -> None:
         self.rows_per_call = ROWS_PER_CALL[0]
+        self.rows_to_try: tuple[int, ...] = ROWS_PER_CALL
         self._num_threads = num_threads
 
     def numerics(self) -> str:

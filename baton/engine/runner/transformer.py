@@ -76,6 +76,7 @@ class Transformer:
         self, model: LoadedModel, operations: Operations, block_size: int, cache_size: CacheSize, num_threads: int
     ) -> None:
         self._module: Any = model.module
+        self.device = model.device
         self.row_quantum = row_quantum(_widths(model), num_threads)
         mapped = MappedFiles(model.checkpoint.weight_files)
         fuse(model.module, operations, mapped.release)
@@ -93,7 +94,7 @@ class Transformer:
         self.missed_products = frozenset(watch.missed)
         self.layout = KVLayout(block_size, tuple(probe.layers[layer] for layer in sorted(probe.layers)), model.dtype)
         self.num_blocks = cache_size.blocks(self.layout.block_bytes)
-        self.kv_cache = zeros_for_reading(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype])
+        self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)
         self._decoder = self._own_loop(DTYPES[model.dtype])
         self._attention = PagedAttention(operations, cache_views(self.kv_cache, self.layout))
         bind(model.module, self._attention)
@@ -111,20 +112,20 @@ class Transformer:
         The rows are those that sample, or `logits_rows` when given.
         """
         self._attention.layout = StepLayout(
-            query_start=torch.from_numpy(batch.query_start),
-            seq_lens=torch.from_numpy(batch.seq_lens),
-            block_tables=torch.from_numpy(batch.block_tables),
-            slots=torch.from_numpy(batch.slots),
-            sample_start=torch.from_numpy(batch.sample_start),
+            query_start=self._tensor(batch.query_start),
+            seq_lens=self._tensor(batch.seq_lens),
+            block_tables=self._tensor(batch.block_tables),
+            slots=self._tensor(batch.slots),
+            sample_start=self._tensor(batch.sample_start),
         )
-        rows = torch.from_numpy(batch.logits_rows if logits_rows is None else logits_rows)
+        rows = self._tensor(batch.logits_rows if logits_rows is None else logits_rows)
         try:
             with torch.inference_mode():
                 if self._decoder is None:
                     logits = self._forward(batch.token_ids, batch.positions, rows)
                 else:
                     logits = self._decoder.compute(batch.token_ids, batch.positions, rows, logits_rows is None)
-                wide: npt.NDArray[np.float32] = logits.float().numpy()
+                wide: npt.NDArray[np.float32] = logits.float().cpu().numpy()
             return wide
         finally:
             self._attention.layout = None
@@ -135,6 +136,9 @@ class Transformer:
             blocks = self.kv_cache.view(self.num_blocks, -1)
             blocks[destinations] = blocks[sources]
 
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
     def _probe(self) -> torch.Tensor:
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
@@ -142,12 +146,16 @@ class Transformer:
 
     def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
         positions = np.arange(_PROBE_ROWS * self.row_quantum)
-        return (positions * 7919) % self._module.config.vocab_size, positions, torch.arange(positions.size)
+        return (
+            (positions * 7919) % self._module.config.vocab_size,
+            positions,
+            torch.arange(positions.size, device=self.device),
+        )
 
     def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
         """Our loop over the layers, if the model has the parts and transformers' loop gives the same bits."""
         try:
-            decoder = Decoder(self._module, dtype)
+            decoder = Decoder(self._module, dtype, self.device)
         except (AttributeError, TypeError):
             return None
         bind(self._module, EchoAttention())
@@ -163,13 +171,23 @@ class Transformer:
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
     ) -> torch.Tensor:
         out = self._module(
-            input_ids=torch.from_numpy(token_ids).unsqueeze(0),
-            position_ids=torch.from_numpy(positions).unsqueeze(0),
+            input_ids=self._tensor(token_ids).unsqueeze(0),
+            position_ids=self._tensor(positions).unsqueeze(0),
             use_cache=False,
             logits_to_keep=logits_rows,
         )
         logits: torch.Tensor = out.logits[0]
         return logits
+
+
+def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        try:
+            return torch.zeros(elements, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = elements * dtype.itemsize
+            raise ConfigError(f"{device} has no room for a KV cache of {size} bytes beside the weights") from error
+    return zeros_for_reading(elements, dtype)
 
 
 def _widths(model: LoadedModel) -> list[int]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from baton.engine.runner.attention import ATTENTION_NAME
 from baton.engine.runner.checkpoint import Checkpoint, open_checkpoint
+from baton.engine.runner.device import CPU
 from baton.engine.runner.layers import EXPERTS_NAME
 from baton.errors import ConfigError
 
@@ -31,10 +32,13 @@ class LoadedModel:
     dtype: str
     """float32 or bfloat16."""
     architecture: str
+    device: torch.device = CPU
 
 
-def resolve_dtype(name: str) -> str:
-    """`auto` becomes bfloat16 on a CPU that multiplies it natively, else float32; ConfigError for unknown names."""
+def resolve_dtype(name: str, device: torch.device = CPU) -> str:
+    """`auto` becomes bfloat16 where the device multiplies it natively, else float32; ConfigError for unknown names."""
+    if name == "auto" and device.type == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
     if name == "auto":
         return "bfloat16" if _cpu_flags() & _BFLOAT16_FLAGS else "float32"
     if name not in DTYPES:
@@ -51,13 +55,13 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def load_model(directory: Path, dtype: str) -> LoadedModel:
+def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> LoadedModel:
     """Load a model directory; `dtype` is auto, float32 or bfloat16.
 
     Raises ConfigError (one line: what, and how to fix it) for a directory that is missing, incomplete, corrupt, pickled
     or of an architecture that can't run here. Never reaches for the network and runs no code from the directory.
     """
-    dtype = resolve_dtype(dtype)
+    dtype = resolve_dtype(dtype, device)
     checkpoint = open_checkpoint(directory)
     # transformers is slow to import: a bad directory is refused before it.
     import transformers
@@ -88,8 +92,8 @@ def load_model(directory: Path, dtype: str) -> LoadedModel:
         raise ConfigError(
             f"the weights in {directory} lack {len(missing)} tensors that its config.json asks for, first {missing[0]}"
         )
-    module.eval().requires_grad_(False)
-    return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__)
+    module.to(device).eval().requires_grad_(False)
+    return LoadedModel(module, config.get_text_config(), checkpoint, dtype, model_class.__name__, device)
 
 
 def _config(checkpoint: Checkpoint) -> Any:

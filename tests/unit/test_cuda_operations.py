@@ -1,0 +1,111 @@
+"""The GPU's operations: everything around the kernel on any machine, the kernel itself where there is a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner import TorchSpec, load
+from baton.engine.runner.cuda_operations import CudaOperations
+from baton.engine.runner.device import CPU, resolve_device
+from baton.engine.runner.flash_fake import flash_fake
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.operations import Operations
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.torch_operations import TorchOperations
+from baton.errors import ConfigError
+from tests.support.runner_driver import RunnerDriver
+from tests.support.tiny_models import TINY_MODELS
+
+PROMPTS = {"short": [5, 3], "long": [(7 * i + 1) % 250 for i in range(45)], "block": list(range(16))}
+
+
+def no_pages(*arguments: Any, block_table: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
+    """A kernel that can't follow block tables."""
+    if block_table is not None:
+        raise RuntimeError("block size must be a multiple of 256")
+    return flash_fake(*arguments, **keywords)
+
+
+def wrong(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    """A kernel that computes something else."""
+    return flash_fake(*arguments, **keywords) * 1.5
+
+
+def no_kernel(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    raise NotImplementedError("no kernel image is available")
+
+
+def tokens_of(runner: TorchModelRunner) -> dict[str, list[int]]:
+    driver = RunnerDriver(runner)
+    for name, prompt in PROMPTS.items():
+        driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
+    driver.finish(chunk=7)
+    assert not any(request.failed for request in driver.requests.values())
+    return {name: request.output for name, request in driver.requests.items()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("flash", "ways"),
+    [(flash_fake, "paged"), (no_pages, "gathered"), (wrong, "plain"), (no_kernel, "plain")],
+    ids=["paged", "gathered", "wrong", "none"],
+)
+def test_every_way_to_attend_gives_the_same_tokens(tmp_path: Path, architecture: str, flash: Any, ways: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
+    plain: Operations = TorchOperations(1)
+    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=plain)
+    operations = CudaOperations(CPU, flash)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    assert runner.model.bit_exact
+    assert tokens_of(runner) == tokens_of(expected)
+    # Softcaps, sinks and values of another width than the keys are not the kernel's.
+    assert operations.ways == {ways if architecture in ("llama", "mistral") else "plain"}
+
+
+@pytest.mark.parametrize("name", ["tpu9", "meta", "cuda:x", ""])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
+        resolve_device(name)
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert resolve_device("cpu") == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(ConfigError, match="device 'cuda:1' is not here: torch finds no GPU; install"):
+        load(TorchSpec(tmp_path, num_blocks=8, device="cuda:1"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu(tmp_path: Path, architecture: str, dtype: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
+    runner = load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda")
+    assert (runner.memory.kind, runner.memory.device_id) == ("VRAM", 0)
+    if dtype == "float32":
+        on_cpu = load_runner(tmp_path, dtype=dtype, num_blocks=64)
+        assert tokens_of(runner) == tokens_of(on_cpu)
+    assert tokens_of(runner) == tokens_of(load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_nixl_registers_a_gpus_memory(tmp_path: Path) -> None:
+    from kv_transfer.backends.nixl import NixlBackend
+
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    runner = load_runner(tmp_path, dtype="bfloat16", num_blocks=64, device="cuda")
+    backend = NixlBackend("gpu-node.run1", runner.memory)
+    assert backend.agent_metadata()
+    backend.close()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
-from baton.engine.kv_cache_manager import AllocationAnswer, ComputedBlocks
+from baton.engine.kv_cache_manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import EngineCoreEventType
 from baton.engine.request import Leg, Request, RequestStatus
@@ -32,7 +32,7 @@ class _Tried(enum.Enum):
     STEP_FULL = enum.auto()
     """No seat or budget left: nobody behind it fits either."""
     ASK_AGAIN = enum.auto()
-    """Its connector does not know yet."""
+    """Its connector does not know yet, or a sibling still computes the prompt they share."""
 
 
 class Admission:
@@ -75,6 +75,17 @@ class Admission:
         """A preempted request: next in turn."""
         self._waiting.prepend(request)
 
+    def fork(self, request: Request) -> None:
+        """The prompt of a request has KV: its other sequences, if it has any, are next in turn."""
+        group = request.group
+        if group is None or group.is_forked:
+            return
+        children = group.fork()
+        for child in children:
+            self._ledger.requests[child.request_id] = child
+            self._ledger.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
+        self._waiting.prepend_many(children)
+
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """Of running requests, in order of admission: the one that gives way first."""
         return self._waiting.last_in_turn(running)
@@ -103,6 +114,7 @@ class Admission:
         request.num_computed_tokens = request.num_prompt_tokens
         ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
         self._manager.cache_blocks(request, request.num_prompt_tokens)
+        self.fork(request)
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
             stop = check_stop(request, ledger.max_model_len)
@@ -165,7 +177,9 @@ class Admission:
                 return _Tried.STEP_FULL
         elif not self._has_seat(plan):
             return _Tried.STEP_FULL
-        computed = self._manager.get_computed_blocks(request)
+        computed = self._computed_blocks(request)
+        if computed is None:
+            return _Tried.ASK_AGAIN
         if may_load:
             try:
                 external = self._external_tokens(request, computed)
@@ -178,6 +192,22 @@ class Admission:
             if not self._has_seat(plan):
                 return _Tried.STEP_FULL
         return self._admit(request, computed, plan, outputs)
+
+    def _computed_blocks(self, request: Request) -> ComputedBlocks | None:
+        """What of the request has KV in the cache or in a sibling's blocks, as far as something is left to compute.
+
+        None: a sibling is about to have it.
+        """
+        decoding = self._ledger.decodes.request_ids
+        sibling = request.group.running_sibling(request, decoding) if request.group is not None else None
+        if sibling is None:
+            return self._manager.get_computed_blocks(request)
+        if sibling.request_id not in decoding:
+            return None
+        num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
+        shared = self._manager.shared_prefix(sibling.request_id, num_tokens)
+        cached = self._manager.get_computed_blocks(request) if request.output_token_ids else NO_COMPUTED_BLOCKS
+        return max(shared, cached, key=lambda computed: computed.num_tokens)
 
     def _has_seat(self, plan: StepPlan) -> bool:
         return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
@@ -209,6 +239,8 @@ class Admission:
         if allocation.answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
+        if allocation.copy is not None:
+            plan.blocks_to_copy.append(allocation.copy)
         self._run(request, num_tokens, plan)
         return _Tried.ADMITTED
 
@@ -260,6 +292,8 @@ class Admission:
         request.num_computed_tokens = computed.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed.num_tokens
+        if request.group is not None and request.group.root is not request:
+            return
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += computed.num_tokens
 

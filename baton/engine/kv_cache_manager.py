@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from baton.engine.block_hash import BlockHasher
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
 
 
@@ -34,6 +35,8 @@ class Allocation:
 
     answer: AllocationAnswer
     new_block_ids: Sequence[int] = ()
+    copy: BlockCopy | None = None
+    """What must be copied before anything is computed in these blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class ComputedBlocks:
 
     blocks: Sequence[Block]
     num_tokens: int
+    copy_from: Block | None = None
+    """Holds the last of these tokens, and others write behind them: it is copied, not shared."""
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
@@ -90,6 +95,16 @@ class KVCacheManager:
             blocks.append(block)
         return ComputedBlocks(blocks, len(blocks) * self.block_size)
 
+    def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks:
+        """The first `num_tokens` tokens of a live request, which has computed them, for another with the same ones.
+
+        Full blocks are shared; the one that the other would append to is copied.
+        """
+        blocks = self._tables[request_id].blocks
+        num_full = num_tokens // self.block_size
+        copy_from = blocks[num_full] if num_tokens % self.block_size else None
+        return ComputedBlocks(blocks[:num_full], num_tokens, copy_from)
+
     def allocate_slots(
         self,
         request: Request,
@@ -125,7 +140,9 @@ class KVCacheManager:
             table = self._open_table(request.request_id, computed, num_external_tokens)
         taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
         table.blocks += taken
-        return Allocation(AllocationAnswer.OK, [block.block_id for block in taken])
+        copy_from = computed.copy_from
+        copy = BlockCopy(copy_from.block_id, taken[0].block_id) if copy_from is not None else None
+        return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copy)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens have KV: their full blocks may be found from now on."""

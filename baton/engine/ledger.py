@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
@@ -14,6 +14,7 @@ from baton.engine.kv_cache_manager import KVCacheManager
 from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.engine.sequence_group import SequenceGroup, split_sequence_id
 
 
 class OutputsByClient:
@@ -52,6 +53,10 @@ class Ledger:
         self.max_model_len = config.effective_max_model_len
         self.requests: dict[str, Request] = {}
         """Every request that has not ended."""
+        self.groups: dict[str, SequenceGroup] = {}
+        """Requests of several sequences, not all of which have ended, by the request's id."""
+        self.broken_groups: list[SequenceGroup] = []
+        """One of their sequences failed: the others must end, too."""
         self.running: list[Request] = []
         """In order of admission."""
         self.filling: list[Request] = []
@@ -94,12 +99,29 @@ class Ledger:
         self._settle_blocks(request, transferring)
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
+        if request.group is not None:
+            self._leave_group(request, request.group)
         self._finished_req_ids.add(request.request_id)
         self._some_ended = True
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
         if first_index is None:
             first_index = request.num_output_tokens
         self.emit(request, first_index, logprobs, outputs, kv_lost)
+
+    def named(self, request_ids: Iterable[str]) -> list[Request]:
+        """Live requests with these ids: the request's own id means all its sequences. Unknown ids are skipped."""
+        found: dict[str, Request] = {}
+        for name in request_ids:
+            request_id, index = split_sequence_id(name)
+            group = self.groups.get(request_id)
+            if group is None:
+                members = [self.requests.get(name)]
+            elif name == request_id:
+                members = [*group.members]
+            else:
+                members = [group.member(index)]
+            found.update((member.request_id, member) for member in members if member is not None)
+        return list(found.values())
 
     def end_by_connector(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
         """Its connector raised: the request fails, the engine does not."""
@@ -147,6 +169,13 @@ class Ledger:
         """The blocks of its prompt, without what is reserved behind them."""
         num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
         return self.kv_cache_manager.block_ids(request.request_id)[:num_blocks]
+
+    def _leave_group(self, request: Request, group: SequenceGroup) -> None:
+        group.members.remove(request)
+        if not group.members:
+            del self.groups[group.request_id]
+        elif request.status in (RequestStatus.ERROR, RequestStatus.IGNORED):
+            self.broken_groups.append(group)
 
     def _settle_blocks(self, request: Request, transferring: bool) -> None:
         manager, request_id = self.kv_cache_manager, request.request_id

@@ -6,6 +6,10 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.engine.sequence_group import SequenceGroup
 
 
 class FinishReason(enum.Enum):
@@ -78,6 +82,8 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    n: int = 1
+    """Sequences to generate from the prompt, each with a seed of its own (see sequence_group.py)."""
 
     @property
     def is_greedy(self) -> bool:
@@ -154,6 +160,8 @@ class Request:
         """Tokens at which it may stop."""
         if not sampling_params.ignore_eos:
             self.stop_ids |= eos_token_ids
+        self.group: SequenceGroup | None = None
+        """The request's sequences when there are several; this is one of them."""
         self.attention_at = 0
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 

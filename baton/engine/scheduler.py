@@ -42,6 +42,7 @@ from baton.engine.outputs import (
 )
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 from baton.errors import DuplicateRequest, InvalidRequest
@@ -107,14 +108,18 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a fresh request.
 
-        DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority.
+        DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority or n.
         """
         ledger = self._ledger
+        if not 1 <= request.sampling_params.n <= MAX_SEQUENCES:
+            raise InvalidRequest("n", f"must be 1 to {MAX_SEQUENCES}, not {request.sampling_params.n}")
         if request.priority < self.config.min_priority:
             least = self.config.min_priority
             raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
-        if request.request_id in ledger.requests or ledger.kv_cache_manager.holds(request.request_id):
+        if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
+        if request.sampling_params.n > 1 and request.leg is not Leg.PREFILL:
+            request.group = ledger.groups[request.request_id] = SequenceGroup(request)
         ledger.requests[request.request_id] = request
         if request.arrival_time == math.inf:
             request.arrival_time = self._clock.monotonic()
@@ -125,18 +130,15 @@ class Scheduler:
     def finish_requests(
         self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
     ) -> dict[int, EngineCoreOutputs]:
-        """End requests from outside, whatever they are doing; unknown ids are skipped. Returns their last outputs."""
+        """End requests from outside, whatever they are doing; unknown ids are skipped. Returns their last outputs.
+
+        A request's own id means all its sequences, `lone_sequence_id` one of them.
+        """
         if not status.is_finished:
             raise ValueError(f"{status.name} ends nothing")
-        live = self._ledger.requests
-        requests = [live[request_id] for request_id in dict.fromkeys(request_ids) if request_id in live]
         outputs = OutputsByClient()
-        if requests:
-            self._admission.take_out(requests)
-            for request in requests:
-                self._ledger.end(request, status, outputs, error=error)
-            self._ledger.drop_ended()
-            self._stalled = False
+        self._finish(self._ledger.named(request_ids), status, error, outputs)
+        self._finish_broken_groups(outputs)
         return outputs.seal()
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -185,6 +187,27 @@ class Scheduler:
     def check_invariant(self) -> None:
         """The block books against each other; raises BlockInvariantBroken. O(blocks): for tests and idle moments."""
         self.kv_cache_manager.check_invariant()
+
+    def _is_taken(self, request_id: str) -> bool:
+        ledger = self._ledger
+        known = request_id in ledger.requests or request_id in ledger.groups
+        return known or ledger.kv_cache_manager.holds(request_id)
+
+    def _finish(
+        self, requests: Sequence[Request], status: RequestStatus, error: str | None, outputs: OutputsByClient
+    ) -> None:
+        if requests:
+            self._admission.take_out(requests)
+            for request in requests:
+                self._ledger.end(request, status, outputs, error=error)
+            self._ledger.drop_ended()
+            self._stalled = False
+
+    def _finish_broken_groups(self, outputs: OutputsByClient) -> None:
+        while self._ledger.broken_groups:
+            group = self._ledger.broken_groups.pop()
+            error = "another sequence of the request failed"
+            self._finish(list(group.members), RequestStatus.ERROR, error, outputs)
 
     # --- deciding a step ---
 
@@ -274,6 +297,8 @@ class Scheduler:
                 else:
                     self.num_skipped_results += 1
         self._ledger.drop_ended()
+        if self._ledger.broken_groups:
+            self._finish_broken_groups(outputs)
         return outputs.seal()
 
     def _commit_decodes(
@@ -365,6 +390,8 @@ class Scheduler:
         outputs: OutputsByClient,
     ) -> None:
         ledger, first_index, stop = self._ledger, len(request.output_token_ids), None
+        if first_index == 0 and request.leg is not Leg.PREFILL:
+            self._admission.fork(request)
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
             stop = check_stop(request, ledger.max_model_len)
@@ -372,6 +399,9 @@ class Scheduler:
                 break
         if first_index == 0:
             ledger.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
+        if request.leg is Leg.PREFILL and request.sampling_params.n > 1:
+            # Its first sequence may be over, but the others need the prompt.
+            stop = None
         if stop is None and request.leg is not Leg.PREFILL:
             ledger.emit(request, first_index, logprobs, outputs)
             return
@@ -407,5 +437,6 @@ class Scheduler:
                 self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason, kv_lost=True)
         for request_id in transfers.released:
             self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
+        self._finish_broken_groups(outputs)
         self._stalled = False
         return outputs.seal()

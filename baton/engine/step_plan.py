@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
-from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import Request
 
 
@@ -21,6 +21,7 @@ class StepPlan:
         self.requests: list[Request] = []
         """The other scheduled requests, in the runner's order; it takes the decodes first."""
         self.preempted_req_ids: set[str] = set()
+        self.blocks_to_copy: list[BlockCopy] = []
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
         self._num_tokens: dict[str, int] = {}
@@ -74,6 +75,7 @@ class StepPlan:
             scheduled_cached_reqs=self._known,
             num_scheduled_tokens=self._all_num_tokens(),
             total_num_scheduled_tokens=self._total,
+            blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids),
         )

@@ -14,6 +14,7 @@ from baton.engine.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunne
 from baton.engine.request import FinishReason, KVSource, Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequence_group import sequence_seed, split_sequence_id
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 
@@ -116,9 +117,10 @@ class EngineRig:
         return self.transfer(arrived={request_id: self.expected(request_id, 1)})
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
-        """What an undisturbed request would generate."""
-        request = self.requests[request_id]
-        seed, vocab = request.sampling_params.seed, self.runner.model.vocab_size
+        """What an undisturbed request (or sequence of one) would generate."""
+        name, index = split_sequence_id(request_id)
+        request = self.requests[name]
+        seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
         return expected_tokens(request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab)
 
     def reason(self, request_id: str) -> FinishReason | None:
@@ -132,8 +134,9 @@ class EngineRig:
     def _note(self, by_client: Mapping[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:
         outputs = [output for batch in by_client.values() for output in batch.outputs]
         for output in outputs:
-            request = self.requests[output.request_id]
-            skipped = 1 if request.num_external_tokens else 0
+            name, index = split_sequence_id(output.request_id)
+            self.tokens.setdefault(output.request_id, [])
+            skipped = 1 if index == 0 and self.requests[name].num_external_tokens else 0
             assert output.request_id not in self.ends, f"{output} after the end"
             if output.new_token_ids:
                 assert output.first_index == skipped + len(self.tokens[output.request_id])

@@ -8,8 +8,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.request import FinishReason, Leg, Request, RequestStatus
+from baton.engine.request import FinishReason, Leg, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
+from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
 
 EOS = frozenset(range(25))
@@ -25,6 +26,7 @@ class Sketch(NamedTuple):
     own: int
     max_tokens: int
     seed: int
+    n: int
 
 
 SKETCHES = st.builds(
@@ -35,6 +37,7 @@ SKETCHES = st.builds(
     own=st.integers(1, 10),
     max_tokens=st.integers(1, 24),
     seed=st.integers(0, 1),
+    n=st.sampled_from([1, 1, 1, 2, 4]),
 )
 
 
@@ -93,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
                 eos=EOS,
                 max_tokens=sketch.max_tokens,
                 seed=sketch.seed,
+                n=sketch.n,
                 client_index=self.added % 3,
             )
 
@@ -183,10 +187,12 @@ class EngineMachine(RuleBasedStateMachine):
     def everybody_is_somewhere(self) -> None:
         if not hasattr(self, "rig"):
             return
-        alive = set(self.rig.scheduler.requests)
-        assert alive | self.rig.ends.keys() == self.rig.requests.keys()
-        assert not alive & self.rig.ends.keys()
-        running = [name for name in alive if self.rig.requests[name].status is RequestStatus.RUNNING]
+        alive = self.rig.scheduler.requests
+        known = {split_sequence_id(name)[0] for name in alive.keys() | self.rig.ends.keys()}
+        assert known == self.rig.requests.keys()
+        assert self.rig.requests.keys() <= alive.keys() | self.rig.ends.keys()
+        assert not alive.keys() & self.rig.ends.keys()
+        running = [name for name, request in alive.items() if request.status is RequestStatus.RUNNING]
         assert self.rig.scheduler.get_request_counts() == (len(running), len(alive) - len(running))
         assert len(running) <= self.rig.config.max_num_seqs
 
@@ -212,10 +218,18 @@ class EngineMachine(RuleBasedStateMachine):
                 rig.deliver(name)
             rig.run(2000)
         assert not rig.scheduler.has_requests(), list(rig.scheduler.requests.values())
-        assert rig.ends.keys() == rig.requests.keys()
+        assert rig.ends.keys() == self._all_sequences()
         assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
-        for name in rig.requests:
+        for name in rig.ends:
             self._check_tokens(name)
+
+    def _all_sequences(self) -> set[str]:
+        """Every request, and the other sequences of those that came so far as to have some."""
+        names = set(self.rig.requests)
+        for name, request in self.rig.requests.items():
+            if request.group is not None and request.group.is_forked:
+                names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
+        return names
 
     def loading(self) -> list[str]:
         """Requests that wait for remote KV."""
@@ -223,7 +237,8 @@ class EngineMachine(RuleBasedStateMachine):
         return sorted(name for name, request in self.rig.scheduler.requests.items() if request.status is waiting)
 
     def _abort_some(self, data: st.DataObject) -> None:
-        names = st.sampled_from(sorted(self.rig.requests) or ["nobody"])
+        known = [*self.rig.requests, *self.rig.scheduler.requests, *(f"{name}~0" for name in self.rig.requests)]
+        names = st.sampled_from(sorted(set(known)) or ["nobody"])
         status = data.draw(st.sampled_from([RequestStatus.ABORTED, RequestStatus.ERROR]))
         self.rig.abort(*data.draw(st.lists(names, max_size=2)), status=status)
 
@@ -232,14 +247,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig.transfer(released=[name])
 
     def _check_tokens(self, name: str) -> None:
-        rig, request, end = self.rig, self.rig.requests[name], self.rig.ends[name]
-        undisturbed, reason = self._undisturbed(request)
-        skipped = 1 if request.num_external_tokens else 0
+        request_id, index = split_sequence_id(name)
+        rig, request, end = self.rig, self.rig.requests[request_id], self.rig.ends[name]
+        undisturbed, reason = self._undisturbed(name)
+        skipped = 1 if index == 0 and request.num_external_tokens else 0
         got = rig.tokens[name]
         assert got == undisturbed[skipped : skipped + len(got)], f"{request!r}"
         if end.finish_reason is FinishReason.HANDED_OFF:
             assert len(got) == 1
-            assert len(undisturbed) > 1
+            assert len(undisturbed) > 1 or request.sampling_params.n > 1
         elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert end.finish_reason is reason
             assert len(got) == len(undisturbed) - skipped
@@ -248,11 +264,12 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
 
-    def _undisturbed(self, request: Request) -> tuple[list[int], FinishReason]:
-        """The request's whole output on an engine of its own."""
+    def _undisturbed(self, name: str) -> tuple[list[int], FinishReason]:
+        """A sequence's whole output on an engine of its own."""
+        request = self.rig.requests[split_sequence_id(name)[0]]
         room = self.rig.scheduler.max_model_len - request.num_prompt_tokens
         limit = max(0, min(request.sampling_params.max_tokens, room))
-        tokens = self.rig.expected(request.request_id, limit)
+        tokens = self.rig.expected(name, limit)
         for index, token_id in enumerate(tokens):
             if token_id in EOS:
                 return tokens[: index + 1], FinishReason.STOP

@@ -128,6 +128,10 @@ class ScriptedRunner:
         if self.raise_next is not None and not scheduler_output.is_empty:
             error, self.raise_next = self.raise_next, None
             raise error
+        size = self._layout.block_size
+        for copy in scheduler_output.blocks_to_copy:
+            for offset in range(size):
+                self._slots[copy.destination * size + offset] = self._slots[copy.source * size + offset]
         sampled: dict[str, list[int]] = {}
         failed: dict[str, str] = {}
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():

@@ -1,0 +1,239 @@
+"""Several sequences of one request: the prompt computed once, its blocks shared, each with the tokens it has alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.outputs import BlockCopy, SchedulerOutput
+from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.engine.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
+from baton.errors import DuplicateRequest, InvalidRequest
+from tests.support.engine_rig import EngineRig, prompt_of
+
+BLOCK_SIZE = 4
+
+
+def names(count: int, request_id: str = "r") -> list[str]:
+    return [sequence_id(request_id, index) for index in range(count)]
+
+
+def assert_all_right(rig: EngineRig, count: int, max_tokens: int, request_id: str = "r") -> None:
+    for name in names(count, request_id):
+        skipped = 1 if name == request_id and rig.requests[request_id].num_external_tokens else 0
+        assert rig.tokens[name] == rig.expected(name, max_tokens)[skipped:], name
+        assert rig.reason(name) is FinishReason.LENGTH
+
+
+def step(rig: EngineRig) -> SchedulerOutput:
+    output = rig.scheduler.schedule()
+    rig.commit(output)
+    return output
+
+
+def test_ids_and_seeds() -> None:
+    assert names(3, "a#1@f") == ["a#1@f", "a#1@f~1", "a#1@f~2"]
+    assert [split_sequence_id(name) for name in names(2, "a#1")] == [("a#1", 0), ("a#1", 1)]
+    assert split_sequence_id(lone_sequence_id("a#1", 0)) == ("a#1", 0)
+    assert lone_sequence_id("a#1", 0) != "a#1"
+    seeds = [sequence_seed(7, index) for index in range(8)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 8
+    assert all(0 <= seed < 2**64 for seed in [*seeds, sequence_seed(2**64 - 1, 7)])
+    # Part of what a client may rely on: these may never change.
+    assert sequence_seed(0, 1) == 0xE220A8397B1DCDAF
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("caching", [True, False])
+def test_each_sequence_is_what_it_is_alone(num_prompt_tokens: int, caching: bool) -> None:
+    rig = EngineRig(enable_prefix_caching=caching)
+    rig.add("r", num_prompt_tokens, n=4, max_tokens=9, seed=3)
+    rig.run()
+    assert_all_right(rig, 4, 9)
+    assert len({tuple(rig.tokens[name]) for name in names(4)}) == 4
+    assert not rig.scheduler.has_requests()
+    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+
+
+def test_forks_share_full_blocks_and_copy_the_one_they_write_to() -> None:
+    rig = EngineRig(enable_prefix_caching=False)
+    rig.add("r", 10, n=3, max_tokens=6)
+    first = step(rig)
+    assert (first.num_scheduled_tokens, list(first.blocks_to_copy)) == ({"r": 10}, [])
+    manager = rig.scheduler.kv_cache_manager
+    prompt = manager.block_ids("r")
+    assert len(prompt) == 3
+    second = step(rig)
+    assert second.num_scheduled_tokens == {"r": 1, "r~1": 1, "r~2": 1}, "the last prompt token is computed again"
+    tables = [manager.block_ids(name) for name in names(3)]
+    assert [table[:2] for table in tables] == [prompt[:2]] * 3
+    assert len({table[2] for table in tables}) == 3
+    assert list(second.blocks_to_copy) == [BlockCopy(prompt[2], tables[1][2]), BlockCopy(prompt[2], tables[2][2])]
+    assert [manager.pool.blocks[block].owner_cnt for block in prompt] == [3, 3, 1]
+    assert manager.pool.accounts().owned == 5
+    rig.run()
+    assert_all_right(rig, 3, 6)
+
+
+def test_a_prompt_of_whole_blocks_is_not_written_to() -> None:
+    rig = EngineRig()
+    rig.add("r", 2 * BLOCK_SIZE, n=2, max_tokens=6)
+    step(rig)
+    prompt = rig.scheduler.kv_cache_manager.block_ids("r")
+    second = step(rig)
+    theirs = rig.scheduler.kv_cache_manager.block_ids("r~1")
+    assert theirs[0] == prompt[0]
+    assert list(second.blocks_to_copy) == [BlockCopy(prompt[1], theirs[1])], "the fork computes its last slot again"
+    rig.run()
+    assert_all_right(rig, 2, 6)
+
+
+def test_nothing_to_copy_when_the_fork_begins_a_block() -> None:
+    rig = EngineRig()
+    rig.add("r", 2 * BLOCK_SIZE + 1, n=2, max_tokens=6)
+    step(rig)
+    assert list(step(rig).blocks_to_copy) == []
+    rig.run()
+    assert_all_right(rig, 2, 6)
+
+
+def test_more_sequences_than_seats() -> None:
+    rig = EngineRig(max_num_seqs=2, enable_prefix_caching=False)
+    rig.add("r", 6, n=8, max_tokens=5)
+    rig.add("later", 6, max_tokens=5)
+    rig.run()
+    assert_all_right(rig, 8, 5)
+    assert rig.tokens["later"] == rig.expected("later", 5)
+
+
+def test_sequences_come_before_those_who_came_later() -> None:
+    rig = EngineRig(max_num_seqs=2)
+    rig.add("r", 6, n=3, max_tokens=3)
+    rig.add("other", 6, max_tokens=3)
+    order: list[str] = []
+    while rig.core.has_work():
+        order += [new.request_id for new in step(rig).scheduled_new_reqs]
+    assert order == ["r", "other", "r~1", "r~2"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_sequences_come_back_the_same(caching: bool) -> None:
+    rig = EngineRig(num_blocks=9, enable_prefix_caching=caching)
+    rig.add("r", 6, n=4, max_tokens=20)
+    rig.run()
+    assert rig.core.make_stats().num_preemptions > 0
+    assert_all_right(rig, 4, 20)
+
+
+def test_a_prompt_being_computed_is_waited_for_not_computed_twice() -> None:
+    rig = EngineRig(enable_prefix_caching=False, max_num_batched_tokens=8)
+    rig.add("r", 20, n=3, max_tokens=4)
+    counts: list[dict[str, int]] = []
+    while rig.core.has_work():
+        counts.append(dict(step(rig).num_scheduled_tokens))
+    assert sum(count for per_step in counts for count in per_step.values()) == 20 + 3 + 2 + 3 * 2
+    assert_all_right(rig, 3, 4)
+
+
+def test_the_request_id_ends_all_sequences_and_a_lone_id_one() -> None:
+    rig = EngineRig()
+    rig.add("r", 6, n=3, max_tokens=50)
+    for _ in range(4):
+        rig.step()
+    (ended,) = rig.abort(lone_sequence_id("r", 0))
+    assert (ended.request_id, ended.finish_reason) == ("r", FinishReason.ABORT)
+    (ended,) = rig.abort(lone_sequence_id("r", 2))
+    assert ended.request_id == "r~2"
+    rig.step()
+    assert set(rig.scheduler.requests) == {"r~1"}
+    with pytest.raises(DuplicateRequest):
+        rig.add("r", 6)
+    assert [output.request_id for output in rig.abort("r")] == ["r~1"]
+    assert rig.abort("r") == []
+    assert not rig.scheduler.has_requests()
+    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    rig.ends.clear()
+    rig.add("r", 6, max_tokens=2)
+
+
+def test_an_abort_while_sequences_wait() -> None:
+    rig = EngineRig(max_num_seqs=1)
+    rig.add("r", 6, n=3, max_tokens=50)
+    rig.step()
+    assert len(rig.abort("r")) == 3
+    rig.run()
+    assert not rig.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("broken", ["r", "r~1"])
+def test_one_failed_sequence_fails_the_request(broken: str) -> None:
+    rig = EngineRig(max_num_seqs=2)
+    rig.add("r", 6, n=3, max_tokens=50)
+    rig.add("bystander", 5, max_tokens=4)
+    for _ in range(3):
+        rig.step()
+    rig.runner.failures[broken] = "non-finite logits"
+    rig.run()
+    assert {rig.reason(name) for name in names(3)} == {FinishReason.ERROR}
+    assert rig.ends[broken].error == "non-finite logits"
+    assert rig.tokens["bystander"] == rig.expected("bystander", 4)
+
+
+def test_a_pulled_prompt_serves_all_sequences() -> None:
+    rig = EngineRig(enable_prefix_caching=False)
+    rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
+    rig.step()
+    assert set(rig.scheduler.requests) == {"r"}
+    rig.deliver("r")
+    counts = [dict(step(rig).num_scheduled_tokens), dict(step(rig).num_scheduled_tokens)]
+    assert counts == [{"r": 1}, dict.fromkeys(names(4), 1)]
+    rig.run()
+    assert_all_right(rig, 4, 7)
+
+
+def test_the_prefill_leg_hands_off_though_its_own_sequence_is_over() -> None:
+    rig = EngineRig()
+    rig.add("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
+    rig.run()
+    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.tokens["p"] == rig.expected("p", 1)
+    rig.add("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
+    rig.step()
+    rig.deliver("d")
+    assert rig.reason("d") is FinishReason.LENGTH
+    rig.run()
+    assert rig.tokens["d~1"] == rig.expected("d~1", 1)
+
+
+def test_a_transfer_that_fails_ends_the_request_once() -> None:
+    rig = EngineRig()
+    rig.add("r", 10, leg=Leg.DECODE, n=4, max_tokens=7)
+    rig.step()
+    assert rig.abort(lone_sequence_id("r", 0)) == [], "there are no sequences yet, and the others need the prompt"
+    (ended,) = rig.transfer(failed={"r": "peer gone"})
+    assert ended.kv_lost
+    rig.run()
+    assert not rig.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("n", [0, -1, 9])
+def test_bounds(n: int) -> None:
+    rig = EngineRig()
+    with pytest.raises(InvalidRequest, match="n: must be 1 to 8"):
+        rig.add("r", 4, n=n)
+    assert not rig.scheduler.has_requests()
+
+
+def test_a_sequence_that_ends_at_once_leaves_the_others_to_go_on() -> None:
+    rig = EngineRig(enable_prefix_caching=False)
+    prompt = prompt_of(6)
+    rig.add("other", prompt, max_tokens=1)
+    rig.run()
+    (first,) = rig.tokens["other"]
+    rig.add("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
+    rig.run()
+    assert rig.reason("s") is FinishReason.STOP
+    for name in names(3, "s")[1:]:
+        expected = rig.expected(name, 5)
+        assert rig.tokens[name] == expected[: expected.index(first) + 1] if first in expected else expected
+    assert rig.requests["s"].status is RequestStatus.STOPPED

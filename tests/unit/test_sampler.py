@@ -13,7 +13,7 @@ import pytest
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.philox import philox4x32, uniform
-from baton.engine.runner.sampler import SamplingState, distribution, process, sample, sample_row
+from baton.engine.runner.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.0, -3.0, 0.25], dtype=np.float32)
 DRAWS = 20_000
@@ -206,3 +206,19 @@ def test_the_position_moves_the_draw() -> None:
     params = SamplingParams(seed=8)
     drawn = [sample_row(LOGITS, state(params, output=[0] * position)).token_id for position in range(50)]
     assert len(set(drawn)) > 3
+
+
+def test_the_best_are_ordered_as_a_stable_sort_orders_them() -> None:
+    rng = np.random.default_rng(1)
+    for trial in range(60):
+        size = int(rng.integers(1, 3000))
+        row = rng.normal(size=size).astype(np.float32)
+        if trial % 3 == 0:
+            row = np.round(row, 1)  # many ties
+        if trial % 4 == 0:
+            row[rng.integers(0, size, size // 3)] = -0.0
+            row[rng.integers(0, size, size // 3)] = 0.0
+        if trial % 5 == 0:
+            row[rng.integers(0, size, size // 4)] = -np.inf
+        count = int(rng.integers(1, size + 1))
+        assert heaviest(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()

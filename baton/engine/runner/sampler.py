@@ -8,6 +8,7 @@ threads can't change a sum either.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -150,27 +151,39 @@ def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.in
         weights[weights < np.float32(params.min_p)] = 0.0
     top_k = params.top_k if 0 < params.top_k < row.size else 0
     if not top_k and params.top_p >= 1.0:
-        return np.arange(row.size, dtype=np.int64), weights.astype(np.float64)
+        return _every_id(row.size), weights.astype(np.float64)
     if top_k:
-        token_ids = _best(weights, top_k)
+        token_ids = heaviest(weights, top_k)
         kept = weights[token_ids].astype(np.float64)
         return _nucleus(token_ids, kept, params.top_p * kept.sum())
     total = weights.sum(dtype=np.float64)
-    token_ids = _best(weights, min(_FIRST_LOOK, row.size))
+    token_ids = heaviest(weights, min(_FIRST_LOOK, row.size))
     kept = weights[token_ids].astype(np.float64)
     if kept.sum() < params.top_p * total:
-        token_ids = _best(weights, row.size)
+        token_ids = heaviest(weights, row.size)
         kept = weights[token_ids].astype(np.float64)
     return _nucleus(token_ids, kept, params.top_p * total)
 
 
-def _best(weights: Row, count: int) -> npt.NDArray[np.int64]:
+def heaviest(weights: Row, count: int) -> npt.NDArray[np.int64]:
     """The `count` heaviest tokens, heaviest first, ties by id."""
-    candidates = np.arange(weights.size)
+    candidates = _every_id(weights.size)
     if count < weights.size:
         candidates = _at_least(weights, candidates, count)
-    order = np.argsort(-weights[candidates], kind="stable")
-    return candidates[order[:count]].astype(np.int64)
+    # One integer for each: the bits of a float, turned so that they sort downwards, and below them the id. Sorting such
+    # integers is many times faster than a stable sort of the floats, and gives the same order.
+    bits = (weights[candidates] + np.float32(0.0)).view(np.uint32)
+    bits ^= np.where(bits >> 31, np.uint32(0), np.uint32(0x7FFFFFFF))
+    keys = bits.astype(np.uint64) << np.uint64(32) | candidates.astype(np.uint64)
+    keys.sort()
+    return (keys[:count] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _every_id(size: int) -> npt.NDArray[np.int64]:
+    ids = np.arange(size, dtype=np.int64)
+    ids.flags.writeable = False
+    return ids
 
 
 def _at_least(weights: Row, token_ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -197,8 +210,10 @@ def _draw(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], nu
     """Inverse transform: the first token whose cumulated weight exceeds `number` of the total."""
     cumulated = np.cumsum(weights)
     index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
-    # Rounding can make `number * total` equal the total; the last token with any weight takes it.
-    return int(token_ids[min(index, int(np.flatnonzero(weights)[-1]))])
+    if index == weights.size:
+        # Rounding made `number * total` equal the total: the last token with any weight takes it.
+        index = int(np.flatnonzero(weights)[-1])
+    return int(token_ids[index])
 
 
 def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
@@ -206,7 +221,7 @@ def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
     peak = logits.max()
     norm = peak + np.log(np.exp(logits - peak).sum(dtype=np.float64))
     rank = int((logits > logits[token_id]).sum()) + 1
-    best = _best(logits, min(top, logits.size)) if top else np.empty(0, dtype=np.int64)
+    best = heaviest(logits, min(top, logits.size)) if top else np.empty(0, dtype=np.int64)
     return TokenLogprobs(
         token_id,
         float(logits[token_id] - norm),

@@ -51,11 +51,20 @@ Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 
 MIN_PRIORITY = -(2**31)
 POLICY_HELP = "Who is served first: whoever came first (fcfs), or whoever has the smallest priority."
+PREEMPTION_HELP = (
+    "What becomes of a request's KV when blocks run out: computed again, kept in the host tier, or what costs less."
+)
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
+
+
+def _check_host_tier(mode: PreemptionMode, memory: ByteSize) -> None:
+    if mode == "swap" and not memory:
+        raise ValueError("preemption_mode swap needs a host tier: give host_cache_memory a size")
 
 
 class _Config(BaseModel):
@@ -98,6 +107,8 @@ class NodeConfig(_Process):
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
     block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="Bytes of KV cache, like 256MiB.")
+    host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Bytes of the host tier; 0: there is none.")
+    preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -121,6 +132,7 @@ class NodeConfig(_Process):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running request computes a token a step"
             )
+        _check_host_tier(self.preemption_mode, self.host_cache_memory)
         return self
 
 
@@ -152,6 +164,8 @@ class UpConfig(_Config):
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
     block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
     kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="KV cache of each node, like 256MiB.")
+    host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Host tier of each node; 0: there is none.")
+    preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -160,6 +174,11 @@ class UpConfig(_Config):
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
     start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
     drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> UpConfig:
+        _check_host_tier(self.preemption_mode, self.host_cache_memory)
+        return self
 
     def threads_per_node(self, cores: int) -> int:
         """Threads for each of the nodes on a machine of so many cores; at least one."""

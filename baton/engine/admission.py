@@ -17,6 +17,7 @@ from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import EngineCoreEventType
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 
@@ -35,17 +36,20 @@ class _Tried(enum.Enum):
     """Its connector does not know yet, or a sibling still computes the prompt they share."""
 
 
+def _queue(config: SchedulerConfig) -> RequestQueue:
+    return PriorityRequestQueue(config.priority_ageing_s) if config.policy == "priority" else FCFSRequestQueue()
+
+
 class Admission:
-    """The way from `waiting` (no blocks), `remote` (blocks reserved, KV under way) and `arrived` to running."""
+    """The way from `waiting` (no blocks), `remote` (KV under way), `arrived` and `swapped` to running."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._config = ledger.config
         self._manager = ledger.kv_cache_manager
         config = ledger.config
-        self._waiting: RequestQueue = (
-            PriorityRequestQueue(config.priority_ageing_s) if config.policy == "priority" else FCFSRequestQueue()
-        )
+        self._waiting = _queue(config)
+        self._swapped = _queue(config)
         self._remote: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._times_passed: dict[str, int] = {}
@@ -67,13 +71,18 @@ class Admission:
     def num_arrived(self) -> int:
         return len(self._arrived)
 
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose blocks are in the host tier."""
+        return len(self._swapped)
+
     def add(self, request: Request) -> None:
         """A newcomer."""
         self._waiting.add(request)
 
     def put_back(self, request: Request) -> None:
-        """A preempted request: next in turn."""
-        self._waiting.prepend(request)
+        """A preempted request, by its status swapped or not: next in turn."""
+        (self._swapped if request.status is RequestStatus.SWAPPED else self._waiting).prepend(request)
 
     def fork(self, request: Request) -> None:
         """The prompt of a request has KV: its other sequences, if it has any, are next in turn."""
@@ -92,12 +101,16 @@ class Admission:
 
     def take_out(self, requests: Collection[Request]) -> None:
         """Forget requests that are about to end, wherever they wait."""
-        queued = set()
+        queued, swapped = set(), set()
         for request in requests:
             self._times_passed.pop(request.request_id, None)
             self._remote.pop(request.request_id, None)
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 queued.add(request.request_id)
+            elif request.status is RequestStatus.SWAPPED:
+                swapped.add(request.request_id)
+        if swapped:
+            self._swapped.remove_many(swapped)
         if queued:
             self._waiting.remove_many(queued)
             self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
@@ -141,6 +154,19 @@ class Admission:
                 return
             self._arrived.popleft()
             self._run(request, num_tokens, plan)
+
+    def admit_swapped(self, plan: StepPlan) -> bool:
+        """Bring swapped requests back in turn; False when one has to wait, past which nobody new may get in."""
+        while len(self._swapped):
+            if not self._has_seat(plan):
+                return False
+            request = self._swapped.pop()
+            answer = self._manager.swap_in(request, num_spared_blocks=self._spared_blocks())
+            if answer is not AllocationAnswer.OK:
+                self._swapped.prepend(request)
+                return False
+            self._run(request, plan.cut(request.num_tokens - request.num_computed_tokens, plan.token_budget), plan)
+        return True
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
         """Try the others in order. What can't run now keeps its place; what never can ends."""
@@ -276,7 +302,7 @@ class Admission:
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
         self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
-        if request.status is RequestStatus.PREEMPTED:
+        if request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED):
             plan.add_known(request, num_tokens, block_ids, resumed=True)
         else:
             plan.add_new(request, num_tokens, block_ids)

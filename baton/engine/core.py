@@ -40,12 +40,12 @@ class EngineCore:
         """Run one step; outputs by client index. A runner that raises fails the step's requests, not the engine."""
         scheduler_output = self.scheduler.schedule()
         runner_output = _NOTHING_COMPUTED
-        if not scheduler_output.is_empty or scheduler_output.finished_req_ids:
+        if scheduler_output.concerns_runner:
             try:
                 runner_output = self.runner.execute_model(scheduler_output)
             except Exception as exc:
                 failed = dict.fromkeys(scheduler_output.num_scheduled_tokens, f"the runner failed: {exc!r}")
-                runner_output = ModelRunnerOutput({}, failed=failed)
+                runner_output = ModelRunnerOutput({}, failed=failed, lost=True)
         return self.scheduler.update_from_output(scheduler_output, runner_output)
 
     def make_stats(self) -> SchedulerStats:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from baton.engine.block_hash import BlockHasher
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.host_tier import HostTier
 from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
 
@@ -73,8 +74,17 @@ class _BlockTable:
 class KVCacheManager:
     """Block tables over a pool. Ids are request ids."""
 
-    def __init__(self, pool: BlockPool, hasher: BlockHasher, block_size: int, *, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        hasher: BlockHasher,
+        block_size: int,
+        *,
+        enable_caching: bool,
+        host: HostTier | None = None,
+    ) -> None:
         self.pool = pool
+        self.host = host
         self.block_size = block_size
         self._hasher = hasher
         self._enable_caching = enable_caching
@@ -165,10 +175,50 @@ class KVCacheManager:
         return [block.block_id for block in table.blocks] if table is not None else []
 
     def free(self, request_id: str) -> None:
-        """Let go of a live request's blocks; nothing when it has none."""
+        """Let go of a live request's blocks, here or in the host tier; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
             self.pool.free_blocks(table.blocks)
+        elif self.host is not None:
+            self.host.drop(request_id)
+
+    def num_computed_blocks(self, request: Request) -> int:
+        """Blocks with KV in them."""
+        return -(-request.num_computed_tokens // self.block_size)
+
+    def swap_out(self, request: Request) -> bool:
+        """Move a request's KV to the host tier in the coming step; False, and nothing changes, without room there."""
+        table, num_blocks = self._tables[request.request_id], self.num_computed_blocks(request)
+        if self.host is None or num_blocks == 0:
+            return False
+        keys = request.block_hashes[: min(table.num_cached_blocks, num_blocks)]
+        if not self.host.put(request.request_id, table.blocks[:num_blocks], keys):
+            return False
+        del self._tables[request.request_id]
+        self.pool.free_blocks(table.blocks)
+        return True
+
+    def swap_in(self, request: Request, *, num_spared_blocks: int = 0) -> AllocationAnswer:
+        """Move a request's KV back in the coming step, and make room for all its tokens; all or nothing.
+
+        Leading blocks that are still in the prefix cache here are not copied.
+        """
+        if self.host is None:
+            raise ValueError("there is no host tier")
+        found: list[Block] = []
+        for key in request.block_hashes[: request.num_computed_tokens // self.block_size]:
+            block = self.pool.get_cached_block(key)
+            if block is None:
+                break
+            found.append(block)
+        missing = -(-request.num_tokens // self.block_size) - len(found)
+        idle = sum([block.is_on_free_list for block in found])
+        if missing + idle + num_spared_blocks > self.pool.num_free_blocks:
+            return AllocationAnswer.LATER
+        table = self._open_table(request.request_id, ComputedBlocks(found, len(found) * self.block_size), 0)
+        table.blocks += self.pool.get_new_blocks(missing, after=found[-1] if found else None)
+        self.host.fetch(request.request_id, table.blocks, start=len(found))
+        return AllocationAnswer.OK
 
     def lease(self, request_id: str) -> None:
         """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
@@ -208,8 +258,10 @@ class KVCacheManager:
         return request_id in self._leased or request_id in self._quarantined
 
     def check_invariant(self) -> None:
-        """The pool's own books, and its counts against all tables; raises BlockInvariantBroken. O(blocks)."""
+        """The pools' own books, and their counts against all tables; raises BlockInvariantBroken. O(blocks)."""
         self.pool.check_invariant()
+        if self.host is not None:
+            self.host.check_invariant()
         owners = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
         leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
         held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)

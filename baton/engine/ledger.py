@@ -10,6 +10,7 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.connector import BlockFate, KVConnector
 from baton.engine.decode_set import DecodeSet
 from baton.engine.event_log import EventLog
+from baton.engine.host_tier import HostTier
 from baton.engine.kv_cache_manager import KVCacheManager
 from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
 from baton.engine.request import Leg, Request, RequestStatus
@@ -68,6 +69,7 @@ class Ledger:
             BlockHasher(key_fields, config.block_size),
             config.block_size,
             enable_caching=config.enable_prefix_caching,
+            host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )
         self.connector = connector
         self.events = EventLog(clock)

@@ -63,8 +63,19 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute; the runner still forgets `finished_req_ids`."""
+        """Nothing to compute; the runner still copies blocks and forgets `finished_req_ids`."""
         return self.total_num_scheduled_tokens == 0
+
+    @property
+    def concerns_runner(self) -> bool:
+        """Whether a runner has anything to do."""
+        return bool(
+            self.total_num_scheduled_tokens
+            or self.finished_req_ids
+            or self.blocks_to_swap_out
+            or self.blocks_to_swap_in
+            or self.blocks_to_copy
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,12 @@ class ModelRunnerOutput:
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that failed alone (non-finite logits), with the reason."""
+    lost: bool = False
+    """The runner broke: nothing of the step is there, its block copies included."""
+    copy_seconds: float = 0.0
+    """What the copies from and to the host tier took; 0: not measured."""
+    compute_seconds: float = 0.0
+    """What everything else took; 0: not measured."""
 
 
 class EngineCoreEventType(enum.Enum):
@@ -141,6 +158,12 @@ class SchedulerStats:
     leased_blocks: int
     quarantined_blocks: int
     num_preemptions: int
+    num_swapped: int
+    """Requests whose blocks are in the host tier."""
+    total_host_blocks: int
+    free_host_blocks: int
+    num_preemptions_by_mode: Mapping[str, int]
+    """recompute and swap, since start."""
     prefix_cache_queries: int
     """Prompt tokens looked up in the prefix cache since start."""
     prefix_cache_hits: int

@@ -7,13 +7,14 @@ Where a request can be:
   arrived      its prompt's KV is here: it joins the very next step, ahead of newcomers
   running      RUNNING, in order of admission: either filling (its known tokens are still being computed) or one of
                the decodes, which compute a token in every step (see decode_set.py)
+  swapped      SWAPPED: preempted, its KV is in the host tier; it comes back ahead of newcomers
   ended        no longer in `requests`; its blocks are free, leased or quarantined
 
 Rules that keep it from wedging and from serving wrong KV:
 
   - Admission is all or nothing (see admission.py).
-  - The newest running request (or the one of the largest priority) is preempted first, by recomputation: the first in
-    turn always progresses.
+  - The newest running request (or the one of the largest priority) is preempted first: the first in turn always
+    progresses. Nothing is loaded in a step that preempts, so no peer writes to blocks that are still to be copied out.
   - A prefill leg is never preempted: its blocks are offered while it runs, and a peer may be reading them. It never
     needs to be: it has all its blocks from the start.
   - Blocks enter the prefix cache at commit, when their KV is known to be there.
@@ -28,6 +29,7 @@ from baton.clock import Clock
 from baton.engine.admission import Admission
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
+from baton.engine.host_tier import NO_COPIES
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import (
@@ -40,6 +42,7 @@ from baton.engine.outputs import (
     SchedulerStats,
     TokenLogprobs,
 )
+from baton.engine.preemption import Preemption
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
@@ -71,13 +74,13 @@ class Scheduler:
         self._clock = clock
         self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
         self._admission = Admission(self._ledger)
+        self._preemption = Preemption(self._ledger, self._admission)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
         """Ends that `schedule` decided, until the step's outputs are handed out."""
         self._stalled = False
         """The last `schedule` could compute nothing, and nothing has happened since."""
-        self._num_preemptions = 0
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -157,11 +160,11 @@ class Scheduler:
         """
         if self._ledger.running or self._admission.num_arrived or self._pending:
             return True
-        return self._admission.num_waiting > 0 and not self._stalled
+        return self._admission.num_waiting + self._admission.num_swapped > 0 and not self._stalled
 
     def make_stats(self) -> SchedulerStats:
         """Load after a step, in O(1)."""
-        pool = self.kv_cache_manager.pool
+        pool, host = self.kv_cache_manager.pool, self.kv_cache_manager.host
         num_running, num_waiting = self.get_request_counts()
         return SchedulerStats(
             num_running=num_running,
@@ -171,7 +174,14 @@ class Scheduler:
             free_blocks=pool.num_free_blocks,
             leased_blocks=pool.num_leased_blocks,
             quarantined_blocks=pool.num_quarantined_blocks,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._preemption.num_recomputed + self._preemption.num_swapped,
+            num_swapped=self._admission.num_swapped,
+            total_host_blocks=host.pool.num_total_blocks if host is not None else 0,
+            free_host_blocks=host.pool.num_free_blocks if host is not None else 0,
+            num_preemptions_by_mode={
+                "recompute": self._preemption.num_recomputed,
+                "swap": self._preemption.num_swapped,
+            },
             prefix_cache_queries=self._admission.num_queried_tokens,
             prefix_cache_hits=self._admission.num_hit_tokens,
         )
@@ -221,12 +231,14 @@ class Scheduler:
             self._schedule_decodes(plan)
             self._schedule_filling(plan)
             self._admission.admit_arrived(plan)
-            if not plan.preempted_req_ids:
+            if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
                 self._admission.admit_waiting(plan, self._pending)
-        if not plan.is_empty:
+        if not plan.is_empty or plan.swapped_out:
             self._in_flight[plan.step] = plan
-        self._stalled = plan.is_empty and not self._pending
-        return plan.build(self._ledger.take_finished_req_ids())
+        self._stalled = plan.is_empty and not plan.preempted_req_ids and not self._pending
+        host = self.kv_cache_manager.host
+        copies = host.begin_step(plan.step) if host is not None else NO_COPIES
+        return plan.build(self._ledger.take_finished_req_ids(), copies)
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         decodes, manager = self._ledger.decodes, self.kv_cache_manager
@@ -238,7 +250,7 @@ class Scheduler:
                     decodes.grown(request)
                     plan.note_growth(request, allocation.new_block_ids)
                     break
-                self._preempt(self._next_to_give_way(request), plan)
+                self._preemption.make_room(request, plan)
         plan.add_decodes(decodes.tick())
 
     def _schedule_filling(self, plan: StepPlan) -> None:
@@ -255,25 +267,6 @@ class Scheduler:
             # All its blocks were taken when it was admitted.
             plan.add_known(request, num_tokens, ())
 
-    def _next_to_give_way(self, needy: Request) -> Request:
-        # `needy` is one itself, and nothing is scheduled yet in this step.
-        running = self._ledger.running
-        return self._admission.last_in_turn(r for r in running if r.leg is not Leg.PREFILL) or needy
-
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        self._ledger.running.remove(request)
-        if not self._ledger.decodes.leave(request.request_id):
-            self._ledger.filling.remove(request)
-        self.kv_cache_manager.free(request.request_id)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        request.spec_token_ids.clear()
-        self._admission.put_back(request)
-        plan.preempted_req_ids.add(request.request_id)
-        self._num_preemptions += 1
-        self._ledger.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
-
     # --- committing a step ---
 
     def update_from_output(
@@ -288,6 +281,8 @@ class Scheduler:
         self.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
         plan = self._in_flight.pop(scheduler_output.step, None)
         if plan is not None:
+            if self.kv_cache_manager.host is not None:
+                self._preemption.settle(plan, scheduler_output, runner_output)
             for client_index, requests in plan.decodes.by_client.items():
                 self._commit_decodes(requests, runner_output, outputs.of(client_index), outputs)
             for request in plan.requests:

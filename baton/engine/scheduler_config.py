@@ -8,6 +8,8 @@ from typing import Literal
 
 from baton.errors import ConfigError
 
+PreemptionMode = Literal["recompute", "swap", "auto"]
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -32,6 +34,10 @@ class SchedulerConfig:
     """Who is tried first, and who gives way last: whoever came first, or whoever has the smallest priority."""
     priority_ageing_s: float = 60.0
     """Seconds of waiting that weigh as much as one step of priority; 0: none ever do, and a late one may starve."""
+    preemption_mode: PreemptionMode = "recompute"
+    """What becomes of a preempted request's KV: dropped, copied to the host tier, or whichever costs less."""
+    num_host_blocks: int = 0
+    """Blocks of the host tier, its null block 0 included; 0: there is none."""
     min_priority: int = -(2**31)
     """Requests below it are refused: so far ahead nobody may push."""
     max_times_passed: int = 16
@@ -52,6 +58,10 @@ class SchedulerConfig:
                 f"without chunked prefill max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_model_len ({self.effective_max_model_len})"
             )
+        if self.num_host_blocks < 0 or self.num_host_blocks == 1:
+            raise ConfigError(f"num_host_blocks must be 0 or at least 2, not {self.num_host_blocks}")
+        if self.preemption_mode == "swap" and not self.num_host_blocks:
+            raise ConfigError("preemption_mode swap needs a host tier: num_host_blocks of at least 2")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be a share from 0 to below 1, not {self.watermark}")
         if not 0.0 <= self.priority_ageing_s < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
+from baton.engine.host_tier import NO_COPIES, StepCopies
 from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import Request
 
@@ -21,6 +22,8 @@ class StepPlan:
         self.requests: list[Request] = []
         """The other scheduled requests, in the runner's order; it takes the decodes first."""
         self.preempted_req_ids: set[str] = set()
+        self.swapped_out: list[Request] = []
+        """Preempted requests whose KV this step copies to the host tier."""
         self.blocks_to_copy: list[BlockCopy] = []
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
@@ -67,7 +70,7 @@ class StepPlan:
         self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens, resumed))
         self._advance(request, num_tokens)
 
-    def build(self, finished_req_ids: frozenset[str]) -> SchedulerOutput:
+    def build(self, finished_req_ids: frozenset[str], copies: StepCopies = NO_COPIES) -> SchedulerOutput:
         """The decision as a value."""
         return SchedulerOutput(
             step=self.step,
@@ -78,6 +81,8 @@ class StepPlan:
             blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
             preempted_req_ids=frozenset(self.preempted_req_ids),
+            blocks_to_swap_out=copies.swap_out,
+            blocks_to_swap_in=copies.swap_in,
         )
 
     def _all_num_tokens(self) -> Mapping[str, int]:

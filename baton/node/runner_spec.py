@@ -7,6 +7,7 @@ import time
 from baton.config import NodeConfig
 from baton.engine.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
 from baton.engine.runner.base import ModelRunner
+from baton.engine.runner.host_blocks import host_blocks_in
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
 
@@ -21,6 +22,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
             dtype=config.dtype,
             block_size=config.block_size,
             cache_bytes=int(config.kv_cache_memory),
+            host_cache_bytes=int(config.host_cache_memory),
             num_threads=config.num_threads,
             name=config.served_model_name,
             device=config.device,
@@ -36,6 +38,7 @@ def runner_spec(config: NodeConfig) -> RunnerSpec:
         name=config.model_name or shape.name,
         block_size=config.block_size,
         num_blocks=max(_MIN_BLOCKS, int(config.kv_cache_memory) // block_bytes),
+        num_host_blocks=host_blocks_in(int(config.host_cache_memory), block_bytes),
         step_time=step_time,
         sleep=time.sleep,
     )
@@ -51,6 +54,11 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
             f"kv_cache_memory {int(config.kv_cache_memory)} bytes holds {runner.memory.num_blocks} blocks of "
             f"{runner.memory.block_bytes} bytes; give it at least {_MIN_BLOCKS * runner.memory.block_bytes}"
         )
+    if config.host_cache_memory and not runner.num_host_blocks:
+        raise ConfigError(
+            f"host_cache_memory {int(config.host_cache_memory)} bytes holds less than 2 blocks of "
+            f"{runner.memory.block_bytes} bytes; give it more, or 0 for no host tier"
+        )
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         block_size=config.block_size,
@@ -58,6 +66,8 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or longest,
         policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        num_host_blocks=runner.num_host_blocks,
         priority_ageing_s=config.priority_ageing_s,
         min_priority=config.min_priority,
     )

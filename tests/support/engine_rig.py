@@ -30,7 +30,7 @@ class EngineRig:
     def __init__(self, num_blocks: int = 65, connector: FakeConnector | None = None, **limits: Any) -> None:
         limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
         self.config = SchedulerConfig(num_blocks=num_blocks, **limits)
-        self.runner = ScriptedRunner(num_blocks, self.config.block_size)
+        self.runner = ScriptedRunner(num_blocks, self.config.block_size, num_host_blocks=self.config.num_host_blocks)
         self.connector = connector if connector is not None else FakeConnector()
         self.clock = ManualClock()
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)

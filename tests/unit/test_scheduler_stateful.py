@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.request import FinishReason, Leg, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
+from baton.engine.scheduler_config import PreemptionMode
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -56,6 +57,9 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         chunked=st.booleans(),
         faulty_runner=st.booleans(),
+        preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
+        num_host_blocks=st.sampled_from([2, 4, 9, 30]),
+        copies_are_cheap=st.booleans(),
     )
     def start(
         self,
@@ -68,6 +72,9 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         chunked: bool,
         faulty_runner: bool,
+        preemption_mode: PreemptionMode,
+        num_host_blocks: int,
+        copies_are_cheap: bool,
     ) -> None:
         self.rig = EngineRig(
             num_blocks,
@@ -79,7 +86,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_times_passed=times_passed,
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
+            preemption_mode=preemption_mode,
+            num_host_blocks=num_host_blocks,
         )
+        self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9
         self.faulty_runner = faulty_runner
         self.added = 0
 
@@ -174,6 +184,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig.step()
         self.rig.runner.raise_next = None
 
+    @precondition(lambda self: self.faulty_runner)
+    @rule()
+    def the_runner_breaks_before_it_copies(self) -> None:
+        self.rig.runner.raise_first = RuntimeError("broken")
+        self.rig.step()
+        self.rig.runner.raise_first = None
+
     @rule(data=st.data())
     def the_connector_is_unsure(self, data: st.DataObject) -> None:
         self.rig.connector.unknown ^= {f"r{data.draw(st.integers(0, self.added))}"}
@@ -220,6 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not rig.scheduler.has_requests(), list(rig.scheduler.requests.values())
         assert rig.ends.keys() == self._all_sequences()
         assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+        assert rig.core.make_stats().free_host_blocks == rig.config.num_host_blocks - 1
         for name in rig.ends:
             self._check_tokens(name)
 

@@ -110,6 +110,11 @@ class ModelRunner(Protocol):
     @property
     def memory(self) -> KVMemory: ...
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host tier, which a step's swaps name, the null block included; 0: there is none."""
+        ...
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
 from baton.engine.runner.device import resolve_device
+from baton.engine.runner.host_blocks import host_blocks_in
 from baton.engine.runner.input_batch import RequestTable, flatten
 from baton.engine.runner.kernel_choice import choose_operations
 from baton.engine.runner.kernels import KernelArgumentError
@@ -26,7 +28,7 @@ from baton.errors import ConfigError
 class TorchModelRunner:
     """One model with its KV cache on one device of this machine. Called from one thread."""
 
-    def __init__(self, model: ModelInfo, transformer: Transformer) -> None:
+    def __init__(self, model: ModelInfo, transformer: Transformer, host_cache_bytes: int = 0) -> None:
         self._model = model
         self._transformer = transformer
         cache = transformer.kv_cache
@@ -38,6 +40,7 @@ class TorchModelRunner:
             device_id=cache.device.index or 0,
             owner=cache,
         )
+        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
         self._requests = RequestTable(
             transformer.layout.block_size, transformer.num_blocks, model.vocab_size, model.max_model_len
         )
@@ -55,12 +58,20 @@ class TorchModelRunner:
         return self._memory
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        started = time.perf_counter()
+        num_copied = self._host.execute(scheduler_output)
+        copied = time.perf_counter()
+        copy_seconds = copied - started if num_copied else 0.0
         scheduled, failed = self._requests.update(scheduler_output)
         if scheduler_output.blocks_to_copy:
             self._transformer.copy_blocks(
@@ -68,7 +79,7 @@ class TorchModelRunner:
                 [copy.destination for copy in scheduler_output.blocks_to_copy],
             )
         if not scheduled:
-            return ModelRunnerOutput({}, failed=failed)
+            return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
         batch = flatten(scheduled, self.layout.block_size, self._transformer.row_quantum)
         logits = self._transformer.compute(batch)
         samplers = [share.state for share in scheduled if share.samples]
@@ -91,7 +102,13 @@ class TorchModelRunner:
             if result.logprobs is not None:
                 logprobs[state.request_id] = [result.logprobs]
         self._requests.commit(scheduled, tokens)
-        return ModelRunnerOutput({name: [token] for name, token in tokens.items()}, logprobs, failed)
+        return ModelRunnerOutput(
+            {name: [token] for name, token in tokens.items()},
+            logprobs,
+            failed,
+            copy_seconds=copy_seconds,
+            compute_seconds=time.perf_counter() - copied,
+        )
 
 
 def load_runner(
@@ -101,6 +118,7 @@ def load_runner(
     block_size: int = 16,
     num_blocks: int | None = None,
     cache_bytes: int | None = None,
+    host_cache_bytes: int = 0,
     num_threads: int = 1,
     name: str = "",
     device: str = "cpu",
@@ -124,7 +142,7 @@ def load_runner(
         raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
     except KernelArgumentError as error:
         raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
-    return TorchModelRunner(info, transformer)
+    return TorchModelRunner(info, transformer, host_cache_bytes)
 
 
 def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:

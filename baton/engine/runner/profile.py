@@ -100,6 +100,10 @@ class TimedRunner:
         return self._runner.memory
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._runner.num_host_blocks
+
+    @property
     def timing(self) -> bool:
         return self._stopwatch.timing
 

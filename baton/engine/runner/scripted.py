@@ -12,9 +12,12 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.host_blocks import HostBlocks
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
@@ -63,7 +66,8 @@ class ScriptedRunner:
     """Deterministic tokens on a cache of `num_blocks` blocks. Raises RuntimeError when it is told inconsistent things.
 
     `failures`: request id -> reason, reported in `failed` at its next step. `raise_next`: raised by the next step that
-    computes anything.
+    computes anything, `raise_first` by the next step before it does anything. `seconds_per_copy`, `seconds_per_token`:
+    what its copies of blocks and its tokens are said to take.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class ScriptedRunner:
         *,
         vocab_size: int = 1000,
         max_model_len: int = 4096,
+        num_host_blocks: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         name: str = "scripted",
     ) -> None:
@@ -97,9 +102,14 @@ class ScriptedRunner:
             device_id=0,
             owner=self._slots,
         )
+        cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks, block_size)
+        self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
         self._known: dict[str, _Known] = {}
         self.failures: dict[str, str] = {}
         self.raise_next: Exception | None = None
+        self.raise_first: Exception | None = None
+        self.seconds_per_copy = 0.0
+        self.seconds_per_token = 0.0
 
     @property
     def model(self) -> ModelInfo:
@@ -113,6 +123,10 @@ class ScriptedRunner:
     def memory(self) -> KVMemory:
         return self._memory
 
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
     def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         """What the first `num_tokens` slots of these blocks hold."""
         return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
@@ -124,6 +138,10 @@ class ScriptedRunner:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
+        if self.raise_first is not None:
+            error, self.raise_first = self.raise_first, None
+            raise error
+        num_copied = self._host.execute(scheduler_output)
         self._take_in(scheduler_output)
         if self.raise_next is not None and not scheduler_output.is_empty:
             error, self.raise_next = self.raise_next, None
@@ -143,7 +161,12 @@ class ScriptedRunner:
                 token_id = _draw(last_slot, known.sampling_params.seed, self._model.vocab_size)
                 known.token_ids.append(token_id)
                 sampled[request_id] = [token_id]
-        return ModelRunnerOutput(sampled_token_ids=sampled, failed=failed)
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled,
+            failed=failed,
+            copy_seconds=self.seconds_per_copy * num_copied,
+            compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
+        )
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.finished_req_ids:

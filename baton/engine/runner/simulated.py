@@ -16,6 +16,7 @@ import xxhash
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import RequestState, RequestTable, Scheduled
 from baton.engine.runner.philox import uniform
 from baton.engine.runner.spec import SimulatedSpec
@@ -103,6 +104,8 @@ class SimulatedRunner:
         self._layout = layout_of(spec)
         layers, two, heads, row = _head_rows(self._layout)
         self._cache: Bytes = np.zeros((spec.num_blocks, layers, two, heads, spec.block_size, row), dtype=np.uint8)
+        host = np.empty((spec.num_host_blocks, *self._cache.shape[1:]), dtype=np.uint8)
+        self._host = HostBlocks(self._cache, host)
         self._memory = KVMemory(
             base_address=self._cache.ctypes.data,
             num_blocks=spec.num_blocks,
@@ -138,16 +141,23 @@ class SimulatedRunner:
         return self._memory
 
     @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
     def num_requests(self) -> int:
         """Requests that the runner has not forgotten."""
         return len(self._requests)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        num_copied = self._host.execute(scheduler_output)
         scheduled, failed = self._requests.update(scheduler_output)
         for copy in scheduler_output.blocks_to_copy:
             self._cache[copy.destination] = self._cache[copy.source]
-        self._wait(scheduled)
+        copy_seconds, compute_seconds = self._seconds(scheduled, num_copied)
+        if self._spec.sleep is not None and (scheduled or num_copied):
+            self._spec.sleep(copy_seconds + compute_seconds)
         tokens: dict[str, int] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         for share in scheduled:
@@ -165,7 +175,13 @@ class SimulatedRunner:
             if state.sampling_params.logprobs is not None:
                 logprobs[state.request_id] = [TokenLogprobs(token_id, 0.0, 1, ((token_id, 0.0),))]
         self._requests.commit(scheduled, tokens)
-        return ModelRunnerOutput({name: [token] for name, token in tokens.items()}, logprobs, failed)
+        return ModelRunnerOutput(
+            {name: [token] for name, token in tokens.items()},
+            logprobs,
+            failed,
+            copy_seconds=copy_seconds,
+            compute_seconds=compute_seconds,
+        )
 
     def read(self, block_ids: Sequence[int] | npt.NDArray[np.int32], num_tokens: int) -> Bytes:
         """KV of the first `num_tokens` tokens in these blocks, shaped like `expected_kv`'s."""
@@ -187,10 +203,12 @@ class SimulatedRunner:
         view: Bytes = self._cache[int(state.block_table[block]), :, :, :, offset]
         return view
 
-    def _wait(self, scheduled: Sequence[Scheduled]) -> None:
-        if self._spec.sleep is None or not scheduled:
-            return
+    def _seconds(self, scheduled: Sequence[Scheduled], num_copied: int) -> tuple[float, float]:
+        """What a step is said to take: its copies from and to the host tier, and everything else."""
         time = self._spec.step_time
+        if not scheduled:
+            return num_copied * time.per_copied_block, 0.0
         decoding = sum(share.count == 1 and share.samples for share in scheduled)
         prefilling = sum(share.count for share in scheduled) - decoding
-        self._spec.sleep(time.per_step + prefilling * time.per_prefill_token + decoding * time.per_decode_seq)
+        computing = time.per_step + prefilling * time.per_prefill_token + decoding * time.per_decode_seq
+        return num_copied * time.per_copied_block, computing

@@ -19,6 +19,8 @@ class TorchSpec:
     num_blocks: int | None = None
     """Size of the cache; exactly one of this and `cache_bytes`."""
     cache_bytes: int | None = None
+    host_cache_bytes: int = 0
+    """Size of the host tier."""
     num_threads: int = 1
     name: str = ""
     """The name clients use; the directory's name when empty."""
@@ -33,6 +35,8 @@ class StepTime:
     per_step: float = 0.0
     per_prefill_token: float = 0.0
     per_decode_seq: float = 0.0
+    per_copied_block: float = 0.0
+    """From or to the host tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class SimulatedSpec:
     name: str = "simulated"
     block_size: int = 16
     num_blocks: int = 1024
+    num_host_blocks: int = 0
     num_layers: int = 2
     num_kv_heads: int = 2
     head_dim: int = 8

@@ -21,6 +21,7 @@ from baton.engine.runner.attention import (
 )
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.decoder import Decoder
+from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.kernels.huge_pages import zeros_for_reading
 from baton.engine.runner.layers import ProductWatch, replace_products
@@ -138,6 +139,16 @@ class Transformer:
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def host_blocks(self, num_blocks: int) -> HostBlocks:
+        """A host tier of so many blocks; ConfigError when there is no memory for it."""
+        shape = (num_blocks, self.layout.block_elements)
+        try:
+            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            size = num_blocks * self.layout.block_bytes
+            raise ConfigError(f"this machine has no room for a host tier of {size} bytes") from error
+        return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
 
     def _probe(self) -> torch.Tensor:
         token_ids, positions, rows = self._probe_rows()

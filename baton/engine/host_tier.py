@@ -1,0 +1,126 @@
+"""The host tier: a second pool of blocks, in memory that no kernel computes on, and what each step copies to and fro.
+
+Three rules keep the copies right, which the runner does before the step computes, first all those out, then all in:
+  - a host block that a step reads or writes is held until that step has been computed (`settle`), so nobody else is
+    given it meanwhile;
+  - it can be found by its key only after the step that filled it was computed;
+  - when that step was lost, it is as if it had never been filled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.outputs import BlockCopy
+
+
+@dataclass(slots=True)
+class StepCopies:
+    """What one step copies, and the host blocks that it holds for that."""
+
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    """From a device block to a host block."""
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    """From a host block to a device block."""
+    held: list[Block] = field(default_factory=list)
+    """Host blocks that it reads or writes."""
+    filled: list[tuple[Block, bytes]] = field(default_factory=list)
+    """Those of them that get a key when it was computed."""
+
+
+NO_COPIES = StepCopies()
+
+
+class HostTier:
+    """Who has which host blocks. `num_blocks` counts the null block 0, as in the device's pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._tables: dict[str, list[Block]] = {}
+        self._next = StepCopies()
+        self._unsettled: dict[int, StepCopies] = {}
+
+    def put(self, request_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> bool:
+        """Copy a request's blocks out in the coming step; False, and nothing changes, when there is no room.
+
+        `keys`: names of the first of them. What is here under its name is not copied again.
+        """
+        found = [self.pool.get_cached_block(key) for key in keys]
+        found += [None] * (len(blocks) - len(found))
+        here = [block for block in found if block is not None]
+        missing = len(blocks) - len(here)
+        if missing + sum([block.is_on_free_list for block in here]) > self.pool.num_free_blocks:
+            return False
+        self.pool.touch(here)
+        fresh = iter(self.pool.get_new_blocks(missing))
+        table: list[Block] = []
+        for index, (source, host) in enumerate(zip(blocks, found, strict=True)):
+            if host is None:
+                host = next(fresh)
+                self._copy_out(source, host, keys[index] if index < len(keys) else None)
+            table.append(host)
+        self._tables[request_id] = table
+        return True
+
+    def num_blocks(self, request_id: str) -> int:
+        """How many blocks a request has here."""
+        return len(self._tables.get(request_id, ()))
+
+    def fetch(self, request_id: str, blocks: Sequence[Block], start: int) -> None:
+        """Copy a request's blocks from index `start` on to those of `blocks` in the coming step; it has none here then.
+
+        `blocks`: the request's new table, at least as long as what it has here.
+        """
+        table = self._tables.pop(request_id)
+        for host, target in zip(table[start:], blocks[start:], strict=False):
+            self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
+        self._next.held += table
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request's blocks; nothing when it has none."""
+        table = self._tables.pop(request_id, None)
+        if table is not None:
+            self.pool.free_blocks(table)
+
+    def begin_step(self, step: int) -> StepCopies:
+        """What the step about to be computed has to copy. Ends with `settle`."""
+        copies = self._next
+        if not copies.held:
+            return NO_COPIES
+        self._unsettled[step] = copies
+        self._next = StepCopies()
+        return copies
+
+    def settle(self, step: int, lost: bool) -> None:
+        """The step was computed, or it was lost and may have copied nothing. Unknown steps are skipped."""
+        copies = self._unsettled.pop(step, None)
+        if copies is None:
+            return
+        if not lost:
+            for block, key in copies.filled:
+                self.pool.cache_block(block, key)
+        self.pool.free_blocks(copies.held)
+
+    def check_invariant(self) -> None:
+        """The pool's books, and its counts against tables and steps; raises BlockInvariantBroken. O(blocks)."""
+        self.pool.check_invariant()
+        holds = Counter(block.block_id for table in self._tables.values() for block in table)
+        for copies in (self._next, *self._unsettled.values()):
+            holds.update(block.block_id for block in copies.held)
+        problems = [
+            f"{block!r}: {holds[block.block_id]} tables and steps"
+            for block in self.pool.blocks
+            if holds[block.block_id] != block.owner_cnt
+        ]
+        if problems:
+            raise BlockInvariantBroken(f"host blocks: {'; '.join(problems)}")
+
+    def _copy_out(self, source: Block, host: Block, key: bytes | None) -> None:
+        self._next.swap_out.append(BlockCopy(source.block_id, host.block_id))
+        self.pool.touch((host,))
+        self._next.held.append(host)
+        if key is not None:
+            self._next.filled.append((host, key))

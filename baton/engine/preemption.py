@@ -1,0 +1,88 @@
+"""Who gives way when blocks run out, and what becomes of its KV."""
+
+from __future__ import annotations
+
+from baton.engine.admission import Admission
+from baton.engine.ledger import Ledger
+from baton.engine.outputs import EngineCoreEventType, ModelRunnerOutput, SchedulerOutput
+from baton.engine.preemption_cost import PreemptionRates, swap_is_cheaper
+from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.step_plan import StepPlan
+
+
+class Preemption:
+    """The way from running back to `waiting` (recompute) or to `swapped`."""
+
+    def __init__(self, ledger: Ledger, admission: Admission) -> None:
+        self._ledger = ledger
+        self._admission = admission
+        self._mode = ledger.config.preemption_mode
+        self.rates = PreemptionRates()
+        """What copying and computing took so far."""
+        self.num_recomputed = 0
+        """Preemptions by recomputation and by swapping, since start."""
+        self.num_swapped = 0
+
+    def make_room(self, needy: Request, plan: StepPlan) -> None:
+        """Preempt the running request that gives way first, before anything is scheduled in this step.
+
+        `needy`, which lacks a block, is one itself.
+        """
+        running = self._ledger.running
+        victim = self._admission.last_in_turn(r for r in running if r.leg is not Leg.PREFILL) or needy
+        self._preempt(victim, plan)
+
+    def settle(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
+        """The step's copies were done, or lost: then what it swapped out has to be computed again."""
+        host = self._ledger.kv_cache_manager.host
+        if host is None:
+            return
+        host.settle(plan.step, runner_output.lost)
+        if runner_output.lost:
+            for request in plan.swapped_out:
+                if request.status is RequestStatus.SWAPPED:
+                    self._admission.take_out((request,))
+                    self._ledger.kv_cache_manager.free(request.request_id)
+                    self._wait_anew(request)
+        elif self._mode == "auto":
+            self._measure(plan, scheduler_output, runner_output)
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        ledger, manager = self._ledger, self._ledger.kv_cache_manager
+        ledger.running.remove(request)
+        if not ledger.decodes.leave(request.request_id):
+            ledger.filling.remove(request)
+        request.num_preemptions += 1
+        request.spec_token_ids.clear()
+        plan.preempted_req_ids.add(request.request_id)
+        ledger.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
+        if self._may_swap(request) and manager.swap_out(request):
+            self.num_swapped += 1
+            plan.swapped_out.append(request)
+            request.status = RequestStatus.SWAPPED
+            self._admission.put_back(request)
+        else:
+            self.num_recomputed += 1
+            manager.free(request.request_id)
+            self._wait_anew(request)
+
+    def _wait_anew(self, request: Request) -> None:
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        self._admission.put_back(request)
+
+    def _may_swap(self, request: Request) -> bool:
+        if self._mode != "auto":
+            return self._mode == "swap"
+        num_blocks = self._ledger.kv_cache_manager.num_computed_blocks(request)
+        return swap_is_cheaper(num_blocks, request.num_computed_tokens, self.rates)
+
+    def _measure(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
+        num_copied = len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in)
+        if num_copied and runner_output.copy_seconds > 0:
+            self.rates = self.rates.after_copies(num_copied, runner_output.copy_seconds)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        # Steps of mostly prompts say what a prompt costs; decoding a token costs something else.
+        mostly_prompts = plan.requests and num_tokens > 2 * (len(plan.requests) + len(plan.decodes.num_tokens))
+        if mostly_prompts and runner_output.compute_seconds > 0:
+            self.rates = self.rates.after_compute(num_tokens, runner_output.compute_seconds)

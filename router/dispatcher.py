@@ -27,7 +27,6 @@ from baton.errors import (
 )
 from baton.rpc.messages import (
     Accepted,
-    Chunk,
     Finished,
     GenerateEvent,
     GenerateRequest,
@@ -35,6 +34,7 @@ from baton.rpc.messages import (
     NodeDescription,
     StepReport,
 )
+from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight import Flight
 from router.flight_table import (
@@ -51,13 +51,14 @@ from router.flight_table import (
     NodeGone,
     Place,
     Placed,
+    SequenceEnded,
     StopStringFound,
     SubmitLeg,
 )
 from router.node_links import NodeLinks
 from router.placement import Demand, choose
 from router.request import ValidRequest
-from router.text_stream import TextCodec, TextStream
+from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
 from router.validation import validate
 from router.view import ClusterView
@@ -97,10 +98,10 @@ class DispatchCounters:
 class _Run:
     """A flight with everything impure around it."""
 
-    def __init__(self, request: ValidRequest, flight_id: int, text: TextStream, started: float) -> None:
+    def __init__(self, request: ValidRequest, flight_id: int, answer: Answer, started: float) -> None:
         self.request = request
         self.flight = Flight(request, flight_id)
-        self.text = text
+        self.answer = answer
         self.queue = EventQueue()
         self.started = started
         self.first_token_at: float | None = None
@@ -242,8 +243,7 @@ class Dispatcher:
             raise Draining("this router is shutting down")
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
-        text = TextStream(self._codec, request.stop, request.sampling_params.min_tokens)
-        run = _Run(request, self._rng.getrandbits(64), text, started)
+        run = _Run(request, self._rng.getrandbits(64), Answer(self._codec, request), started)
         if timeout_s is not None:
             error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
             if self._timers.monotonic() >= started + timeout_s:
@@ -293,6 +293,8 @@ class Dispatcher:
                     self._view.released(incarnation, attempt)
                 case EmitTokens() as tokens:
                     pending.extend(self._emit(run, tokens))
+                case SequenceEnded() as ended:
+                    run.queue.put_all(run.answer.end_sequence(ended))
                 case Finish() as finish:
                     self._finish(run, finish)
                 case Fail(error):
@@ -327,12 +329,13 @@ class Dispatcher:
     def _emit(self, run: _Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
         if run.first_token_at is None:
             run.first_token_at = self._timers.monotonic()
-        run.queue.put(run.text.push(tokens))
+        run.queue.put_all(run.answer.push(tokens))
         if run.queue.backlog > self._limits.max_backlog_tokens and run.stall is None:
             until = self._timers.monotonic() + self._limits.stall_s
             error = SlowReader(f"{run.queue.backlog} tokens were left unread for {self._limits.stall_s:g} s")
             run.stall = self._timers.call_at(until, lambda: self._feed(run, GiveUp(error)))
-        return () if run.text.found is None else run.flight.handle(StopStringFound(run.text.found))
+        found = run.answer.found(tokens.sequence_index)
+        return () if found is None else run.flight.handle(StopStringFound(found, tokens.sequence_index))
 
     def _ease_stall(self, run: _Run) -> None:
         if run.stall is not None and run.queue.backlog <= self._limits.max_backlog_tokens:
@@ -340,18 +343,16 @@ class Dispatcher:
             run.stall = None
 
     def _finish(self, run: _Run, finish: Finish) -> None:
-        rest = run.text.finish()
-        if rest:
-            run.queue.put(Chunk(run.text.num_tokens, (), rest))
+        run.queue.put_all(run.answer.finish(finish))
         now = self._timers.monotonic()
         first = now if run.first_token_at is None else run.first_token_at
-        found, timings = run.text.found, finish.timings
+        timings = finish.timings
         run.queue.put(
             Finished(
-                finish_reason=finish.finish_reason if found is None else "stop",
-                stop_reason=finish.stop_reason if found is None else found,
+                finish_reason=run.answer.finish_reason,
+                stop_reason=run.answer.stop_reason,
                 prompt_tokens=len(run.request.prompt_token_ids),
-                completion_tokens=run.text.num_tokens,
+                completion_tokens=run.answer.num_tokens,
                 cached_tokens=timings.cached_tokens,
                 queue_ms=timings.queue_ms,
                 prefill_ms=timings.prefill_ms,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 
 from baton.errors import BatonError
 from baton.rpc.messages import Chunk, GenerateEvent
@@ -25,6 +26,10 @@ class EventQueue:
             self.backlog += len(event.token_ids)
         self._events.append(event)
         self._changed.set()
+
+    def put_all(self, events: Iterable[GenerateEvent]) -> None:
+        for event in events:
+            self.put(event)
 
     def end(self, error: BatonError | None = None) -> None:
         """Nothing follows; with an error, `get` raises it once all events are taken. Only the first end counts."""

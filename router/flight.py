@@ -11,24 +11,26 @@ The rules:
 5. An attempt that a node refuses, or that is lost with a node which never said that it had it (several may die at
    once, and are found dead one by one), costs none of the budget; an error inside the engine is final, because it
    would come back.
+6. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
+   of it, and the node that still works on it is told.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.request import Leg
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, EngineFault, InvalidRequest, StreamDiverged
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.rpc.messages import Abort, NodeDescription, Outcome, Path, RequestDelta, StageTimings, Submit
+from router.flight_sequence import FlightSequence
 from router.flight_table import (
     FLIGHT_TABLE,
     TERMINAL,
     AbortLeg,
     Cancel,
     Delta,
-    EmitTokens,
     Fail,
     Finish,
     FlightEffect,
@@ -40,15 +42,17 @@ from router.flight_table import (
     NodeGone,
     Place,
     Placed,
+    SequenceEnded,
     StopStringFound,
     SubmitLeg,
 )
-from router.output_merge import OutputMerge
 from router.placement import Placement
 from router.request import ValidRequest
 
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
+
+_OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
 
 
 @dataclass(slots=True)
@@ -57,6 +61,11 @@ class _Leg:
 
     node: NodeDescription
     leg: Leg
+    num_sequences: int
+    """How many of the request's sequences it runs."""
+    ended_sequences: set[int] = field(default_factory=set)
+    told_sequences: set[int] = field(default_factory=set)
+    """Those that the node knows to be over."""
     outcome: Outcome | None = None
     taken: bool = False
     """The node has said something of it, if only that it is there."""
@@ -69,21 +78,19 @@ class _Leg:
     def is_running(self) -> bool:
         return self.outcome is None and not self.lost
 
+    def note_outcome(self, sequence_index: int, outcome: Outcome) -> bool:
+        """One of its sequences ended, or all of them did with it; whether nothing runs there any more."""
+        self.ended_sequences.add(sequence_index)
+        if outcome not in _OF_ONE_SEQUENCE or len(self.ended_sequences) == self.num_sequences:
+            self.outcome = outcome
+        return self.outcome is not None
+
     @property
     def may_hold_blocks(self) -> bool:
         """A computed prompt stays on offer until a decode node has it, also when its first token was the last one."""
         if self.lost or self.outcome is None:
             return not self.lost
         return self.leg is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """What the node said of the output's end; it may be known before all tokens are."""
-
-    num_tokens: int
-    outcome: Outcome
-    stop_token_id: int | None
 
 
 class Flight:
@@ -96,16 +103,14 @@ class Flight:
         self.stale_events = 0
         """Messages of earlier attempts or after the end."""
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
-        self._merge = OutputMerge()
+        self._sequences = [FlightSequence(index) for index in range(request.sampling_params.n)]
         self._attempt = 0
         self._failures = 0
         self._refusals = 0
         self._exclude: set[str] = set()
         self._placement: Placement | None = None
         self._legs: dict[str, _Leg] = {}
-        self._num_attempt_tokens = 0
         self._decode_flows = False
-        self._end: _End | None = None
 
     @property
     def state(self) -> FlightState:
@@ -122,8 +127,8 @@ class Flight:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens given out so far."""
-        return len(self._merge.token_ids)
+        """Tokens given out so far, of all sequences."""
+        return sum(sequence.num_tokens for sequence in self._sequences)
 
     def start(self) -> list[FlightEffect]:
         """The first effect. Call once."""
@@ -141,8 +146,8 @@ class Flight:
                 return self._on_delta(incarnation, delta)
             case NodeGone(incarnation, reason):
                 return self._on_node_gone(incarnation, reason)
-            case StopStringFound(stop):
-                return self._finish(FlightStep.STOP_STRING, "stop", stop)
+            case StopStringFound(stop, index):
+                return self._on_stop_string(self._sequences[index], stop)
             case Cancel(reason):
                 self._machine.feed(FlightStep.CANCEL)
                 return [*self._abort_all(reason), Fail(Cancelled(reason))]
@@ -156,13 +161,12 @@ class Flight:
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
         self._machine.feed(FlightStep.PLACED)
         self._placement = placement
-        self._merge.begin_attempt()
-        self._num_attempt_tokens = 0
+        for sequence in self._sequences:
+            sequence.begin_attempt()
         self._decode_flows = False
-        self._end = None
-        prefill, decode = placement.prefill, placement.decode
-        pair = [_Leg(prefill, Leg.PREFILL), _Leg(decode, Leg.DECODE)] if prefill else []
-        legs = pair or [_Leg(decode, Leg.WHOLE)]
+        prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
+        pair = [_Leg(prefill, Leg.PREFILL, 1), _Leg(decode, Leg.DECODE, num_sequences)] if prefill else []
+        legs = pair or [_Leg(decode, Leg.WHOLE, num_sequences)]
         self._legs = {leg.node.incarnation: leg for leg in legs}
         return [SubmitLeg(leg.node.incarnation, self._submit(leg.leg)) for leg in legs]
 
@@ -190,42 +194,30 @@ class Flight:
         leg.taken = True
         if delta.timings is not None:
             leg.timings = delta.timings
+        if delta.sequence_index >= len(self._sequences):
+            return self._give_up(EngineFault(f"node {leg.node.node_id} sent a sequence that nobody asked for"))
+        sequence = self._sequences[delta.sequence_index]
+        self._decode_flows = self._decode_flows or (leg.leg is Leg.DECODE and bool(delta.token_ids))
         effects: list[FlightEffect] = []
-        if delta.token_ids:
+        if sequence.is_closed:
+            effects += self._tell_over(leg, sequence) if delta.outcome is None else []
+        else:
             last = delta.first_index + len(delta.token_ids)
-            if last > self.request.sampling_params.max_tokens:
+            if delta.token_ids and last > self.request.sampling_params.max_tokens:
                 return self._give_up(EngineFault(f"node {leg.node.node_id} sent a token {last - 1} nobody asked for"))
             try:
-                run = self._merge.add(delta.first_index, delta.token_ids, delta.logprobs)
+                tokens = sequence.take(delta)
             except StreamDiverged as error:
                 return self._give_up(error)
-            self._machine.feed(FlightStep.TOKENS)
-            self._num_attempt_tokens = max(self._num_attempt_tokens, last)
-            self._decode_flows = self._decode_flows or leg.leg is Leg.DECODE
-            self._note_end(delta)
-            if run is not None:
-                stopped = self._stopped_by_token and self._is_complete
-                effects.append(EmitTokens(run.first_index, run.token_ids, run.logprobs, stopped))
-        else:
-            self._note_end(delta)
+            if delta.token_ids:
+                self._machine.feed(FlightStep.TOKENS)
+            effects += [tokens] if tokens is not None else []
         if delta.outcome is not None:
-            leg.outcome = delta.outcome
-            effects += self._release(leg)
-            effects += self._on_outcome(leg, delta)
-        return effects if self.is_over else effects + self._finish_if_complete()
-
-    def _note_end(self, delta: RequestDelta) -> None:
-        if delta.outcome in (Outcome.STOP, Outcome.LENGTH):
-            num_tokens = max(self._num_attempt_tokens, delta.first_index)
-            self._end = _End(num_tokens, delta.outcome, delta.stop_token_id)
-
-    @property
-    def _stopped_by_token(self) -> bool:
-        return self._end is not None and self._end.stop_token_id is not None
-
-    @property
-    def _is_complete(self) -> bool:
-        return self._end is not None and self.num_output_tokens >= self._end.num_tokens
+            if leg.note_outcome(delta.sequence_index, delta.outcome):
+                effects += self._release(leg)
+            if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
+                effects += self._on_outcome(leg, delta)
+        return effects if self.is_over else effects + self._finish_if_complete(sequence)
 
     def _on_outcome(self, leg: _Leg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
@@ -261,7 +253,7 @@ class Flight:
 
         Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST.
         """
-        return leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self.num_output_tokens > 0)
+        return leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self._sequences[0].num_tokens > 0)
 
     def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
         if leg.taken:
@@ -291,21 +283,46 @@ class Flight:
         self._exclude.add(exclude)
         return [*aborts, self._place()]
 
-    def _finish_if_complete(self) -> list[FlightEffect]:
-        end = self._end
-        if end is None or not self._is_complete:
-            return []
-        if self.num_output_tokens > end.num_tokens:
-            return self._give_up(
-                StreamDiverged(f"a later attempt ended after {end.num_tokens} tokens, {self.num_output_tokens} are out")
-            )
-        return self._finish(FlightStep.ENDED, end.outcome.value, end.stop_token_id)
+    def _finish_if_complete(self, sequence: FlightSequence) -> list[FlightEffect]:
+        try:
+            end = sequence.end_if_complete()
+        except StreamDiverged as error:
+            return self._give_up(error)
+        return self._close(sequence, FlightStep.ENDED, end.outcome.value, end.stop_token_id) if end else []
 
-    def _finish(self, step: FlightStep, finish_reason: str, stop_reason: int | str | None) -> list[FlightEffect]:
-        self._machine.feed(step)
+    def _on_stop_string(self, sequence: FlightSequence, stop: str) -> list[FlightEffect]:
+        if sequence.is_closed:
+            return []
+        effects = self._close(sequence, FlightStep.STOP_STRING, "stop", stop)
+        if not self.is_over:
+            for leg in self._legs.values():
+                if leg.is_running and sequence.index not in leg.ended_sequences:
+                    effects += self._tell_over(leg, sequence)
+        return effects
+
+    def _close(
+        self, sequence: FlightSequence, step: FlightStep, finish_reason: str, stop_reason: int | str | None
+    ) -> list[FlightEffect]:
+        is_last = all(other.is_closed for other in self._sequences if other is not sequence)
+        if is_last:
+            self._machine.feed(step)
+        sequence.close(finish_reason, stop_reason)
+        effects: list[FlightEffect] = []
+        if len(self._sequences) > 1:
+            effects.append(SequenceEnded(sequence.index, finish_reason, stop_reason))
+        return effects + self._finish() if is_last else effects
+
+    def _tell_over(self, leg: _Leg, sequence: FlightSequence) -> list[FlightEffect]:
+        if leg.leg is Leg.PREFILL or sequence.index in leg.told_sequences:
+            return []
+        leg.told_sequences.add(sequence.index)
+        return [AbortLeg(leg.node.incarnation, Abort(self._key, "its text is over", sequence.index))]
+
+    def _finish(self) -> list[FlightEffect]:
         handed_over = self._decode_flows
         effects = self._end_legs("finished", spare_handed_off=handed_over)
-        return [*effects, Finish(finish_reason, stop_reason, self._timings(), self._path())]
+        first = self._sequences[0]
+        return [*effects, Finish(first.finish_reason, first.stop_reason, self._timings(), self._path())]
 
     def _give_up(self, error: BatonError) -> list[FlightEffect]:
         self._machine.feed(FlightStep.GAVE_UP)

@@ -96,9 +96,10 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True)
 class StopStringFound:
-    """The text of the tokens given out so far contains a stop string."""
+    """The text of a sequence's tokens given out so far contains a stop string."""
 
     stop: str
+    sequence_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +160,21 @@ class EmitTokens:
     logprobs: Sequence[TokenLogprobs]
     ends_with_stop_token: bool
     """The last one is the token that ended the text; it is no part of the text."""
+    sequence_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnded:
+    """One of several sequences ended well. A flight of one sequence only finishes."""
+
+    sequence_index: int
+    finish_reason: str
+    stop_reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The flight ended well."""
+    """The flight ended well; the reasons are those of sequence 0."""
 
     finish_reason: str
     stop_reason: int | str | None
@@ -178,4 +189,4 @@ class Fail:
     error: BatonError
 
 
-FlightEffect: TypeAlias = Place | SubmitLeg | AbortLeg | LegEnded | EmitTokens | Finish | Fail
+FlightEffect: TypeAlias = Place | SubmitLeg | AbortLeg | LegEnded | EmitTokens | SequenceEnded | Finish | Fail

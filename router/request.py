@@ -19,3 +19,6 @@ class ValidRequest:
     stop: Sequence[str] = ()
     priority: int = 0
     cache_salt: str = ""
+    num_returned: int = 1
+    """Sequences that the client gets, of the `sampling_params.n` that are generated; the best ones when it is fewer."""
+    wants_logprobs: bool = False

@@ -9,6 +9,7 @@ from random import Random
 
 from baton.config import MIN_PRIORITY
 from baton.engine.request import SamplingParams
+from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.rpc.messages import GenerateRequest, ModelCard
@@ -46,6 +47,11 @@ def validate(
     check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)
+    n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
+    best_of = _integer("best_of", n if raw.best_of is None else raw.best_of, n, MAX_SEQUENCES)
+    if best_of > n and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)  # they are compared by them
+    sampling = replace(sampling, n=best_of)
     prompt = _prompt(raw.prompt, card, encode)
     return ValidRequest(
         request_id=request_id,
@@ -55,6 +61,8 @@ def validate(
         stop=stop,
         priority=raw.priority,
         cache_salt=raw.cache_salt,
+        num_returned=n,
+        wants_logprobs=raw.logprobs is not None,
     )
 
 

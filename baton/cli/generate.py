@@ -14,7 +14,7 @@ from baton.cli.output import Format, note, print_json, print_yaml, say, size
 from baton.cli.target import AddressOption, RunDirOption, grpc_address
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
-from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest
+from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -23,32 +23,62 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 @dataclass(slots=True)
-class Answer:
-    """A stream, collected."""
+class Choice:
+    """One sequence of an answer."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "token_ids": self.token_ids, "finish_reason": self.finish_reason}
+
+
+@dataclass(slots=True)
+class Answer:
+    """A stream, collected."""
+
+    choices: list[Choice] = field(default_factory=lambda: [Choice()])
     finished: Finished | None = None
 
     def take(self, event: GenerateEvent) -> str:
         """Add an event; returns its text."""
         if isinstance(event, Finished):
             self.finished = event
-        if not isinstance(event, Chunk):
-            return ""
-        self.text += event.text
-        self.token_ids += event.token_ids
-        return event.text
+            self.choices[0].finish_reason = event.finish_reason
+        elif isinstance(event, SequenceFinished):
+            self._choice(event.sequence_index).finish_reason = event.finish_reason
+        elif isinstance(event, Chunk):
+            choice = self._choice(event.sequence_index)
+            choice.text += event.text
+            choice.token_ids += event.token_ids
+            return event.text
+        return ""
+
+    def _choice(self, index: int) -> Choice:
+        while len(self.choices) <= index:
+            self.choices.append(Choice())
+        return self.choices[index]
+
+    @property
+    def text(self) -> str:
+        """The text; several sequences one below the other, numbered."""
+        if len(self.choices) == 1:
+            return self.choices[0].text
+        count = len(self.choices)
+        parts = [f"[{place}/{count}] {choice.text}" for place, choice in enumerate(self.choices, 1)]
+        return "\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The whole answer; raises BatonError when the stream ended without its last event."""
         end = self.finished
         if end is None:
             raise BatonError("the stream ended before the request did")
-        return {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": end.finish_reason,
+        if len(self.choices) == 1:
+            output = self.choices[0].to_json()
+        else:
+            output = {"choices": [{"index": i, **choice.to_json()} for i, choice in enumerate(self.choices)]}
+        return output | {
             "usage": {
                 "prompt_tokens": end.prompt_tokens,
                 "completion_tokens": end.completion_tokens,
@@ -94,6 +124,12 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.", metavar="TEXT")
     ] = None,
+    n: Annotated[
+        int, typer.Option("-n", "--n", help="Sequences to generate, up to 8; printed at the end.", metavar="N")
+    ] = 1,
+    best_of: Annotated[
+        int | None, typer.Option(help="Generate so many and keep the likeliest N of them.", metavar="N")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     model: Annotated[
         str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
@@ -118,10 +154,13 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
         stop=tuple(stop or ()),
+        n=None if n == 1 else n,
+        best_of=best_of,
     )
+    shows = stream and n == 1 and output is Format.TEXT
     client = GenerationClient(grpc_address(address, run_dir))
     try:
-        answer = _collect(client.generate(request, timeout), show=stream and output is Format.TEXT)
+        answer = _collect(client.generate(request, timeout), show=shows)
     except Unreachable as error:
         hint = "see `baton status`" if address is None else "is this the router's gRPC address?"
         raise Unreachable(f"{error}: {hint}") from None
@@ -133,7 +172,7 @@ def generate(
     elif output is Format.YAML:
         print_yaml(result)
     else:
-        say("" if stream else answer.text)
+        say("" if shows else answer.text)
         if answer.finished is not None and sys.stderr.isatty():
             note(summary(answer.finished))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
-from baton.rpc.messages import StageTimings
+from baton.rpc.messages import Outcome, StageTimings
+
+_ENDS_ALL = frozenset({Outcome.ERROR, Outcome.KV_LOST, Outcome.IGNORED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class AttemptClock:
     queued: float = 0.0
     scheduled: float = 0.0
     first_token: float = 0.0
+    num_sequences: int = 1
+    """How many of its sequences have not ended here."""
 
     def note(self, event: EngineCoreEvent) -> None:
         """Take an event of this attempt; only the first of its kind counts (preemption repeats some)."""
@@ -32,6 +36,11 @@ class AttemptClock:
             self.scheduled = self.scheduled or event.time
         elif event.type is EngineCoreEventType.FIRST_TOKEN:
             self.first_token = self.first_token or event.time
+
+    def ended(self, outcome: Outcome) -> bool:
+        """One of its sequences ended so; whether nothing of the attempt runs here any more."""
+        self.num_sequences -= 1
+        return self.num_sequences <= 0 or outcome in _ENDS_ALL
 
     def timings(self, cached_tokens: int, external_tokens: int, moved: TransferFigures | None) -> StageTimings:
         """What a router is told."""

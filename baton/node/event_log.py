@@ -28,10 +28,10 @@ class EventLog:
         with self._lock:
             self._events.append(TraceEvent(next(self._seq), time.monotonic_ns(), name, attempt, value, detail))
 
-    def record_at(self, monotonic_s: float, name: str, attempt: AttemptKey, value: int = 0) -> None:
+    def record_at(self, monotonic_s: float, name: str, attempt: AttemptKey, value: int = 0, detail: str = "") -> None:
         """Note that something happened at a known moment (seconds, CLOCK_MONOTONIC)."""
         with self._lock:
-            self._events.append(TraceEvent(next(self._seq), int(monotonic_s * 1e9), name, attempt, value))
+            self._events.append(TraceEvent(next(self._seq), int(monotonic_s * 1e9), name, attempt, value, detail))
 
     def after(self, seq: int) -> Sequence[TraceEvent]:
         """Kept events with a sequence number above `seq`, oldest first."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from baton.clock import Clock
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, SchedulerStats
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import FinishReason, Leg, Request
+from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import Draining
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
@@ -145,7 +146,8 @@ class NodeService:
             self._reject(port, message.attempt, problem)
         else:
             # From here on it is the client who waits, whether in the engine's inbox or in its queue.
-            port.live[message.attempt] = AttemptClock(queued=self._clock.monotonic())
+            num_sequences = 1 if message.leg is Leg.PREFILL else message.sampling_params.n
+            port.live[message.attempt] = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
             self._idle.clear()
             # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
             port.push(StepReport((RequestDelta(message.attempt),), self._load))
@@ -157,6 +159,9 @@ class NodeService:
 
     def _abort(self, port: Port, abort: Abort) -> None:
         self._log.record("abort", abort.attempt, 0, abort.reason)
+        if abort.sequence_index is not None:
+            self._driver.abort([lone_sequence_id(str(abort.attempt), abort.sequence_index)])
+            return
         if port.live.pop(abort.attempt, None) is not None:
             self._driver.abort([str(abort.attempt)])
         # What ended here long ago may still be on offer.
@@ -193,9 +198,11 @@ class NodeService:
         port.live.clear()
 
     def _note(self, event: EngineCoreEvent) -> None:
-        attempt = AttemptKey.parse(event.request_id)
-        self._log.record_at(event.time, event.type.value, attempt, event.value)
-        if event.type is EngineCoreEventType.CHUNK_COMPUTED:
+        request_id, sequence_index = split_sequence_id(event.request_id)
+        attempt = AttemptKey.parse(request_id)
+        detail = f"sequence {sequence_index}" if sequence_index else ""
+        self._log.record_at(event.time, event.type.value, attempt, event.value, detail)
+        if sequence_index or event.type is EngineCoreEventType.CHUNK_COMPUTED:
             return
         for port in self._ports.values():
             clock = port.live.get(attempt)
@@ -219,16 +226,17 @@ class NodeService:
             self._set_load(self._load)
 
     def _delta(self, port: Port, output: EngineCoreOutput) -> RequestDelta:
-        attempt = AttemptKey.parse(output.request_id)
+        request_id, sequence_index = split_sequence_id(output.request_id)
+        attempt = AttemptKey.parse(request_id)
         clock = port.live.get(attempt)
         outcome = _OUTCOMES[output.finish_reason] if output.finish_reason else None
         if outcome is Outcome.ERROR and output.kv_lost:
             outcome = Outcome.KV_LOST
         timings = None
-        if clock is not None and (outcome is not None or output.first_index <= 1):
+        if clock is not None and sequence_index == 0 and (outcome is not None or output.first_index <= 1):
             moved = self._role.transfer_figures(attempt)
             timings = clock.timings(output.num_cached_tokens, output.num_external_tokens, moved)
-        if outcome is not None:
+        if outcome is not None and (clock is None or clock.ended(outcome)):
             port.live.pop(attempt, None)
         return RequestDelta(
             attempt,
@@ -239,6 +247,7 @@ class NodeService:
             output.stop_reason,
             output.error or "",
             timings,
+            sequence_index,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from baton.engine.request import Leg, SamplingParams
+from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.rpc.messages import NodeDescription, Role, Submit
 
 
@@ -42,6 +43,7 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "frequency_penalty": math.isfinite(params.frequency_penalty),
         "repetition_penalty": 0.0 < params.repetition_penalty < math.inf,
         "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
+        "n": 1 <= params.n <= MAX_SEQUENCES,
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
     }
     bad = [name for name, is_sound in sound.items() if not is_sound]

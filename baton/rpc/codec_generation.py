@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.v1 import generation_pb2 as generation
 
 _OPTIONAL_FIELDS = (
@@ -23,6 +23,8 @@ _OPTIONAL_FIELDS = (
     "min_tokens",
     "ignore_eos",
     "logprobs",
+    "n",
+    "best_of",
 )
 _FINISH_REASONS = {
     "stop": generation.FINISH_REASON_STOP,
@@ -108,8 +110,17 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
             token_ids=event.token_ids,
             text=event.text,
             logprobs=logprobs_to_pb(event.logprobs),
+            sequence_index=event.sequence_index,
         )
         return generation.GenerateResponse(request_id=request_id, chunk=chunk)
+    if isinstance(event, SequenceFinished):
+        ended = generation.SequenceFinished(
+            sequence_index=event.sequence_index,
+            finish_reason=_FINISH_REASONS[event.finish_reason],
+            completion_tokens=event.completion_tokens,
+        )
+        _set_stop_reason(ended, event.stop_reason)
+        return generation.GenerateResponse(request_id=request_id, sequence_finished=ended)
     finished = generation.Finished(
         finish_reason=_FINISH_REASONS[event.finish_reason],
         usage=generation.Usage(
@@ -125,11 +136,20 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
             total_ms=event.total_ms,
         ),
     )
-    if isinstance(event.stop_reason, int):
-        finished.stop_token_id = event.stop_reason
-    elif event.stop_reason is not None:
-        finished.stop_string = event.stop_reason
+    _set_stop_reason(finished, event.stop_reason)
     return generation.GenerateResponse(request_id=request_id, finished=finished)
+
+
+def _set_stop_reason(pb: generation.Finished | generation.SequenceFinished, stop_reason: int | str | None) -> None:
+    if isinstance(stop_reason, int):
+        pb.stop_token_id = stop_reason
+    elif stop_reason is not None:
+        pb.stop_string = stop_reason
+
+
+def _stop_reason(pb: generation.Finished | generation.SequenceFinished) -> int | str | None:
+    kind = pb.WhichOneof("stop_reason")
+    return getattr(pb, kind) if kind else None
 
 
 def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
@@ -144,14 +164,21 @@ def _printable(value: str) -> str:
     return "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200]).strip()
 
 
-def event_from_pb(pb: generation.GenerateResponse) -> Accepted | Chunk | generation.Finished:
+def event_from_pb(
+    pb: generation.GenerateResponse,
+) -> Accepted | Chunk | SequenceFinished | generation.Finished:
     """One event of a stream. The terminal one is completed by `finished_from_pb` once the metadata is there."""
     kind = pb.WhichOneof("event")
     if kind == "accepted":
         return Accepted(pb.request_id, pb.accepted.seed, pb.accepted.prompt_tokens)
     if kind == "chunk":
         chunk = pb.chunk
-        return Chunk(chunk.first_index, list(chunk.token_ids), chunk.text, logprobs_from_pb(chunk.logprobs))
+        logprobs = logprobs_from_pb(chunk.logprobs)
+        return Chunk(chunk.first_index, list(chunk.token_ids), chunk.text, logprobs, chunk.sequence_index)
+    if kind == "sequence_finished":
+        ended = pb.sequence_finished
+        reason = _FINISH_NAMES.get(ended.finish_reason, "unknown")
+        return SequenceFinished(ended.sequence_index, reason, _stop_reason(ended), ended.completion_tokens)
     if kind == "finished":
         return pb.finished
     raise BatonError("the server sent an event that this client does not know; is it newer than the client?")
@@ -161,10 +188,9 @@ def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str 
     """The terminal event, with the path from the trailing metadata (absent keys become empty)."""
     found = {key: value for key, value in metadata if isinstance(value, str)}
     prefill, decode, attempts, reason, kv_bytes = (found.get(key, "") for key in _PATH_KEYS)
-    stop_kind = pb.WhichOneof("stop_reason")
     return Finished(
         finish_reason=_FINISH_NAMES.get(pb.finish_reason, "unknown"),
-        stop_reason=getattr(pb, stop_kind) if stop_kind else None,
+        stop_reason=_stop_reason(pb),
         prompt_tokens=pb.usage.prompt_tokens,
         completion_tokens=pb.usage.completion_tokens,
         cached_tokens=pb.usage.cached_tokens,

@@ -50,7 +50,9 @@ def attempt_from_pb(pb: node.Attempt) -> AttemptKey:
 def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
     """Work for a node."""
     if isinstance(message, Abort):
-        abort = node.Abort(attempt=attempt_to_pb(message.attempt), reason=message.reason)
+        abort = node.Abort(
+            attempt=attempt_to_pb(message.attempt), reason=message.reason, sequence_index=message.sequence_index
+        )
         return node.AttachRequest(abort=abort)
     submit = node.Submit(
         attempt=attempt_to_pb(message.attempt),
@@ -72,7 +74,8 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     """Work from a router; raises InvalidRequest for what can't be meant."""
     kind = pb.WhichOneof("message")
     if kind == "abort":
-        return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason)
+        index = pb.abort.sequence_index if pb.abort.HasField("sequence_index") else None
+        return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason, index)
     if kind != "submit":
         raise InvalidRequest("message", f"expected submit or abort, got {kind}")
     submit = pb.submit
@@ -193,6 +196,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             stop_token_id=delta.stop_token_id,
             error=delta.error,
             timings=_timings_to_pb(delta.timings),
+            sequence_index=delta.sequence_index,
         )
         for delta in report.deltas
     ]
@@ -211,6 +215,7 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
             stop_token_id=delta.stop_token_id if delta.HasField("stop_token_id") else None,
             error=delta.error,
             timings=_timings_from_pb(delta.timings) if delta.HasField("timings") else None,
+            sequence_index=delta.sequence_index,
         )
         for delta in pb.deltas
     ]

@@ -26,6 +26,7 @@ def sampling_to_pb(params: SamplingParams) -> generation.SamplingParams:
         stop_token_ids=sorted(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
+        n=params.n,
     )
 
 
@@ -46,6 +47,7 @@ def sampling_from_pb(pb: generation.SamplingParams) -> SamplingParams:
         min_tokens=pb.min_tokens,
         stop_token_ids=frozenset(pb.stop_token_ids),
         ignore_eos=pb.ignore_eos,
+        n=pb.n if pb.HasField("n") else 1,
     )
 
 

@@ -65,6 +65,8 @@ class Abort:
 
     attempt: AttemptKey
     reason: str
+    sequence_index: int | None = None
+    """Only this one of its sequences is over."""
 
 
 RouterMessage = Submit | Abort
@@ -107,6 +109,7 @@ class RequestDelta:
     stop_token_id: int | None = None
     error: str = ""
     timings: StageTimings | None = None
+    sequence_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,8 @@ class GenerateRequest:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None
+    n: int | None = None
+    best_of: int | None = None
     priority: int = 0
     cache_salt: str = ""
 
@@ -200,6 +205,18 @@ class Chunk:
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[TokenLogprobs] = ()
+    sequence_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """One of several sequences ended; a request of one has none of these."""
+
+    sequence_index: int
+    finish_reason: str
+    """stop or length."""
+    stop_reason: int | str | None
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +235,11 @@ class Finished:
     """The one terminal event of a stream that ended well."""
 
     finish_reason: str
-    """stop or length."""
+    """stop or length; of sequence 0 where there are several."""
     stop_reason: int | str | None
     prompt_tokens: int
     completion_tokens: int
+    """Of all sequences."""
     cached_tokens: int
     queue_ms: float
     prefill_ms: float
@@ -232,7 +250,7 @@ class Finished:
     path: Path
 
 
-GenerateEvent = Accepted | Chunk | Finished
+GenerateEvent = Accepted | Chunk | SequenceFinished | Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Generate streams one request's tokens: one Accepted, any number of Chunks, one Finished.
+        """Generate streams one request's tokens: one Accepted, any number of Chunks, one Finished. With several sequences
+        (`n` above 1) their Chunks are interleaved, and each sequence ends with a SequenceFinished before the Finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -106,12 +106,14 @@ class Submit(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("attempt", "reason")
+    __slots__ = ("attempt", "reason", "sequence_index")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reason: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    sequence_index: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sequence_index: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("welcome", "report")
@@ -166,7 +168,7 @@ class StepReport(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings")
+    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "sequence_index")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -175,6 +177,7 @@ class RequestDelta(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -183,7 +186,8 @@ class RequestDelta(_message.Message):
     stop_token_id: int
     error: str
     timings: StageTimings
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ...) -> None: ...
+    sequence_index: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., sequence_index: _Optional[int] = ...) -> None: ...
 
 class StageTimings(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "external_tokens", "kv_bytes")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 
+from baton.engine.sequence_group import sequence_seed
 from baton.rpc.messages import Accepted, Chunk
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
@@ -68,6 +70,32 @@ async def test_the_decode_node_in_mid_stream(session: ClusterSession) -> None:
     answer = await answering
     assert_right(answer, request)
     assert answer.end.path.attempts == 2
+    await session.back(before)
+
+
+async def test_the_decode_node_with_several_sequences(session: ClusterSession) -> None:
+    """All of them are replayed, whatever each had given out; what was already over is not sent again."""
+    request = replace(ask("many-die", chunks=2, max_tokens=12, sampled=True), n=3)
+    some = asyncio.Event()
+    seen: dict[int, int] = {}
+
+    def on_event(event: Accepted | Chunk) -> None:
+        if isinstance(event, Chunk):
+            seen[event.sequence_index] = seen.get(event.sequence_index, 0) + len(event.token_ids)
+            if len(seen) == 3 and min(seen.values()) >= 2:
+                some.set()
+
+    answering = asyncio.create_task(session.generate(request, on_event=on_event))
+    await some.wait()
+    decode = await session.seen("decode", "kv_arrived", "many-die")
+    before = session.cluster.signal(decode, signal.SIGKILL)
+    assert max(seen.values()) < 12
+    answer = await answering
+    for index in range(3):
+        assert_right(answer.sequence(index), replace(request, seed=sequence_seed(7, index)))
+    assert sorted(answer.ends) == [0, 1, 2]
+    assert answer.end.path.attempts == 2
+    assert answer.end.completion_tokens == 36
     await session.back(before)
 
 

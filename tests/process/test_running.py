@@ -43,6 +43,23 @@ def test_generate_in_every_format(shell: Shell, cluster: ProcessCluster) -> None
         assert (done.returncode, done.stdout, done.stderr) == (0, answer["text"] + "\n", "")
 
 
+def test_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
+    ask = ("generate", "hello", "--max-tokens", 8, "--seed", 5, "--run-dir", cluster.run_dir)
+    answer = json.loads(shell.baton(*ask, "-n", 3, "-o", "json").stdout)
+    assert sorted(answer) == ["choices", "kv_bytes", "path", "timings", "usage"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [sorted(choice) for choice in answer["choices"]] == [["finish_reason", "index", "text", "token_ids"]] * 3
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"])
+    lone = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    assert lone["token_ids"] == answer["choices"][0]["token_ids"]
+    said = shell.baton(*ask, "-n", 3)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert said.stdout == "".join(f"[{place}/3] {text}\n" for place, text in enumerate(texts, 1))
+    assert shell.baton(*ask, "-n", 2, "--best-of", 4).returncode == 0
+    assert refusal(shell.baton(*ask, "-n", 9), 2).startswith("n: must be 1 to 8")
+    assert refusal(shell.baton(*ask, "-n", 3, "--best-of", 2), 2).startswith("best_of: must be 3 to 8")
+
+
 def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluster: ProcessCluster, model: Path) -> None:
     where = (*GREEDY, "--run-dir", cluster.run_dir)
     said = shell.baton("generate", "hello", *where).stdout

@@ -10,7 +10,7 @@ import grpc
 from baton.engine.outputs import TokenLogprobs
 from baton.rpc import status
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
 Call = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -26,6 +26,13 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     seed: int = 0
     finished: Finished | None = None
+    others: dict[int, Answer] = field(default_factory=dict)
+    """What came of sequences other than the first."""
+    ends: dict[int, SequenceFinished] = field(default_factory=dict)
+    """Of each sequence, when there are several."""
+
+    def sequence(self, index: int) -> Answer:
+        return self.others.setdefault(index, Answer()) if index else self
 
     @property
     def end(self) -> Finished:
@@ -54,11 +61,15 @@ class Caller:
                     metadata = [(key, value) for key, value in await call.trailing_metadata()]
                     answer.finished = finished_from_pb(event, metadata)
                     continue
+                if isinstance(event, SequenceFinished):
+                    answer.ends[event.sequence_index] = event
+                    continue
                 if isinstance(event, Chunk):
-                    answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
-                    answer.token_ids += event.token_ids
-                    answer.text += event.text
-                    answer.logprobs += event.logprobs
+                    own = answer.sequence(event.sequence_index)
+                    own.indices += range(event.first_index, event.first_index + len(event.token_ids))
+                    own.token_ids += event.token_ids
+                    own.text += event.text
+                    own.logprobs += event.logprobs
                 else:
                     answer.seed = event.seed
                 on_event(event)

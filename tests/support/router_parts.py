@@ -69,8 +69,9 @@ def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
     )
 
 
-def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = ()) -> ValidRequest:
-    return ValidRequest(request_id, MODEL, (5, 6, 7), SamplingParams(seed=1, max_tokens=max_tokens), stop)
+def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = (), n: int = 1) -> ValidRequest:
+    params = SamplingParams(seed=1, max_tokens=max_tokens, n=n)
+    return ValidRequest(request_id, MODEL, (5, 6, 7), params, stop, num_returned=n)
 
 
 def key(attempt: int = 1, request_id: str = "r") -> AttemptKey:

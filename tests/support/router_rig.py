@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
+from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.rpc.messages import (
     Abort,
@@ -153,11 +154,23 @@ class RouterRig:
         outcome: Outcome | None = None,
         timings: StageTimings | None = None,
         stop_token_id: int | None = None,
+        sequence_index: int = 0,
+        logprob: float | None = None,
     ) -> None:
         """One step of a node that brings these tokens."""
         tokens = tuple(ord(letter) for letter in text)
+        logprobs = [] if logprob is None else [TokenLogprobs(token, logprob, 1, ()) for token in tokens]
         self.nodes[name].report(
-            RequestDelta(attempt, first_index, tokens, outcome=outcome, timings=timings, stop_token_id=stop_token_id)
+            RequestDelta(
+                attempt,
+                first_index,
+                tokens,
+                logprobs,
+                outcome,
+                stop_token_id,
+                timings=timings,
+                sequence_index=sequence_index,
+            )
         )
 
     def in_flight(self) -> float:

@@ -13,7 +13,16 @@ from baton.cli.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
 from baton.cli.state import ClusterState, ProcessState
 from baton.errors import BatonError
-from baton.rpc.messages import Accepted, Chunk, ClusterStatus, Finished, NodeStatus, Path
+from baton.rpc.messages import (
+    Accepted,
+    Chunk,
+    ClusterStatus,
+    Finished,
+    GenerateEvent,
+    NodeStatus,
+    Path,
+    SequenceFinished,
+)
 
 FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
 
@@ -31,6 +40,28 @@ def test_generate_json_has_exactly_the_promised_keys() -> None:
         "timings": {"queue_ms": 0.5, "prefill_ms": 2.0, "transfer_ms": 1.5, "ttft_ms": 3.0, "total_ms": 13.0},
         "kv_bytes": 2048,
     }
+
+
+def test_generate_json_has_choices_when_there_are_several() -> None:
+    answer = Answer()
+    events: list[GenerateEvent] = [
+        Accepted("r", 1, 5),
+        Chunk(0, [7], "a"),
+        Chunk(0, [9], "x", sequence_index=1),
+        Chunk(1, [8], "b"),
+        SequenceFinished(1, "stop", 9, 1),
+        SequenceFinished(0, "length", None, 2),
+        FINISHED,
+    ]
+    for event in events:
+        answer.take(event)
+    result = answer.to_json()
+    assert list(result) == ["choices", "usage", "path", "timings", "kv_bytes"]
+    assert result["choices"] == [
+        {"index": 0, "text": "ab", "token_ids": [7, 8], "finish_reason": "length"},
+        {"index": 1, "text": "x", "token_ids": [9], "finish_reason": "stop"},
+    ]
+    assert answer.text == "[1/2] ab\n[2/2] x"
 
 
 def test_a_stream_without_an_end_is_an_error() -> None:

@@ -21,6 +21,7 @@ from baton.rpc.messages import (
     Path,
     RequestDelta,
     Role,
+    SequenceFinished,
     StageTimings,
     StepReport,
     Submit,
@@ -44,6 +45,7 @@ PARAMS = SamplingParams(
     min_tokens=2,
     stop_token_ids=frozenset({4, 5}),
     ignore_eos=True,
+    n=3,
 )
 LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
@@ -63,6 +65,7 @@ def test_absent_logprobs_stay_absent() -> None:
         Submit(KEY, Leg.WHOLE, [1, 2, 3], PARAMS),
         Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", KVSource("p0", "p0.abc", "127.0.0.1:1")),
         Abort(KEY, "client is gone"),
+        Abort(KEY, "its text is over", 0),
     ],
 )
 def test_router_messages_keep_every_field(message: Submit | Abort) -> None:
@@ -81,11 +84,13 @@ def test_reports_keep_every_field() -> None:
         RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
         RequestDelta(KEY, 0, [0]),
+        RequestDelta(KEY, 1, [4], [], sequence_index=7),
     ]
     report = StepReport(deltas, LoadReport(1, 2, 3, 100, 50, 5, 6, True))
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
     assert again.load == report.load
-    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, None]
+    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, None, None]
+    assert [d.sequence_index for d in again.deltas] == [0, 0, 0, 7]
     assert again.deltas[0] == RequestDelta(
         KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)
     )
@@ -122,6 +127,8 @@ def test_requests_keep_what_is_present_and_nothing_else() -> None:
         stop_token_ids=(3,),
         ignore_eos=False,
         logprobs=0,
+        n=2,
+        best_of=8,
         priority=-1,
         cache_salt="s",
     )
@@ -141,7 +148,15 @@ def test_the_terminal_event_keeps_every_field(stop_reason: int | str | None) -> 
 
 
 def test_events_keep_every_field() -> None:
-    for event in (Accepted("r", 5, 6), Chunk(3, [1, 2], "ab", [LOGPROBS])):
+    events = [
+        Accepted("r", 5, 6),
+        Chunk(3, [1, 2], "ab", [LOGPROBS]),
+        Chunk(0, [1], "a", [], 7),
+        SequenceFinished(2, "stop", "END", 5),
+        SequenceFinished(0, "stop", 0, 5),
+        SequenceFinished(0, "length", None, 1),
+    ]
+    for event in events:
         assert codec_generation.event_from_pb(codec_generation.event_to_pb(event, "r")) == event
     with pytest.raises(BatonError, match="does not know"):
         codec_generation.event_from_pb(generation_pb2.GenerateResponse())

@@ -33,6 +33,7 @@ from router.flight_table import (
     NodeGone,
     Place,
     Placed,
+    SequenceEnded,
     StopStringFound,
     SubmitLeg,
 )
@@ -54,7 +55,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
     incarnation, attempt, *rest = words
     fields: dict[str, list[str]] = {}
     for word in rest:
-        if word in ("at", "tokens", "outcome", "token"):
+        if word in ("at", "tokens", "outcome", "token", "of"):
             current = fields.setdefault(word, [])
         else:
             current.append(word)
@@ -64,6 +65,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
         token_ids=tuple(int(token) for token in fields.get("tokens", [])),
         outcome=Outcome(fields["outcome"][0]) if "outcome" in fields else None,
         stop_token_id=int(fields["token"][0]) if "token" in fields else None,
+        sequence_index=int(fields.get("of", ["0"])[0]),
     )
     return Delta(incarnation, delta)
 
@@ -78,7 +80,7 @@ def parse(line: str) -> FlightEvent:
         case "gone":
             return NodeGone(words[0], f"{words[0]} died")
         case "stop-string":
-            return StopStringFound(words[0])
+            return StopStringFound(words[0], int(words[2]) if words[1:] else 0)
         case "cancel":
             return Cancel("gone")
     raise AssertionError(f"no such event: {line}")
@@ -93,11 +95,15 @@ def show(effect: FlightEffect) -> str:
             return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}"
         case AbortLeg(incarnation, abort):
             assert abort.reason
-            return f"abort {incarnation} {abort.attempt}"
+            of = f" of {abort.sequence_index}" if abort.sequence_index is not None else ""
+            return f"abort {incarnation} {abort.attempt}{of}"
         case LegEnded(incarnation, attempt):
             return f"ended {incarnation} {attempt}"
-        case EmitTokens(first, tokens, _, is_stop):
-            return f"emit {first}: {' '.join(map(str, tokens))}" + (" stop-token" if is_stop else "")
+        case EmitTokens(first, tokens, _, is_stop, index):
+            of = f" of {index}" if index else ""
+            return f"emit {first}{of}: {' '.join(map(str, tokens))}" + (" stop-token" if is_stop else "")
+        case SequenceEnded(index, reason, stop):
+            return f"over {index}: {reason} {stop}"
         case Finish(reason, stop, _, path):
             via = " ".join(filter(None, (path.prefill_node, path.decode_node)))
             return f"finish {reason} {stop} via {via} attempts {path.attempts}"
@@ -107,14 +113,15 @@ def show(effect: FlightEffect) -> str:
 
 def replay(conversation: str) -> str:
     """The conversation as the flight really goes, in the notation of the files."""
-    flight = Flight(request())
+    first, _, n = conversation[conversation.index("> start") :].partition("\n")[0].partition(" n ")
+    flight = Flight(request(n=int(n or 1)))
     lines = []
     for line in conversation.strip().splitlines():
         if line.startswith("#"):
             lines.append(line)
         elif line.startswith("> "):
             lines.append(line)
-            effects = flight.start() if line == "> start" else flight.handle(parse(line[2:]))
+            effects = flight.start() if line.startswith(first) else flight.handle(parse(line[2:]))
             lines += [show(effect) for effect in effects]
         elif line.startswith("= "):
             lines.append(f"= {flight.state.name}")

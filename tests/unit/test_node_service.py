@@ -17,6 +17,7 @@ from baton.engine.core import EngineCore
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequence_group import sequence_seed
 from baton.errors import Draining
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
@@ -133,6 +134,61 @@ async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     assert rig.role.aborted == [KEY]
     assert not port.live
     await rig.service.wait_idle()
+
+
+def several(n: int, **fields: Any) -> Submit:
+    params = SamplingParams(temperature=0.0, seed=3, max_tokens=4, n=n)
+    return submit(sampling_params=params, **fields)
+
+
+async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    port.receive(several(3))
+    while rig.scheduler.requests or not port.num_queued:
+        assert KEY in port.live
+        rig.driver.turn()
+    rig.driver.run()
+    got = await deltas(port)
+    for index in range(3):
+        seed = sequence_seed(3, index)
+        own = [delta for delta in got if delta.sequence_index == index]
+        assert tokens(own) == expected_tokens(PROMPT, 4, seed=seed, vocab_size=VOCAB)
+        assert own[-1].outcome is Outcome.LENGTH
+    assert {delta.attempt for delta in got} == {KEY}
+    assert [delta.timings is not None for delta in got if delta.sequence_index] == [False] * 8
+    assert not port.live
+    await rig.service.wait_idle()
+
+
+async def test_one_sequence_or_all_are_aborted() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    port.receive(several(3))
+    for _ in range(3):
+        rig.driver.turn()
+    port.receive(Abort(KEY, "its text is over", 0))
+    rig.driver.turn()
+    assert KEY in port.live
+    assert len(rig.scheduler.requests) == 2
+    got = await deltas(port)
+    assert [delta.sequence_index for delta in got if delta.outcome is Outcome.ABORTED] == [0]
+    assert rig.role.aborted == []
+    port.receive(Abort(KEY, "client left"))
+    rig.driver.run()
+    assert not rig.scheduler.requests
+    assert not port.live
+    assert rig.role.aborted == [KEY]
+    await rig.service.wait_idle()
+
+
+async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
+    rig = Rig(Role.PREFILL)
+    port = rig.service.open_port("router-0")
+    port.receive(several(3, leg=Leg.PREFILL))
+    rig.driver.run()
+    assert [delta.outcome for delta in await deltas(port)] == [Outcome.HANDED_OFF]
+    assert not port.live
 
 
 async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else() -> None:
@@ -253,6 +309,8 @@ BAD = [
     ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={VOCAB: 1.0})}),
     ("logit_bias", {"sampling_params": replace(PARAMS, logit_bias={1: math.inf})}),
     ("logprobs", {"sampling_params": replace(PARAMS, logprobs=VOCAB + 1)}),
+    ("n", {"sampling_params": replace(PARAMS, n=9)}),
+    ("n", {"sampling_params": replace(PARAMS, n=0)}),
 ]
 
 

@@ -68,6 +68,18 @@ def test_everything_at_its_bound_passes() -> None:
     assert check(temperature=0.0).sampling_params.is_greedy
 
 
+def test_several_sequences() -> None:
+    assert (check().sampling_params.n, check().num_returned) == (1, 1)
+    plain = check(n=8)
+    assert (plain.sampling_params.n, plain.num_returned, plain.sampling_params.logprobs) == (8, 8, None)
+    assert check(n=2, temperature=0.0).sampling_params.n == 2, "pointless, and allowed"
+    best = check(n=2, best_of=8)
+    assert (best.sampling_params.n, best.num_returned, best.wants_logprobs) == (8, 2, False)
+    assert best.sampling_params.logprobs == 0, "they are compared by them"
+    asked = check(n=1, best_of=2, logprobs=5)
+    assert (asked.sampling_params.logprobs, asked.wants_logprobs) == (5, True)
+
+
 NAN, INF = float("nan"), float("inf")
 BAD: list[tuple[str, dict[str, Any]]] = [
     *[("prompt", {"prompt": p}) for p in (None, "", (), [], "--", "\0", "\ud800", [100], [-1], [1.5], [True])],
@@ -85,6 +97,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("max_tokens", {"max_tokens": n}) for n in (0, -1, 30, 2**31)],
     *[("min_tokens", {"min_tokens": n}) for n in (-1, 17)],
     *[("logprobs", {"logprobs": n}) for n in (-1, 21)],
+    *[("n", {"n": n}) for n in (-1, 0, 9, 2**31)],
+    *[("best_of", {"n": 3, "best_of": n}) for n in (-1, 0, 2, 9)],
     *[("stop", {"stop": s}) for s in (["x"] * 17, [""], ["x" * 257], ["é" * 129], ["\0"], ["\udfff"])],
     *[("stop_token_ids", {"stop_token_ids": s}) for s in ([100], [-1], [0] * 257)],
     *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],

@@ -1,0 +1,115 @@
+"""From a request's tokens to its client's events: a text for each sequence and, with best-of, the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.rpc.messages import Chunk, GenerateEvent, SequenceFinished
+from router.flight_table import EmitTokens, Finish, SequenceEnded
+from router.request import ValidRequest
+from router.text_stream import TextCodec, TextStream
+
+
+class _Sequence:
+    """One sequence's text, how it ended, and (while nothing may be given out) its chunks."""
+
+    def __init__(self, text: TextStream) -> None:
+        self.text = text
+        self.finish_reason = ""
+        self.stop_reason: int | str | None = None
+        self.kept: list[Chunk] = []
+
+    def end(self, finish_reason: str, stop_reason: int | str | None) -> str:
+        """It ended; returns the text that was held back, which may yet complete a stop string."""
+        rest = self.text.finish()
+        found = self.text.found
+        self.finish_reason = finish_reason if found is None else "stop"
+        self.stop_reason = stop_reason if found is None else found
+        return rest
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return math.fsum(position.logprob for chunk in self.kept for position in chunk.logprobs)
+
+
+class Answer:
+    """What one client gets. Events are to be sent in the order in which the methods return them."""
+
+    def __init__(self, codec: TextCodec | None, request: ValidRequest) -> None:
+        params = request.sampling_params
+        self._num_returned = request.num_returned
+        self._keeps_logprobs = request.wants_logprobs
+        self._is_choice = request.num_returned < params.n
+        self._sequences = [_Sequence(TextStream(codec, request.stop, params.min_tokens)) for _ in range(params.n)]
+        self._ranked: Sequence[_Sequence] = self._sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences, each up to its end or its stop string."""
+        return sum(sequence.text.num_tokens for sequence in self._sequences)
+
+    @property
+    def finish_reason(self) -> str:
+        """How the first sequence of the answer ended; known after `finish`."""
+        return self._ranked[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self._ranked[0].stop_reason
+
+    def found(self, sequence_index: int) -> str | None:
+        """The stop string that ended a sequence's text."""
+        return self._sequences[sequence_index].text.found
+
+    def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
+        """The events for these tokens."""
+        return self._give(tokens.sequence_index, self._sequences[tokens.sequence_index].text.push(tokens))
+
+    def end_sequence(self, ended: SequenceEnded) -> Sequence[GenerateEvent]:
+        """One of several sequences is over."""
+        index = ended.sequence_index
+        events = self._end(index, ended.finish_reason, ended.stop_reason)
+        return events if self._is_choice else [*events, self._finished(index, index)]
+
+    def finish(self, finish: Finish) -> Sequence[GenerateEvent]:
+        """The request is over."""
+        if len(self._sequences) == 1:
+            return self._end(0, finish.finish_reason, finish.stop_reason)
+        return self._choose() if self._is_choice else ()
+
+    def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
+        if self._is_choice:
+            self._sequences[index].kept.append(chunk)
+            return ()
+        return (replace(chunk, sequence_index=index),) if index else (chunk,)
+
+    def _end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> Sequence[GenerateEvent]:
+        sequence = self._sequences[index]
+        rest = sequence.end(finish_reason, stop_reason)
+        return self._give(index, Chunk(sequence.text.num_tokens, (), rest)) if rest else ()
+
+    def _finished(self, index: int, place: int) -> SequenceFinished:
+        sequence = self._sequences[index]
+        return SequenceFinished(place, sequence.finish_reason, sequence.stop_reason, sequence.text.num_tokens)
+
+    def _choose(self) -> Sequence[GenerateEvent]:
+        """The most likely sequences, best first; of equals the one with the smaller index."""
+        order = sorted(range(len(self._sequences)), key=lambda index: -self._sequences[index].cumulative_logprob)
+        self._ranked = [self._sequences[index] for index in order]
+        events: list[GenerateEvent] = []
+        for place, index in enumerate(order[: self._num_returned]):
+            events.append(self._whole(self._sequences[index].kept, place))
+            if self._num_returned > 1:
+                events.append(self._finished(index, place))
+        return events
+
+    def _whole(self, chunks: Sequence[Chunk], place: int) -> Chunk:
+        return Chunk(
+            0,
+            tuple(token for chunk in chunks for token in chunk.token_ids),
+            "".join(chunk.text for chunk in chunks),
+            tuple(position for chunk in chunks for position in chunk.logprobs) if self._keeps_logprobs else (),
+            place,
+        )

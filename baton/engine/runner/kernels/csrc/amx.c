@@ -291,6 +291,7 @@ INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, co
     multiply(rows, panels, f, c, ldc, 1);
 }
 
+#define FEW_SCORES "few_scores_amx.inc.h"
 #include "attention.inc.h"
 
 TARGET static void attention_bfloat16_and_release(const void *job, size_t task, void *scratch) {

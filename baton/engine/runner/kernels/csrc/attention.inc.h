@@ -1,7 +1,7 @@
 /* Paged attention; included once for each instruction set, after its products.
  *
  * The includer's product_bfloat16 makes the scores of bfloat16; it takes queries that widen_row has prepared, with the head
- * dimension padded to a multiple of QUERY_MULTIPLE. With VALUE_PAIRS it also has load_value_pairs and product_pairs, which take
+ * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits. With VALUE_PAIRS it also has load_value_pairs and product_pairs, which take
  * over where a row sees a whole tile of bfloat16 values.
  *
  * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
@@ -16,7 +16,19 @@
 #define VALUE_PAIRS_OF(dtype) 0
 #endif
 
-/* Where one task keeps its rows; all of it in the thread's scratch. */
+#ifdef FEW_SCORES
+#define FEW_ROWS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
+#else
+#define FEW_ROWS_OF(dtype) 0
+#endif
+
+/* Where a tile's keys and values lie in the cache, as far as the task sees them. */
+struct tile_rows {
+    const char *key[KEY_TILE], *value[KEY_TILE];
+    int64_t start, end; /* of those that it sees, from the tile's start */
+};
+
+/* Where one task keeps its rows; most of it in the thread's scratch. */
 struct attention_state {
     float *scores;  /* [SCORE_ROWS][KEY_TILE]: products, then probabilities */
     float *output;  /* [rows][out_stride], unnormalised */
@@ -28,6 +40,11 @@ struct attention_state {
     void *query;    /* [rows] prepared query rows */
     uint16_t *halves; /* [SCORE_ROWS][2][KEY_TILE]: probabilities as the sum of two bfloat16 */
     size_t query_dim, out_stride, value_panels;
+    struct tile_rows rows[2]; /* of this tile and the next, of the same KV head or the next */
+    int here;                 /* which of them is this tile's */
+    int64_t asked;            /* keys of the next tile that were asked for */
+    size_t key_bytes, value_bytes;
+    int few;                  /* rows of one token that keys meet as they lie; the query is transposed instead */
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */
@@ -56,50 +73,70 @@ INLINE void load_values(const enum dtype dtype, struct attention_state *state, c
     }
 }
 
-/* Transposes the tile's keys into panels and copies its values into panels, as far as the task sees them: as floats for
- * the tokens that see a part of them, as pairs for those that see them all. */
-INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
-                      struct attention_state *state, int64_t tile, int64_t end, struct key_range seen, int floats, int pairs) {
-    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
-    const size_t words = (size_t)call->key_dim * size / 4, value_dim = (size_t)call->value_dim;
+/* Fills in rows for the keys that the task sees of a KV head's tile: from the window of its first token to its last. */
+INLINE void find_rows(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
+                      struct tile_rows *rows, int64_t kv_head, int64_t first_position, int64_t tile) {
+    const int64_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = call->key_dim * size, value_bytes = call->value_dim * size;
     const int32_t *table = call->block_tables + (int64_t)task->seq * call->table_stride;
-    const int64_t head = task->kv_head * call->block_size;
-    const char *cache = call->cache;
-    const size_t key_lines = (size_t)call->key_dim * size, value_lines = value_dim * size;
-    const uint32_t *keys[KEY_TILE];
-    const uint16_t *before = NULL; /* the key before's values */
-    (void)before;
-    (void)pairs;
-    int64_t block = (tile + seen.start) / call->block_size, offset = (tile + seen.start) % call->block_size;
-    for (int64_t j = 0; j < KEY_TILE; j++) {
-        if (j < seen.start || j >= seen.end) {
-            keys[j] = absent_key;
-            continue;
-        }
-        int64_t start = table[block] * call->block_stride, token = head + offset;
-        keys[j] = (const uint32_t *)(cache + (size_t)(start + call->key_offset + token * call->key_dim) * size);
-        const char *value = cache + (size_t)(start + call->value_offset + token * call->value_dim) * size;
-        if (tile + j + KEY_TILE < end) { /* the next tile's, from memory meanwhile */
-            int64_t later = tile + j + KEY_TILE, later_token = head + later % call->block_size;
-            const char *there = cache + (size_t)(table[later / call->block_size] * call->block_stride) * size;
-            const char *later_key = there + (size_t)(call->key_offset + later_token * call->key_dim) * size;
-            const char *later_value = there + (size_t)(call->value_offset + later_token * call->value_dim) * size;
-            for (size_t line = 0; line < key_lines; line += 64) __builtin_prefetch(later_key + line);
-            for (size_t line = 0; line < value_lines; line += 64) __builtin_prefetch(later_value + line);
-        }
-        if (floats) load_values(dtype, state, value, value_dim, (size_t)j);
-#ifdef VALUE_PAIRS
-        if (pairs && j % 2 != 0) load_value_pairs(state->pairs + (j - 1) * LANES, before, (const uint16_t *)value, value_dim);
-#endif
-        before = (const uint16_t *)value;
-        if (++offset == call->block_size) {
-            offset = 0;
-            block++;
+    rows->start = visible_keys(call, first_position, tile).start;
+    rows->end = visible_keys(call, first_position + task->token_count - 1, tile).end;
+    if (rows->start >= rows->end) return;
+    int64_t block = (tile + rows->start) / call->block_size, offset = (tile + rows->start) % call->block_size;
+    for (int64_t j = rows->start; j < rows->end; block++, offset = 0) {
+        int64_t start = table[block] * call->block_stride, token = kv_head * call->block_size + offset;
+        const char *key = (const char *)call->cache + (start + call->key_offset) * size + token * key_bytes;
+        const char *value = (const char *)call->cache + (start + call->value_offset) * size + token * value_bytes;
+        int64_t end = j + call->block_size - offset < rows->end ? j + call->block_size - offset : rows->end;
+        for (; j < end; j++, key += key_bytes, value += value_bytes) {
+            rows->key[j] = key;
+            rows->value[j] = value;
         }
     }
-    for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
-        transpose_rows(keys + panel * LANES, words, (uint32_t *)state->keys + panel * LANES * state->query_dim * size / 4);
 }
+
+/* Asks for some more keys and values of the next tile, which come from memory meanwhile: a few at a time, for a core has only
+ * so many lines under way and waits when there are more. */
+INLINE void ask_ahead(struct attention_state *state, int64_t count) {
+    const struct tile_rows *next = &state->rows[1 - state->here];
+    int64_t j = state->asked > next->start ? state->asked : next->start;
+    int64_t end = j + count < next->end ? j + count : next->end;
+    for (; j < end; j++) {
+        for (size_t line = 0; line < state->key_bytes; line += 64) __builtin_prefetch(next->key[j] + line);
+        for (size_t line = 0; line < state->value_bytes; line += 64) __builtin_prefetch(next->value[j] + line);
+    }
+    state->asked = j;
+}
+
+/* Copies the tile's values into panels, as floats for the tokens that see a part of them, as pairs for those that see them all;
+ * and transposes its keys into panels, unless they are taken as they lie. */
+INLINE void load_tile(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int floats, int pairs,
+                      int keys) {
+    const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = (size_t)call->key_dim * size, dim = (size_t)call->value_dim;
+    const struct tile_rows *rows = &state->rows[state->here];
+    (void)pairs;
+    for (int64_t panel = 0; panel < KEY_TILE / LANES; panel++) {
+        ask_ahead(state, 4);
+        if (floats)
+            for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j++)
+                if (j >= rows->start && j < rows->end) load_values(dtype, state, rows->value[j], dim, (size_t)j);
+#ifdef VALUE_PAIRS
+        if (pairs)
+            for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j += 2)
+                load_value_pairs(state->pairs + j * LANES, (const uint16_t *)rows->value[j], (const uint16_t *)rows->value[j + 1], dim);
+#endif
+        if (!keys) continue;
+        const uint32_t *sources[LANES];
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            int64_t j = panel * LANES + lane;
+            sources[lane] = j >= rows->start && j < rows->end ? (const uint32_t *)rows->key[j] : absent_key;
+        }
+        transpose_rows(sources, key_bytes / 4, (uint32_t *)state->keys + (size_t)panel * LANES * state->query_dim * size / 4);
+    }
+}
+
+#ifdef FEW_SCORES
+#include FEW_SCORES
+#endif
 
 /* One row's softmax over one tile: scores become probabilities, the row's sum and output are brought to the new maximum. */
 INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, size_t row,
@@ -148,17 +185,26 @@ INLINE int any_sees_all(const struct attention_call *call, int64_t first_positio
 }
 
 /* Rows that see the same keys of the loaded tile: scores, probabilities, and what they add to the outputs. */
-INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, size_t row,
+INLINE void attend_rows(const enum dtype dtype, const struct attention_call *call, struct attention_state *state, int64_t kv, size_t row,
                         size_t count, struct key_range range) {
     const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     float *output = state->output + row * state->out_stride;
+    (void)kv;
+#ifdef FEW_SCORES
+    if (dtype == DTYPE_BFLOAT16 && state->few)
+        few_scores(state, kv, call->key_dim);
+    else
+#endif
     if (dtype == DTYPE_FLOAT32)
         product_float32(count, KEY_TILE / LANES, (const float *)state->query + row * dim, dim, state->keys, dim * LANES, LANES,
                         dim, state->scores, KEY_TILE, 0);
     else
         product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
                          state->query_dim * LANES, PANEL_ELEMENTS, pairs, state->scores, KEY_TILE);
-    for (size_t r = 0; r < count; r++) softmax_row(call, state, state->scores + r * KEY_TILE, row + r, range);
+    for (size_t r = 0; r < count; r++) {
+        ask_ahead(state, count < 8 ? 6 : 3);
+        softmax_row(call, state, state->scores + r * KEY_TILE, row + r, range);
+    }
 #ifdef VALUE_PAIRS
     if (dtype == DTYPE_BFLOAT16 && sees_all(range)) {
         for (size_t r = 0; r < count; r++) split_probabilities(state->scores + r * KEY_TILE, state->halves + r * 2 * KEY_TILE);
@@ -171,14 +217,14 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
 }
 
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
-                        struct attention_state *state, int64_t first_position, int64_t tile) {
+                        struct attention_state *state, int64_t kv, int64_t first_position, int64_t tile) {
     const size_t heads = (size_t)task->head_count;
+    const size_t base = (size_t)kv * heads; /* with more than one KV head there is one token */
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
-    struct key_range seen = {first.start, last.end};
     int pairs = VALUE_PAIRS_OF(dtype) && any_sees_all(call, first_position, task->token_count, tile);
     int floats = !pairs || !sees_all(first) || !sees_all(last);
-    load_tile(dtype, call, task, state, tile, first_position + task->token_count, seen, floats, pairs);
+    load_tile(dtype, call, state, floats, pairs, !state->few);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share products */
@@ -188,7 +234,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
         }
         size_t end = range.start < range.end ? (size_t)next * heads : 0;
         for (size_t row = (size_t)token * heads; row < end; row += SCORE_ROWS)
-            attend_rows(dtype, call, state, row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, range);
+            attend_rows(dtype, call, state, kv, base + row, end - row < SCORE_ROWS ? end - row : SCORE_ROWS, range);
         token = next;
     }
 }
@@ -199,7 +245,7 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
     const size_t items = dtype == DTYPE_FLOAT32 ? dim : state->query_dim / 2 * ROW_ITEMS_PER_PAIR;
     size_t row = 0;
     for (int64_t token = 0; token < task->token_count; token++)
-        for (int64_t head = 0; head < task->head_count; head++, row++) {
+        for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             size_t from = (size_t)((first_row + token) * call->query_stride) + (size_t)(task->head_start + head) * dim;
             if (dtype == DTYPE_FLOAT32) {
                 memcpy((float *)state->query + row * items, (const float *)call->query + from, dim * sizeof(float));
@@ -212,6 +258,10 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
     if (state->query_dim > dim) /* zero times what a scratch happens to hold need not be zero */
         for (size_t panel = 0; panel < KEY_TILE / LANES; panel++)
             memset((char *)state->keys + (panel * state->query_dim + dim) * LANES * size, 0, (state->query_dim - dim) * LANES * size);
+#ifdef FEW_SCORES
+    for (int64_t kv = 0; dtype == DTYPE_BFLOAT16 && state->few && kv < task->kv_count; kv++)
+        transpose_query(state, kv, (size_t)task->head_count);
+#endif
     memset(state->output, 0, row * state->out_stride * sizeof(float));
     memset(state->sum, 0, row * LANES * sizeof(float));
     for (size_t r = 0; r < row; r++) state->largest[r] = -INFINITY;
@@ -222,7 +272,7 @@ INLINE void store_outputs(const enum dtype dtype, const struct attention_call *c
     const size_t dim = (size_t)call->value_dim;
     size_t row = 0;
     for (int64_t token = 0; token < task->token_count; token++)
-        for (int64_t head = 0; head < task->head_count; head++, row++) {
+        for (int64_t head = 0; head < task->head_count * task->kv_count; head++, row++) {
             float sum = v_total(v_load(state->sum + row * LANES)), *output = state->output + row * state->out_stride;
             size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
             v16 divisor = v_set1(sum), factor = v_set1(1.0f);
@@ -267,9 +317,21 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     int64_t first_position = call->seq_lens[task->seq] - (query_end - query_start) + task->token_start;
     int64_t last_position = first_position + task->token_count - 1;
     int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
+    state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= LANES;
+    state.here = 0;
+    state.key_bytes = dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);
+    state.value_bytes = (size_t)call->value_dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);
     prepare_queries(dtype, call, task, &state, first_row);
-    for (tile = tile / KEY_TILE * KEY_TILE; tile <= last_position; tile += KEY_TILE)
-        attend_tile(dtype, call, task, &state, first_position, tile);
+    tile = tile / KEY_TILE * KEY_TILE;
+    find_rows(dtype, call, task, &state.rows[0], task->kv_head, first_position, tile);
+    for (; tile <= last_position; tile += KEY_TILE)
+        for (int64_t kv = 0; kv < task->kv_count; kv++, state.here = 1 - state.here) {
+            int64_t next = kv + 1 < task->kv_count ? kv + 1 : 0, next_tile = next == 0 ? tile + KEY_TILE : tile;
+            find_rows(dtype, call, task, &state.rows[1 - state.here], task->kv_head + next, first_position, next_tile);
+            state.asked = 0;
+            attend_tile(dtype, call, task, &state, kv, first_position, tile);
+            ask_ahead(&state, KEY_TILE);
+        }
     store_outputs(dtype, call, task, &state, first_row);
 }
 

@@ -95,9 +95,10 @@ struct attention_call {
     float scale, softcap; /* softcap 0: none */
 };
 
-/* One unit of attention work: some query tokens of one request, some query heads of one KV head. */
+/* One unit of attention work: some query tokens of one request, some query heads of one KV head; or one token and all query
+ * heads of some KV heads, whose keys lie side by side. */
 struct attention_task {
-    int32_t seq, kv_head, head_start, head_count, token_start, token_count;
+    int32_t seq, kv_head, kv_count, head_start, head_count, token_start, token_count; /* head_count: of each KV head */
 };
 
 struct attention_job {
@@ -129,7 +130,7 @@ static inline size_t padded_columns(int64_t columns) {
 
 /* Rows (query tokens x query heads) of one attention task at most, which share a tile of keys; and of these, how many have
  * scores at a time, so that a tile and what is made of it stay in the first cache. */
-enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32 };
+enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32, TASK_KV_HEADS = 8 };
 
 /* Runs every task exactly once on at most n_threads threads; which thread runs a task has no influence on its result. */
 int run_tasks(task_function function, const void *job, size_t n_tasks, int n_threads, size_t scratch_bytes);

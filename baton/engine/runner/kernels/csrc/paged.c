@@ -10,18 +10,30 @@ static size_t attention_scratch(const struct attention_call *call) {
     return sizeof(float) * (rows + scores + KEY_TILE * value * 3 / 2 + KEY_TILE * key); /* values, their pairs, keys */
 }
 
+/* How many KV heads a task of one token goes through: memory likes longer pieces, but there must be tasks for all threads.
+ * work counts keys times KV heads, of all requests. */
+static int64_t kv_heads_together(const struct attention_call *call, int64_t seq, int64_t work, int n_threads) {
+    int64_t group = call->heads / call->kv_heads, most = work / (2 * n_threads * (int64_t)call->seq_lens[seq]);
+    if (most > TASK_KV_HEADS) most = TASK_KV_HEADS;
+    if (most > ATTENTION_ROWS / group) most = ATTENTION_ROWS / group;
+    while (most > 1 && call->kv_heads % most != 0) most--;
+    return most > 1 ? most : 1;
+}
+
 /* Appends the tasks of one request, or only counts them when tasks is NULL. */
-static size_t plan_request(const struct attention_call *call, int64_t seq, struct attention_task *tasks) {
+static size_t plan_request(const struct attention_call *call, int64_t seq, int64_t work, int n_threads, struct attention_task *tasks) {
     int64_t tokens = call->query_start[seq + 1] - call->query_start[seq], group = call->heads / call->kv_heads;
     int64_t heads = group < ATTENTION_ROWS ? group : ATTENTION_ROWS, step = ATTENTION_ROWS / heads;
+    int64_t together = tokens == 1 ? kv_heads_together(call, seq, work, n_threads) : 1;
     size_t count = 0;
     for (int64_t token = 0; token < tokens; token += step)
-        for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head++)
+        for (int64_t kv_head = 0; kv_head < call->kv_heads; kv_head += together)
             for (int64_t head = 0; head < group; head += heads, count++) {
                 if (tasks == NULL) continue;
                 tasks[count] = (struct attention_task){
                     .seq = (int32_t)seq,
                     .kv_head = (int32_t)kv_head,
+                    .kv_count = (int32_t)together,
                     .head_start = (int32_t)(kv_head * group + head),
                     .head_count = (int32_t)(group - head < heads ? group - head : heads),
                     .token_start = (int32_t)token,
@@ -54,12 +66,16 @@ int baton_attention(int isa, int dtype, const struct attention_call *call, int n
     size_t row_bytes = (size_t)(call->heads * call->value_dim) * (dtype == DTYPE_FLOAT32 ? 4 : 2);
     size_t used = (size_t)call->query_start[call->num_seqs], count = 0;
     memset((char *)call->out + used * row_bytes, 0, ((size_t)call->rows - used) * row_bytes);
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) count += plan_request(call, seq, NULL);
+    if (n_threads < 1) n_threads = 1;
+    int64_t work = 0;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++)
+        if (call->query_start[seq + 1] > call->query_start[seq]) work += call->seq_lens[seq] * call->kv_heads;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) count += plan_request(call, seq, work, n_threads, NULL);
     if (count == 0) return STATUS_OK;
     struct attention_task *tasks = malloc(count * sizeof *tasks);
     if (tasks == NULL) return STATUS_NO_MEMORY;
     size_t planned = 0;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, tasks + planned);
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, work, n_threads, tasks + planned);
     struct attention_job job = {.call = call, .tasks = tasks};
     int status = run_tasks(isas[isa]->attention[dtype], &job, count, n_threads, attention_scratch(call));
     free(tasks);

@@ -1,0 +1,72 @@
+/* Scores of the few rows of one token on AMX: keys are the tile's rows as they lie in the cache, and the query is transposed. A
+ * score is the sum of the same products in the same order as where the keys are transposed, so its bits are the same. */
+
+/* Where a KV head's query lies as pairs [query_dim / 2][16][2], behind the rows. */
+INLINE uint16_t *query_pairs(const struct attention_state *state, int64_t kv) {
+    return (uint16_t *)state->query + (ATTENTION_ROWS + (size_t)kv * LANES) * state->query_dim;
+}
+
+/* The query's rows of a KV head become pairs; missing rows are zero. */
+INLINE void transpose_query(struct attention_state *state, int64_t kv, size_t rows) {
+    const uint32_t *sources[LANES];
+    size_t words = state->query_dim / 2;
+    for (size_t row = 0; row < LANES; row++)
+        sources[row] = row < rows ? (const uint32_t *)state->query + ((size_t)kv * rows + row) * words : absent_key;
+    transpose_rows(sources, words, (uint32_t *)query_pairs(state, kv));
+}
+
+/* Sixteen keys that the cache has side by side, or a copy of them with zeros for those that no row sees. */
+INLINE const uint16_t *key_rows(struct attention_state *state, size_t key_dim, int64_t first) {
+    const struct tile_rows *rows = &state->rows[state->here];
+    size_t key_bytes = key_dim * sizeof(uint16_t);
+    if (first >= rows->start && first + LANES <= rows->end && key_dim == state->query_dim &&
+        rows->key[first + LANES - 1] == rows->key[first] + (LANES - 1) * key_bytes)
+        return (const uint16_t *)rows->key[first];
+    uint16_t *copy = (uint16_t *)state->keys + (size_t)first * state->query_dim;
+    memset(copy, 0, LANES * state->query_dim * sizeof *copy);
+    for (int64_t j = first; j < first + LANES; j++)
+        if (j >= rows->start && j < rows->end)
+            memcpy(copy + (size_t)(j - first) * state->query_dim, rows->key[j], key_bytes);
+    return copy;
+}
+
+/* scores[row][key] of the tile for up to 16 rows of a KV head */
+INLINE void few_scores(struct attention_state *state, int64_t kv, int64_t key_dim) {
+    _Alignas(64) float sums[KEY_TILE * LANES]; /* [key][row] */
+    const uint16_t *k0 = key_rows(state, (size_t)key_dim, 0), *k1 = key_rows(state, (size_t)key_dim, LANES);
+    const uint16_t *k2 = key_rows(state, (size_t)key_dim, 2 * LANES), *k3 = key_rows(state, (size_t)key_dim, 3 * LANES);
+    const uint16_t *query = query_pairs(state, kv);
+    size_t stride = state->query_dim * sizeof(uint16_t);
+    WRITTEN(k0);
+    WRITTEN(query);
+    configure(TILE_ROWS);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (size_t d = 0; d < state->query_dim; d += TILE_K) {
+        _tile_loadd(6, query + d * LANES, 64);
+        _tile_loadd(4, k0 + d, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, k1 + d, stride);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, k2 + d, stride);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(5, k3 + d, stride);
+        _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(1, sums + LANES * LANES, 64);
+    _tile_stored(2, sums + 2 * LANES * LANES, 64);
+    _tile_stored(3, sums + 3 * LANES * LANES, 64);
+    WRITTEN(sums);
+    for (size_t panel = 0; panel < KEY_TILE / LANES; panel++) {
+        __m512i r[LANES];
+        ask_ahead(state, 5);
+#pragma GCC unroll 16
+        for (size_t i = 0; i < LANES; i++) r[i] = _mm512_load_si512(sums + (panel * LANES + i) * LANES);
+        transpose_16x16(r);
+#pragma GCC unroll 16
+        for (size_t i = 0; i < LANES; i++) _mm512_storeu_si512(state->scores + i * KEY_TILE + panel * LANES, r[i]);
+    }
+}

@@ -11,7 +11,7 @@ The first two lie on the free list, which is what an allocation can take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError
@@ -146,6 +146,13 @@ class BlockPool:
         self._num_cached_idle = 0
         self._num_leased = 0
         self._num_quarantined = 0
+        self.on_evict: Callable[[Sequence[tuple[Block, bytes]]], None] | None = None
+        """Told which blocks lost which keys to an allocation, before anybody writes to them."""
+
+    @property
+    def keys(self) -> Collection[bytes]:
+        """Of all blocks that can be found."""
+        return self._index.keys()
 
     @property
     def num_total_blocks(self) -> int:
@@ -201,12 +208,16 @@ class BlockPool:
         rest = self._free.popleft(num_blocks - len(taken))
         rest.sort(key=_block_id)
         taken += rest
+        evicted: list[tuple[Block, bytes]] = []
         for block in taken:
             if block.block_hash is not None:
+                evicted.append((block, block.block_hash))
                 del self._index[block.block_hash]
                 block.block_hash = None
                 self._num_cached_idle -= 1
             block.owner_cnt = 1
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from baton.engine.block_hash import BlockHasher
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
 from baton.engine.host_tier import HostTier
+from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot
 from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
 
@@ -91,6 +92,8 @@ class KVCacheManager:
         self._tables: dict[str, _BlockTable] = {}
         self._leased: dict[str, list[Block]] = {}
         self._quarantined: dict[str, list[Block]] = {}
+        self.kv_events = KVEventLog()
+        pool.on_evict = self._evicted
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """The longest cached chain of full blocks, at most num_tokens - 1 tokens: something is left to compute."""
@@ -161,9 +164,25 @@ class KVCacheManager:
         if num_full <= table.num_cached_blocks or not self._enable_caching:
             return
         self._hasher.extend_request(request, num_computed_tokens)
-        for index in range(table.num_cached_blocks, num_full):
-            self.pool.cache_block(table.blocks[index], request.block_hashes[index])
-        table.num_cached_blocks = num_full
+        first, table.num_cached_blocks = table.num_cached_blocks, num_full
+        keys, is_new = request.block_hashes, False
+        for index in range(first, num_full):
+            is_new |= self.pool.cache_block(table.blocks[index], keys[index])
+        if is_new and self.kv_events.is_recording:
+            tokens = request.token_ids(first * self.block_size, num_full * self.block_size)
+            self.kv_events.record(BlockStored(keys[first:num_full], keys[first - 1] if first else None, tokens))
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Everything that can be found now; from here on `kv_events` are recorded. O(blocks)."""
+        self.kv_events.is_recording = True
+        return KVSnapshot({"device": frozenset(self.pool.keys)}, self.kv_events.next_sequence)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; False, and nothing changes, while any block is held."""
+        if not self.pool.reset_prefix_cache():
+            return False
+        self.kv_events.record(AllBlocksCleared())
+        return True
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that a live request's blocks hold."""
@@ -274,6 +293,10 @@ class KVCacheManager:
         ]
         if problems:
             raise BlockInvariantBroken(f"block tables: {'; '.join(problems)}")
+
+    def _evicted(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
+        if self.kv_events.is_recording:
+            self.kv_events.record(BlockRemoved([key for _, key in evicted]))
 
     def _holders(self, block: Block) -> list[str]:
         return [

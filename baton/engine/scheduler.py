@@ -31,6 +31,7 @@ from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.host_tier import NO_COPIES
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
+from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import (
     EngineCoreEvent,
@@ -188,11 +189,23 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False, and nothing changes, while any block is held."""
-        return self.kv_cache_manager.pool.reset_prefix_cache()
+        return self.kv_cache_manager.reset_prefix_cache()
 
     def take_events(self) -> list[EngineCoreEvent]:
         """What happened to requests since the last call."""
         return self._ledger.events.take()
+
+    def kv_snapshot(self) -> KVSnapshot:
+        """Everything in the prefix cache; from here on its events are recorded, until `stop_kv_events`. O(blocks)."""
+        return self.kv_cache_manager.kv_snapshot()
+
+    def kv_events_since(self, sequence: int) -> KVEventBatch:
+        """What the prefix cache took in and lost since a snapshot or an earlier batch said `sequence`."""
+        return self.kv_cache_manager.kv_events.since(sequence)
+
+    def stop_kv_events(self) -> None:
+        """Nobody reads them any more."""
+        self.kv_cache_manager.kv_events.stop()
 
     def check_invariant(self) -> None:
         """The block books against each other; raises BlockInvariantBroken. O(blocks): for tests and idle moments."""

@@ -1,0 +1,104 @@
+"""What enters and leaves the prefix cache, in order, for readers elsewhere: who places by prefix must know who has it.
+
+Events are numbered without gaps from 0 on. A reader first takes a snapshot, which also switches the recording on, and
+then asks for what happened since. The log is bounded by the keys in it; a reader that was too slow is told so and takes
+a snapshot again. While nobody reads, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+Tier = Literal["device", "host"]
+
+
+class BlockStored(NamedTuple):
+    """Blocks that can be found from now on, in the order of their chain; some of them may have been before."""
+
+    block_hashes: Sequence[bytes]
+    parent_block_hash: bytes | None = None
+    """Of the block before the first; None when it begins a prompt, and in the host tier."""
+    token_ids: Sequence[int] = ()
+    """Of all these blocks; empty in the host tier, which only knows keys."""
+    group: int = 0
+    """The group of layers whose KV it is."""
+    tier: Tier = "device"
+
+
+class BlockRemoved(NamedTuple):
+    """Blocks that were evicted from a tier."""
+
+    block_hashes: Sequence[bytes]
+    tier: Tier = "device"
+
+
+class AllBlocksCleared(NamedTuple):
+    """Nothing can be found any more, in any tier."""
+
+    block_hashes: Sequence[bytes] = ()
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventBatch:
+    """Events from the number that was asked for up to `next_sequence`."""
+
+    events: Sequence[KVCacheEvent]
+    next_sequence: int
+    """What to ask for next."""
+    complete: bool
+    """False: some are lost, and there are none in here; take a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSnapshot:
+    """Everything that can be found, before the event `next_sequence`."""
+
+    block_hashes: Mapping[Tier, frozenset[bytes]]
+    next_sequence: int
+
+
+class KVEventLog:
+    """The last events, up to `capacity` keys in them."""
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self.is_recording = False
+        self._capacity = capacity
+        self._events: deque[KVCacheEvent] = deque()
+        self._num_keys = 0
+        self._next_sequence = 0
+
+    @property
+    def next_sequence(self) -> int:
+        return self._next_sequence
+
+    def record(self, event: KVCacheEvent) -> None:
+        """Note one event; nothing while nobody reads."""
+        if not self.is_recording:
+            return
+        self._events.append(event)
+        self._next_sequence += 1
+        self._num_keys += len(event.block_hashes)
+        while self._num_keys > self._capacity:
+            self._num_keys -= len(self._events.popleft().block_hashes)
+
+    def since(self, sequence: int) -> KVEventBatch:
+        """The events from this number on."""
+        oldest = self._next_sequence - len(self._events)
+        if not self.is_recording or not oldest <= sequence <= self._next_sequence:
+            return KVEventBatch((), self._next_sequence, complete=False)
+        return KVEventBatch(list(islice(self._events, sequence - oldest, None)), self._next_sequence, complete=True)
+
+    def stop(self) -> None:
+        """Nobody reads any more. Whoever does later is told that something is missing."""
+        if self.is_recording:
+            self.is_recording = False
+            self._events.clear()
+            self._num_keys = 0
+            self._next_sequence += 1

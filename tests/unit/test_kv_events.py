@@ -1,0 +1,136 @@
+"""KV events: whoever follows them knows what the prefix cache has, and whoever can't is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, Tier
+from baton.engine.scheduler import Scheduler
+from tests.support.engine_rig import EngineRig, prompt_of
+
+
+@dataclass
+class Follower:
+    """A reader that keeps a copy of the index."""
+
+    scheduler: Scheduler
+    found: dict[Tier, set[bytes]] = field(default_factory=dict)
+    sequence: int = -1
+    num_snapshots: int = 0
+
+    def catch_up(self) -> None:
+        batch = self.scheduler.kv_events_since(self.sequence)
+        if not batch.complete:
+            snapshot = self.scheduler.kv_snapshot()
+            self.found = {tier: set(keys) for tier, keys in snapshot.block_hashes.items()}
+            self.sequence = snapshot.next_sequence
+            self.num_snapshots += 1
+            return
+        for event in batch.events:
+            match event:
+                case BlockStored(block_hashes, tier=tier):
+                    self.found.setdefault(tier, set()).update(block_hashes)
+                case BlockRemoved(block_hashes, tier):
+                    self.found[tier].difference_update(block_hashes)
+                case AllBlocksCleared():
+                    self.found = {}
+        self.sequence = batch.next_sequence
+
+    def check(self) -> None:
+        manager = self.scheduler.kv_cache_manager
+        assert self.found.get("device", set()) == set(manager.pool.keys)
+
+
+def test_nothing_is_recorded_until_somebody_reads() -> None:
+    rig = EngineRig()
+    rig.add("r", 20, max_tokens=2)
+    rig.run()
+    assert rig.scheduler.kv_events_since(0).complete is False
+    assert rig.scheduler.kv_cache_manager.kv_events.next_sequence == 0
+    snapshot = rig.scheduler.kv_snapshot()
+    assert len(snapshot.block_hashes["device"]) == 5
+    assert rig.scheduler.kv_events_since(snapshot.next_sequence).events == []
+
+
+def test_stored_blocks_come_with_parent_and_tokens() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    start = rig.scheduler.kv_snapshot().next_sequence
+    request = rig.add("r", 17, max_tokens=1)
+    rig.run()
+    hasher = BlockHasher(CacheKeyFields.of(rig.runner.model, rig.runner.layout), 4)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(), request.prompt_token_ids)
+    tokens = request.prompt_token_ids
+    batch = rig.scheduler.kv_events_since(start)
+    assert batch.events == [
+        BlockStored(keys[:2], None, tokens[:8]),
+        BlockStored(keys[2:4], keys[1], tokens[8:16]),
+    ]
+    assert rig.scheduler.kv_events_since(batch.next_sequence).events == []
+    assert rig.scheduler.kv_events_since(start + 1).events == batch.events[1:]
+
+
+def test_evictions_and_a_reset_are_told() -> None:
+    rig = EngineRig(num_blocks=6)
+    rig.add("first", prompt_of(16, 1), max_tokens=1)
+    rig.run()
+    start = rig.scheduler.kv_snapshot()
+    rig.add("second", prompt_of(16, 2), max_tokens=1)
+    rig.run()
+    removed, stored = rig.scheduler.kv_events_since(start.next_sequence).events
+    assert isinstance(removed, BlockRemoved)
+    assert set(removed.block_hashes) < start.block_hashes["device"]
+    assert isinstance(stored, BlockStored)
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.scheduler.kv_events_since(start.next_sequence).events[2:] == [AllBlocksCleared()]
+
+
+def test_a_reader_that_missed_some_is_told_so() -> None:
+    log = KVEventLog(capacity=3)
+    log.is_recording = True
+    for number in range(3):
+        log.record(BlockStored([bytes([number])]))
+    log.record(BlockRemoved([b"x", b"y"]))
+    assert log.since(1).complete is False
+    assert log.since(1).events == ()
+    assert [len(event.block_hashes) for event in log.since(2).events] == [1, 2]
+    assert log.since(4).complete
+    assert log.since(5).complete is False, "it never was that far: another incarnation's number"
+
+
+def test_a_pause_is_a_gap() -> None:
+    log = KVEventLog()
+    log.is_recording = True
+    log.record(BlockStored([b"a"]))
+    log.stop()
+    log.record(BlockStored([b"b"]))
+    assert log.since(1).complete is False
+    log.is_recording = True
+    assert log.since(1).complete is False
+    assert log.since(log.next_sequence).complete
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 3)), max_size=20),
+    reads=st.lists(st.booleans(), min_size=20, max_size=20),
+    capacity=st.sampled_from([3, 1000]),
+)
+def test_a_follower_knows_what_can_be_found(
+    requests: list[tuple[int, int, int]], reads: list[bool], capacity: int
+) -> None:
+    rig = EngineRig(num_blocks=9, max_model_len=30)
+    rig.scheduler.kv_cache_manager.kv_events = KVEventLog(capacity)
+    follower = Follower(rig.scheduler)
+    for number, ((family, length, max_tokens), read) in enumerate(zip(requests, reads, strict=False)):
+        rig.add(f"r{number}", prompt_of(length, family), max_tokens=max_tokens)
+        rig.run()
+        if number % 7 == 6:
+            rig.scheduler.reset_prefix_cache()
+        if read:
+            follower.catch_up()
+            follower.check()
+    assert follower.num_snapshots <= 1 or capacity == 3

@@ -23,7 +23,7 @@ from baton.bench.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError, ConfigError
-from baton.rpc.messages import Chunk, Finished, GenerateRequest, TraceEvent
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, TraceEvent
 
 _WARM_UP = 2
 
@@ -141,7 +141,7 @@ def _through_cluster(client: GenerationClient, prompt: Sequence[int], config: Ha
             tokens += event.token_ids
         elif isinstance(event, Finished):
             finished = event
-        else:
+        elif isinstance(event, Accepted):
             request_id = event.request_id
     if finished is None or not finished.path.prefill_node or finished.path.attempts != 1:
         raise BatonError(f"request {request_id} was not handed over: {finished}")

@@ -275,14 +275,12 @@ INLINE void load_value_pairs(uint16_t *to, const uint16_t *even, const uint16_t 
     }
 }
 
-/* halves: the upper 16 bits of each probability, then the rest rounded to bfloat16 */
-INLINE void split_probabilities(const float *probabilities, uint16_t *halves) {
-    for (size_t i = 0; i < KEY_TILE; i += LANES) {
-        __m512i bits = _mm512_loadu_si512(probabilities + i);
-        v16 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000u)));
-        _mm256_storeu_si256((__m256i *)(halves + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-        v_store_bf16(halves + KEY_TILE + i, v_sub(_mm512_castsi512_ps(bits), upper));
-    }
+/* halves: the upper 16 bits of 16 probabilities, and KEY_TILE further on the rest rounded to bfloat16 */
+INLINE void split_probabilities(v16 p, uint16_t *halves) {
+    __m512i bits = _mm512_castps_si512(p);
+    v16 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000u)));
+    _mm256_storeu_si256((__m256i *)halves, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    v_store_bf16(halves + KEY_TILE, v_sub(p, upper));
 }
 
 INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, const uint16_t *pairs, float *c, size_t ldc) {

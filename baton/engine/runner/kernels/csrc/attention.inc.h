@@ -10,6 +10,9 @@
  * rows, the chunk's bounds, block size and block placement decide only what is computed next to it, and stale memory
  * beyond a request's keys never enters a sum.
  */
+#define LOG2_E 1.44269504f
+#define REFERENCE_SLACK 8.0f
+
 #ifdef VALUE_PAIRS
 #define VALUE_PAIRS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
 #else
@@ -33,7 +36,7 @@ struct attention_state {
     float *scores;  /* [SCORE_ROWS][KEY_TILE]: products, then probabilities */
     float *output;  /* [rows][out_stride], unnormalised */
     float *sum;     /* [rows][LANES] */
-    float *largest; /* [rows] */
+    float *reference; /* [rows] what scores are taken relative to, times log2 e */
     float *values;  /* [panel][KEY_TILE][LANES] */
     uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
@@ -138,15 +141,18 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 #include FEW_SCORES
 #endif
 
-/* One row's softmax over one tile: scores become probabilities, the row's sum and output are brought to the new maximum. */
-INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, size_t row,
+/* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and with VALUE_PAIRS
+ * halves where the row sees the whole tile. The reference is a maximum that the row has seen; it, the sum and the output change
+ * only for a score that is 2^REFERENCE_SLACK times as much, which float32 holds as exactly. */
+INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *halves, size_t row,
                         struct key_range range) {
     float *output = state->output + row * state->out_stride;
+    const v16 scale = v_set1(call->softcap != 0.0f ? call->scale : call->scale * LOG2_E);
     v16 s[KEY_TILE / LANES];
 #pragma GCC unroll 4
     for (int i = 0; i < KEY_TILE / LANES; i++) {
-        s[i] = v_mul(v_load(scores + i * LANES), v_set1(call->scale));
-        if (call->softcap != 0.0f) s[i] = v_softcap(s[i], call->softcap);
+        s[i] = v_mul(v_load(scores + i * LANES), scale);
+        if (call->softcap != 0.0f) s[i] = v_mul(v_softcap(s[i], call->softcap), v_set1(LOG2_E));
     }
     if (range.start > 0 || range.end < KEY_TILE) {
 #pragma GCC unroll 4
@@ -156,23 +162,25 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
 #pragma GCC unroll 4
         for (int i = 0; i < KEY_TILE / LANES; i++) s[i] = v_load(scores + i * LANES);
     }
-    float old = state->largest[row];
-    float largest = v_largest(v_max(v_max(s[0], s[1]), v_max(s[2], s[3])));
+    float reference = state->reference[row], largest = v_largest(v_max(v_max(s[0], s[1]), v_max(s[2], s[3])));
     v16 sum = v_load(state->sum + row * LANES);
-    if (largest > old) {
-        float factors[LANES];
-        v_store(factors, v_exp(v_set1(old - largest)));
-        v16 factor = v_set1(factors[0]);
-        state->largest[row] = largest;
+    if (largest > reference + REFERENCE_SLACK) {
+        v16 factor = v_exp2(v_set1(reference - largest));
+        state->reference[row] = reference = largest;
         sum = v_mul(sum, factor);
         for (size_t d = 0; d < state->out_stride; d += LANES) v_store(output + d, v_mul(v_load(output + d), factor));
-    } else {
-        largest = old;
     }
+    (void)halves;
 #pragma GCC unroll 4
     for (int i = 0; i < KEY_TILE / LANES; i++) {
-        v16 p = v_exp(v_sub(s[i], v_set1(largest)));
+        v16 p = v_exp2(v_sub(s[i], v_set1(reference)));
         sum = v_add(sum, p);
+#ifdef VALUE_PAIRS
+        if (halves != NULL) {
+            split_probabilities(p, halves + i * LANES);
+            continue;
+        }
+#endif
         v_store(scores + i * LANES, p);
     }
     v_store(state->sum + row * LANES, sum);
@@ -201,13 +209,13 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
     else
         product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
                          state->query_dim * LANES, PANEL_ELEMENTS, pairs, state->scores, KEY_TILE);
+    int split = VALUE_PAIRS_OF(dtype) && sees_all(range);
     for (size_t r = 0; r < count; r++) {
         ask_ahead(state, count < 8 ? 6 : 3);
-        softmax_row(call, state, state->scores + r * KEY_TILE, row + r, range);
+        softmax_row(call, state, state->scores + r * KEY_TILE, split ? state->halves + r * 2 * KEY_TILE : NULL, row + r, range);
     }
 #ifdef VALUE_PAIRS
-    if (dtype == DTYPE_BFLOAT16 && sees_all(range)) {
-        for (size_t r = 0; r < count; r++) split_probabilities(state->scores + r * KEY_TILE, state->halves + r * 2 * KEY_TILE);
+    if (split) {
         product_pairs(count, state->value_panels, state->halves, state->pairs, output, state->out_stride);
         return;
     }
@@ -264,7 +272,7 @@ INLINE void prepare_queries(const enum dtype dtype, const struct attention_call 
 #endif
     memset(state->output, 0, row * state->out_stride * sizeof(float));
     memset(state->sum, 0, row * LANES * sizeof(float));
-    for (size_t r = 0; r < row; r++) state->largest[r] = -INFINITY;
+    for (size_t r = 0; r < row; r++) state->reference[r] = -INFINITY;
 }
 
 INLINE void store_outputs(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
@@ -277,13 +285,12 @@ INLINE void store_outputs(const enum dtype dtype, const struct attention_call *c
             size_t to = (size_t)((first_row + token) * call->heads + task->head_start + head) * dim;
             v16 divisor = v_set1(sum), factor = v_set1(1.0f);
             if (call->sinks != NULL) { /* one more score, of a key without a value */
-                float sink = call->sinks[task->head_start + head], largest = state->largest[row];
-                v16 sinks = v_set1(sink);
-                if (sink > largest) {
-                    factor = v_exp(v_sub(v_set1(largest), sinks));
+                float sink = call->sinks[task->head_start + head] * LOG2_E, reference = state->reference[row];
+                if (sink > reference) {
+                    factor = v_exp2(v_set1(reference - sink));
                     divisor = v_add(v_mul(divisor, factor), v_set1(1.0f));
                 } else {
-                    divisor = v_add(divisor, v_exp(v_sub(sinks, v_set1(largest))));
+                    divisor = v_add(divisor, v_exp2(v_set1(sink - reference)));
                 }
             }
             for (size_t d = 0; d < dim; d += LANES) {
@@ -305,8 +312,8 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.scores = scratch;
     state.output = state.scores + SCORE_ROWS * KEY_TILE;
     state.sum = state.output + ATTENTION_ROWS * state.out_stride;
-    state.largest = state.sum + ATTENTION_ROWS * LANES;
-    state.values = state.largest + ATTENTION_ROWS;
+    state.reference = state.sum + ATTENTION_ROWS * LANES;
+    state.values = state.reference + ATTENTION_ROWS;
     state.pairs = (uint16_t *)(state.values + KEY_TILE * state.out_stride);
     state.halves = state.pairs + KEY_TILE * state.out_stride;
     state.keys = state.halves + SCORE_ROWS * 2 * KEY_TILE;

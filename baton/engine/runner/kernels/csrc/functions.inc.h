@@ -22,6 +22,20 @@ INLINE v16 v_exp(v16 x) {
     return v_scaled(p, n, shifted, x, v_set1(-87.3f));
 }
 
+/* 2^x for x < 127, zero below -126; within 2e-7 */
+INLINE v16 v_exp2(v16 x) {
+    v16 shifted = v_add(x, v_set1(ROUND_SHIFT));
+    v16 n = v_sub(shifted, v_set1(ROUND_SHIFT));
+    v16 r = v_sub(x, n);
+    v16 p = v_set1(1.3264727e-3f);
+    p = v_fma(p, r, v_set1(9.6715130e-3f));
+    p = v_fma(p, r, v_set1(5.5507336e-2f));
+    p = v_fma(p, r, v_set1(2.4022242e-1f));
+    p = v_fma(p, r, v_set1(6.9314700e-1f));
+    p = v_fma(p, r, v_set1(1.0f));
+    return v_scaled(p, n, shifted, x, v_set1(-126.0f));
+}
+
 /* cap * tanh(x / cap), with tanh(y) = 1 - 2 / (e^2y + 1) */
 INLINE v16 v_softcap(v16 x, float cap) {
     v16 y = v_div(x, v_set1(cap));

@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterable
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache_manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.outputs import EngineCoreEventType
+from baton.engine.outputs import EngineCoreEventType, WaitingReason
+from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from baton.engine.scheduler_config import SchedulerConfig
@@ -54,18 +55,16 @@ class Admission:
         self._arrived: deque[Request] = deque()
         self._times_passed: dict[str, int] = {}
         self._prompt_wants_whole_step = False
-        self.num_queried_tokens = 0
-        """Tokens of admitted requests that were looked up in the prefix cache, and how many were found."""
-        self.num_hit_tokens = 0
+        self._preempted: set[str] = set()
+        """Of those waiting: who ran before."""
+        self._deferred: set[str] = set()
+        """Of those waiting: who was told to ask again."""
+        self.prefix_cache = PrefixCacheCounts()
 
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
         return len(self._waiting)
-
-    @property
-    def num_remote(self) -> int:
-        return len(self._remote)
 
     @property
     def num_arrived(self) -> int:
@@ -76,13 +75,28 @@ class Admission:
         """Requests whose blocks are in the host tier."""
         return len(self._swapped)
 
+    def num_waiting_by_reason(self) -> dict[WaitingReason, int]:
+        """Everybody who does not run, in O(1)."""
+        return {
+            "capacity": len(self._waiting) - len(self._preempted) - len(self._deferred),
+            "deferred": len(self._deferred),
+            "remote_kv": len(self._remote),
+            "arrived": len(self._arrived),
+            "preempted": len(self._preempted),
+            "swapped": len(self._swapped),
+        }
+
     def add(self, request: Request) -> None:
         """A newcomer."""
         self._waiting.add(request)
 
     def put_back(self, request: Request) -> None:
         """A preempted request, by its status swapped or not: next in turn."""
-        (self._swapped if request.status is RequestStatus.SWAPPED else self._waiting).prepend(request)
+        if request.status is RequestStatus.SWAPPED:
+            self._swapped.prepend(request)
+        else:
+            self._waiting.prepend(request)
+            self._preempted.add(request.request_id)
 
     def fork(self, request: Request) -> None:
         """The prompt of a request has KV: its other sequences, if it has any, are next in turn."""
@@ -113,6 +127,8 @@ class Admission:
             self._swapped.remove_many(swapped)
         if queued:
             self._waiting.remove_many(queued)
+            self._preempted -= queued
+            self._deferred -= queued
             self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
 
     def take_remote(self, request_id: str) -> Request | None:
@@ -125,6 +141,7 @@ class Admission:
         request.status = RequestStatus.WAITING
         request.num_external_tokens = request.num_prompt_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_prompt_tokens
+        self.prefix_cache.note_hit("remote", request.num_external_tokens)
         ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
         self._manager.cache_blocks(request, request.num_prompt_tokens)
         self.fork(request)
@@ -175,6 +192,11 @@ class Admission:
         while len(self._waiting):
             request = self._waiting.pop()
             tried = self._try(request, plan, outputs)
+            self._deferred.discard(request.request_id)
+            if tried is _Tried.ASK_AGAIN and request.status is RequestStatus.WAITING:
+                self._deferred.add(request.request_id)
+            if tried in (_Tried.ADMITTED, _Tried.ENDED):
+                self._preempted.discard(request.request_id)
             if tried is _Tried.ADMITTED:
                 for passed in stuck:
                     self._times_passed[passed.request_id] = self._times_passed.get(passed.request_id, 0) + 1
@@ -320,8 +342,8 @@ class Admission:
             request.num_cached_tokens = computed.num_tokens
         if request.group is not None and request.group.root is not request:
             return
-        self.num_queried_tokens += request.num_tokens
-        self.num_hit_tokens += computed.num_tokens
+        self.prefix_cache.note_lookup(request.num_tokens)
+        self.prefix_cache.note_hit("device", computed.num_tokens)
 
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
         error = (

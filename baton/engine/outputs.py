@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.request import FinishReason, SamplingParams
 
 
@@ -145,28 +146,37 @@ class EngineCoreOutput(NamedTuple):
     num_external_tokens: int = 0
 
 
+WaitingReason = Literal["capacity", "deferred", "remote_kv", "arrived", "preempted", "swapped"]
+"""What a request waits for: a seat, budget or blocks (capacity); a connector's or a sibling's word (deferred); KV under
+way (remote_kv); the next step (arrived); capacity again, after it gave way (preempted, swapped)."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """Load of one engine after a step."""
 
     num_running: int
     num_waiting: int
-    num_waiting_for_remote_kvs: int
+    num_requests_waiting_by_reason: Mapping[WaitingReason, int]
+    """The same requests by what they wait for."""
     total_blocks: int
     free_blocks: int
     """Blocks that an allocation could take now (free and idle cached ones)."""
     leased_blocks: int
     quarantined_blocks: int
-    num_preemptions: int
-    num_swapped: int
-    """Requests whose blocks are in the host tier."""
     total_host_blocks: int
     free_host_blocks: int
     num_preemptions_by_mode: Mapping[str, int]
     """recompute and swap, since start."""
-    prefix_cache_queries: int
-    """Prompt tokens looked up in the prefix cache since start."""
-    prefix_cache_hits: int
+    prefix_cache: PrefixCacheStats
+
+    @property
+    def num_waiting_for_remote_kvs(self) -> int:
+        return self.num_requests_waiting_by_reason["remote_kv"]
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.num_preemptions_by_mode.values())
 
     @property
     def kv_cache_usage(self) -> float:

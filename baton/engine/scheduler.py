@@ -170,21 +170,18 @@ class Scheduler:
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
-            num_waiting_for_remote_kvs=self._admission.num_remote,
+            num_requests_waiting_by_reason=self._admission.num_waiting_by_reason(),
             total_blocks=pool.num_total_blocks,
             free_blocks=pool.num_free_blocks,
             leased_blocks=pool.num_leased_blocks,
             quarantined_blocks=pool.num_quarantined_blocks,
-            num_preemptions=self._preemption.num_recomputed + self._preemption.num_swapped,
-            num_swapped=self._admission.num_swapped,
             total_host_blocks=host.pool.num_total_blocks if host is not None else 0,
             free_host_blocks=host.pool.num_free_blocks if host is not None else 0,
             num_preemptions_by_mode={
                 "recompute": self._preemption.num_recomputed,
                 "swap": self._preemption.num_swapped,
             },
-            prefix_cache_queries=self._admission.num_queried_tokens,
-            prefix_cache_hits=self._admission.num_hit_tokens,
+            prefix_cache=self._admission.prefix_cache.stats(),
         )
 
     def reset_prefix_cache(self) -> bool:

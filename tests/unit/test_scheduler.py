@@ -31,7 +31,7 @@ def test_tokens_do_not_depend_on_company_chunks_or_cache() -> None:
     rig.run()
     for name, tokens in rig.tokens.items():
         assert tokens == rig.expected(name, 7)
-    assert rig.core.make_stats().prefix_cache_hits > 0
+    assert rig.core.make_stats().prefix_cache.num_hit_tokens["device"] > 0
 
 
 def test_a_prompt_is_cut_by_budget_and_threshold() -> None:
@@ -183,8 +183,10 @@ def test_prefix_hits_are_reported() -> None:
     rig.run()
     assert rig.ends["first"].num_cached_tokens == 0
     assert rig.ends["second"].num_cached_tokens == 12
-    stats = rig.core.make_stats()
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (32, 12)
+    stats = rig.core.make_stats().prefix_cache
+    assert (stats.num_requests, stats.num_tokens) == (2, 32)
+    assert stats.num_hits == {"device": 1, "host": 0, "remote": 0}
+    assert stats.num_hit_tokens == {"device": 12, "host": 0, "remote": 0}
 
 
 def test_prefix_cache_can_be_reset_when_idle_only() -> None:

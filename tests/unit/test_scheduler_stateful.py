@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from hypothesis import Phase, settings
@@ -212,6 +213,13 @@ class EngineMachine(RuleBasedStateMachine):
         running = [name for name, request in alive.items() if request.status is RequestStatus.RUNNING]
         assert self.rig.scheduler.get_request_counts() == (len(running), len(alive) - len(running))
         assert len(running) <= self.rig.config.max_num_seqs
+        by_reason = self.rig.core.make_stats().num_requests_waiting_by_reason
+        assert sum(by_reason.values()) == len(alive) - len(running)
+        assert min(by_reason.values()) >= 0
+        statuses = Counter(request.status for request in alive.values())
+        assert by_reason["preempted"] == statuses[RequestStatus.PREEMPTED]
+        assert by_reason["swapped"] == statuses[RequestStatus.SWAPPED]
+        assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
 
     @invariant()
     def leased_kv_is_intact(self) -> None:

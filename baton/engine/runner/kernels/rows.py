@@ -31,7 +31,7 @@ def add_rms_norm(
     """x + residual in their dtype, and `rms_norm` of it; the residual is contiguous and of x's shape."""
     if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous() or not residual.is_cpu:
         raise KernelArgumentError("residual", f"must be {tuple(x.shape)} {x.dtype}, contiguous, on the CPU")
-    total = torch.empty(x.shape, dtype=x.dtype)
+    total = x.new_empty(x.shape)
     return total, _norm(x, residual, total, weight, eps, plus_one, threads)
 
 
@@ -59,7 +59,7 @@ def _norm(
         if len(apart) > 2:
             return _norm(x.contiguous(), residual, total, weight, eps, plus_one, threads)
         (columns, column_stride), (rows, row_stride) = [*reversed(apart), (1, 0), (1, 0)][:2]
-    out = torch.empty(shape, dtype=x.dtype)
+    out = x.new_empty(shape)
     lib = library()
     check_status(
         lib.rms_norm(

@@ -59,6 +59,8 @@ class RouterConfig:
     """Where others reach this router; `host`, or this machine's name when that is a wildcard."""
     simulated: SimulatedSpec | None = None
     """What simulated nodes run: then nothing of `model_dir` is read, and only token ids are served."""
+    await_nodes: int = 0
+    """How many nodes must have joined before it counts as ready; it serves before."""
     drain_s: float = 30.0
     """How long running requests may go on once the router is to stop."""
     lease_s: float = LEASE_S
@@ -122,6 +124,8 @@ class _Router:
         GenerationServicer(GenerationHandler(self._dispatcher, codec, cards)).add_to_server(self._public.server)
         OperatorServicer(self._operator).add_to_server(self._private.server)
         self._lease: Lease | None = None
+        self._awaited = asyncio.Event()
+        """As many nodes have joined as were asked for."""
 
     async def run(self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event) -> None:
         """Serve until `stop`, then drain."""
@@ -129,6 +133,7 @@ class _Router:
         watching = asyncio.create_task(self._watch(), name="router-watch")
         health = asyncio.create_task(self._publish_health(), name="router-health")
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
+        awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
         try:
             await self._public.start()
             await self._private.start()
@@ -136,15 +141,17 @@ class _Router:
             # Nodes may have come while the servers started, and starting says "not ready".
             self._dispatcher.changed.set()
             self._lease = await self._membership.lease(record)
-            ready(RouterAddresses(record.incarnation, record.address, record.operator_address))
+            await asyncio.wait((awaited, watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if awaited.done():
+                ready(RouterAddresses(record.incarnation, record.address, record.operator_address))
             done, _ = await asyncio.wait((watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
             await self._drain(health)
         finally:
-            for task in (watching, health, stopping):
+            for task in (watching, health, stopping, awaited):
                 task.cancel()
-            await asyncio.gather(watching, health, stopping, return_exceptions=True)
+            await asyncio.gather(watching, health, stopping, awaited, return_exceptions=True)
             await self._shut_down()
 
     async def _watch(self) -> None:
@@ -158,7 +165,10 @@ class _Router:
         while True:
             await self._dispatcher.changed.wait()
             self._dispatcher.changed.clear()
-            await self._public.set_ready(bool(self._view.candidates()))
+            candidates = self._view.candidates()
+            await self._public.set_ready(bool(candidates))
+            if len(candidates) >= self._config.await_nodes:
+                self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:
         """Refuse what is new, let what runs end, within the bound."""
@@ -255,6 +265,7 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         operator_port=config.operator_port,
         advertise_host=config.advertise_host,
         simulated=simulated,
+        await_nodes=config.await_nodes,
         drain_s=config.drain_s,
         lease_s=config.lease_s,
         limits=DispatchLimits(min_priority=config.min_priority),

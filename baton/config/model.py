@@ -144,6 +144,9 @@ class RouterConfig(_Process):
     operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
     advertise_host: str = Field("", description="Name or address at which others reach it. Default: where it listens.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
+    await_nodes: Annotated[int, Field(ge=0)] = Field(
+        0, description="Nodes that must have joined before the router says that it is ready."
+    )
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
 
 

@@ -44,7 +44,12 @@ class Cluster:
     """A router and its nodes, as a client and an operator see them."""
 
     def __init__(
-        self, store: MemoryStore, model_dir: Path, nodes: dict[str, ServedNode], simulated: SimulatedSpec | None
+        self,
+        store: MemoryStore,
+        model_dir: Path,
+        nodes: dict[str, ServedNode],
+        simulated: SimulatedSpec | None,
+        await_nodes: int = 0,
     ) -> None:
         self.store = store
         self.nodes = nodes
@@ -58,6 +63,7 @@ class Cluster:
             model_name=MODEL,
             grpc_port=0,
             simulated=simulated,
+            await_nodes=await_nodes,
         )
         self.membership = MemoryRegistry(store, "test")
         self.task = asyncio.create_task(
@@ -164,6 +170,33 @@ async def test_what_an_operator_and_a_user_can_ask(model_dir: Path) -> None:
         finally:
             operator.close()
             user.close()
+
+
+async def test_a_router_may_be_ready_only_when_its_nodes_have_joined(model_dir: Path) -> None:
+    nodes = {name: ServedNode(kind(name)) for name, kind in (("p1", prefill), ("d1", decode))}
+    store = MemoryStore()
+    one = Cluster(store, model_dir, nodes, None, await_nodes=2)
+    try:
+        for number, node in enumerate(nodes.values()):
+            assert not one.addresses.done(), f"ready with {number} of two nodes"
+            await node.start()
+            record = record_of(node.description)
+            store.put("test", record.incarnation, record.to_json())
+            await node.port_opened.wait()
+        await one.addresses
+        assert await one.statuses() == dict.fromkeys(["router-1", "p1", "d1"], "Ready")
+    finally:
+        one.stop.set()
+        await one.task
+        for node in nodes.values():
+            await node.kill()
+
+
+async def test_a_router_that_waits_for_nodes_can_be_stopped(model_dir: Path) -> None:
+    one = Cluster(MemoryStore(), model_dir, {}, None, await_nodes=1)
+    one.stop.set()
+    await one.task
+    assert not one.addresses.done()
 
 
 async def test_a_router_of_simulated_nodes_knows_their_model_before_they_come(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class ServedNode:
         self.is_stuck = False
         """Takes work but does nothing on its own."""
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
+        self.port_opened = asyncio.Event()
         self.port_closed = asyncio.Event()
         self.port: ScriptedPort | None = None
         self._server = RpcServer((SERVICE_NAME,))
@@ -111,6 +112,7 @@ class ServedNode:
 
     def open_port(self, router_id: str) -> ScriptedPort:
         self.port = ScriptedPort(self)
+        self.port_opened.set()
         return self.port
 
     def drain(self) -> None:

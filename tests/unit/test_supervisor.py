@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ async def test_start_ready_and_the_order_of_the_end(bench: Bench) -> None:
     assert ends[0] == "router-0 SIGTERM"
     assert sorted(ends) == sorted(f"{name} SIGTERM" for name in names)
     assert all(is_gone(p.pid, p.start_time) for p in state.processes)
+
+
+async def test_flags_of_the_first_run_are_gone_in_the_second(bench: Bench) -> None:
+    child = replace(bench.child("decode-0"), first_run={"--port": "99"})
+    running = asyncio.create_task(bench.run(child))
+    first = await bench.until(lambda s: s.phase == "ready")
+    os.kill(process(first, "decode-0").pid, signal.SIGKILL)
+    await bench.until(lambda s: process(s, "decode-0").restarts == 1 and all_ready(s))
+    assert [line for line in bench.lines() if "started" in line] == ["decode-0 started 7 99", "decode-0 started 7"]
+    bench.stop()
+    await running
 
 
 async def test_a_process_that_dies_comes_back_as_a_new_incarnation(bench: Bench) -> None:

@@ -196,7 +196,8 @@ class ClusterSupervisor:
             lambda news: self._on_news(child, news), lambda code: self._on_exit(child, code), self._death_pipe
         )
         try:
-            child.run.start(child.spec, with_flags(child.spec.command, child.pinned), child.log)
+            flags = child.pinned if child.life.restarts else child.spec.first_run
+            child.run.start(child.spec, with_flags(child.spec.command, flags), child.log)
         except OSError as error:
             self._loop.call_soon(self._on_exit, child, 127)
             child.refusal = Failed(f"{child.spec.command[0]}: {error.strerror}", ExitCode.BAD_CONFIG)

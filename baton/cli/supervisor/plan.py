@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import UpConfig
@@ -27,6 +27,8 @@ class ChildSpec:
     """Whether it announces itself on a descriptor; otherwise it says so in its output."""
     keep_ports: Sequence[str] = ()
     """Flags that get the ports of its first run when it is started again: clients know them by then."""
+    first_run: Mapping[str, str] = field(default_factory=dict)
+    """Flags of the first run alone."""
 
 
 def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
@@ -81,6 +83,9 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
             environment={"OMP_NUM_THREADS": "1"},
             announces=True,
             keep_ports=("--grpc-port", "--operator-port"),
+            # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
+            # does not.
+            first_run={"--await-nodes": str(config.prefill + config.decode)},
         )
     )
     return children

@@ -66,7 +66,9 @@ class DecodeSet:
         named = self._calendar.pop(tick, None)
         if named is None:
             return []
-        return [request for request in named if self._due_at.get(request.request_id) == tick]
+        # Whoever left and joined anew may be named twice for one tick.
+        needy = {r.request_id: r for r in named if self._due_at.get(r.request_id) == tick}
+        return list(needy.values())
 
     def grown(self, request: Request) -> None:
         """It got a block."""

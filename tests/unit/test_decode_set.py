@@ -1,0 +1,23 @@
+"""Who decodes, and who is said to need a block."""
+
+from __future__ import annotations
+
+from baton.engine.decode_set import DecodeSet
+from baton.engine.request import Request, SamplingParams
+
+
+def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:
+    decodes = DecodeSet(4)
+    request = Request("r", [1, 2, 3], SamplingParams())
+    request.num_computed_tokens = 3
+    decodes.join(request, 4)
+    decodes.leave("r")
+    decodes.join(request, 4)
+    assert decodes.take_needy() == []
+    decodes.tick()
+    assert decodes.take_needy() == [request]
+    decodes.grown(request)
+    for _ in range(4):
+        decodes.tick()
+        needy = decodes.take_needy()
+    assert needy == [request]

@@ -225,7 +225,7 @@ class Admission:
                 return _Tried.STEP_FULL
         elif not self._has_seat(plan):
             return _Tried.STEP_FULL
-        computed = self._computed_blocks(request)
+        computed = self._computed_blocks(request, with_host=not may_load)
         if computed is None:
             return _Tried.ASK_AGAIN
         if may_load:
@@ -241,7 +241,7 @@ class Admission:
                 return _Tried.STEP_FULL
         return self._admit(request, computed, plan, outputs)
 
-    def _computed_blocks(self, request: Request) -> ComputedBlocks | None:
+    def _computed_blocks(self, request: Request, *, with_host: bool) -> ComputedBlocks | None:
         """What of the request has KV in the cache or in a sibling's blocks, as far as something is left to compute.
 
         None: a sibling is about to have it.
@@ -249,7 +249,7 @@ class Admission:
         decoding = self._ledger.decodes.request_ids
         sibling = request.group.running_sibling(request, decoding) if request.group is not None else None
         if sibling is None:
-            return self._manager.get_computed_blocks(request)
+            return self._manager.get_computed_blocks(request, with_host=with_host)
         if sibling.request_id not in decoding:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
@@ -343,7 +343,8 @@ class Admission:
         if request.group is not None and request.group.root is not request:
             return
         self.prefix_cache.note_lookup(request.num_tokens)
-        self.prefix_cache.note_hit("device", computed.num_tokens)
+        self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens)
+        self.prefix_cache.note_hit("host", computed.num_host_tokens)
 
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
         error = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
@@ -32,6 +32,8 @@ class FakeConnector:
         self.unknown: set[str] = set()
         self.unavailable: set[str] = set()
         self.raise_in: str | None = None
+        self.on_load: Callable[[FakeLoad], None] | None = None
+        """What a peer does that writes at once."""
         self.loads: dict[str, FakeLoad] = {}
         """Loads that were asked for and whose request has not ended."""
         self.offers: dict[str, tuple[Sequence[int], int]] = {}
@@ -51,9 +53,10 @@ class FakeConnector:
         return ExternalTokens(request.num_prompt_tokens - num_computed_tokens, load_async=True)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        self.loads[request.request_id] = FakeLoad(
-            tuple(block_ids), request.num_prompt_tokens - num_external_tokens, num_external_tokens
-        )
+        load = FakeLoad(tuple(block_ids), request.num_prompt_tokens - num_external_tokens, num_external_tokens)
+        self.loads[request.request_id] = load
+        if self.on_load is not None:
+            self.on_load(load)
         self._maybe_raise("update_state_after_alloc")
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:

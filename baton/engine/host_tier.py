@@ -1,5 +1,7 @@
 """The host tier: a second pool of blocks, in memory that no kernel computes on, and what each step copies to and fro.
 
+It keeps what preempted requests have and, in the room that is left, what the device's prefix cache had to evict.
+
 Three rules keep the copies right, which the runner does before the step computes, first all those out, then all in:
   - a host block that a step reads or writes is held until that step has been computed (`settle`), so nobody else is
     given it meanwhile;
@@ -27,7 +29,7 @@ class StepCopies:
     """From a host block to a device block."""
     held: list[Block] = field(default_factory=list)
     """Host blocks that it reads or writes."""
-    filled: list[tuple[Block, bytes]] = field(default_factory=list)
+    filled: dict[bytes, Block] = field(default_factory=dict)
     """Those of them that get a key when it was computed."""
 
 
@@ -75,9 +77,38 @@ class HostTier:
         `blocks`: the request's new table, at least as long as what it has here.
         """
         table = self._tables.pop(request_id)
-        for host, target in zip(table[start:], blocks[start:], strict=False):
-            self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
+        self.copy_in(table[start:], blocks[start:])
         self._next.held += table
+
+    def keep(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
+        """Copy out, in the coming step, what the device's cache lost and is not here; idle blocks make room for it."""
+        coming = self._next.filled
+        missing = [(b, key) for b, key in evicted if key not in coming and self.pool.get_cached_block(key) is None]
+        fresh = self.pool.get_new_blocks(min(len(missing), self.pool.num_free_blocks))
+        for (block, key), host in zip(missing, fresh, strict=False):
+            self._copy_out(block, host, key)
+        # The step's hold is the only one.
+        self.pool.free_blocks(fresh)
+
+    def find(self, keys: Sequence[bytes]) -> list[Block]:
+        """The first of these blocks, as many as are here. Valid until something is put here; `hold` them before."""
+        found: list[Block] = []
+        for key in keys:
+            block = self.pool.get_cached_block(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """Keep blocks until the coming step is settled."""
+        self.pool.touch(blocks)
+        self._next.held += blocks
+
+    def copy_in(self, blocks: Sequence[Block], targets: Sequence[Block]) -> None:
+        """Copy held blocks to the first of these in the coming step."""
+        for host, target in zip(blocks, targets, strict=False):
+            self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
 
     def drop(self, request_id: str) -> None:
         """Forget a request's blocks; nothing when it has none."""
@@ -94,15 +125,18 @@ class HostTier:
         self._next = StepCopies()
         return copies
 
-    def settle(self, step: int, lost: bool) -> None:
-        """The step was computed, or it was lost and may have copied nothing. Unknown steps are skipped."""
+    def settle(self, step: int, lost: bool) -> list[bytes]:
+        """The step was computed, or it was lost and may have copied nothing. Unknown steps are skipped.
+
+        Returns the keys under which blocks can be found now that could not before.
+        """
         copies = self._unsettled.pop(step, None)
         if copies is None:
-            return
-        if not lost:
-            for block, key in copies.filled:
-                self.pool.cache_block(block, key)
+            return []
+        filled = {} if lost else copies.filled
+        named = [key for key, block in filled.items() if self.pool.cache_block(block, key)]
         self.pool.free_blocks(copies.held)
+        return named
 
     def check_invariant(self) -> None:
         """The pool's books, and its counts against tables and steps; raises BlockInvariantBroken. O(blocks)."""
@@ -123,4 +157,4 @@ class HostTier:
         self.pool.touch((host,))
         self._next.held.append(host)
         if key is not None:
-            self._next.filled.append((host, key))
+            self._next.filled.setdefault(key, host)

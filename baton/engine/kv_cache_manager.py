@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from baton.engine.block_hash import BlockHasher
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
 from baton.engine.host_tier import HostTier
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot
+from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
 from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
 
@@ -49,6 +49,10 @@ class ComputedBlocks:
     num_tokens: int
     copy_from: Block | None = None
     """Holds the last of these tokens, and others write behind them: it is copied, not shared."""
+    host_blocks: Sequence[Block] = ()
+    """What follows the blocks, in the host tier; copied back."""
+    num_host_tokens: int = 0
+    """Of `num_tokens`: those in them."""
 
 
 NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
@@ -94,19 +98,34 @@ class KVCacheManager:
         self._quarantined: dict[str, list[Block]] = {}
         self.kv_events = KVEventLog()
         pool.on_evict = self._evicted
+        self._keeps_evicted = host is not None and enable_caching
+        if host is not None:
+            host.pool.on_evict = self._evicted_from_host
 
-    def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """The longest cached chain of full blocks, at most num_tokens - 1 tokens: something is left to compute."""
+    def get_computed_blocks(self, request: Request, *, with_host: bool = True) -> ComputedBlocks:
+        """The longest cached chain of full blocks, at most num_tokens - 1 tokens: something is left to compute.
+
+        `with_host`: what the chain lacks here may be in the host tier.
+        """
         if not self._enable_caching:
             return NO_COMPUTED_BLOCKS
         self._hasher.extend_request(request, request.num_tokens)
         blocks: list[Block] = []
-        for key in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+        num_full = (request.num_tokens - 1) // self.block_size
+        for key in request.block_hashes[:num_full]:
             block = self.pool.get_cached_block(key)
             if block is None:
                 break
             blocks.append(block)
-        return ComputedBlocks(blocks, len(blocks) * self.block_size)
+        if self.host is None or not with_host or len(blocks) == num_full:
+            return ComputedBlocks(blocks, len(blocks) * self.block_size)
+        host_blocks = self.host.find(request.block_hashes[len(blocks) : num_full])
+        return ComputedBlocks(
+            blocks,
+            (len(blocks) + len(host_blocks)) * self.block_size,
+            host_blocks=host_blocks,
+            num_host_tokens=len(host_blocks) * self.block_size,
+        )
 
     def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks:
         """The first `num_tokens` tokens of a live request, which has computed them, for another with the same ones.
@@ -151,8 +170,16 @@ class KVCacheManager:
             return _LATER
         if table is None:
             table = self._open_table(request.request_id, computed, num_external_tokens)
+        if self.host is not None:
+            # Before anything is taken: what that evicts may take their place.
+            self.host.hold(computed.host_blocks)
+            # A transfer may write at once, before the step has copied out what was evicted.
+            self._keeps_evicted = self._enable_caching and num_external_tokens == 0
         taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
         table.blocks += taken
+        if self.host is not None:
+            self._keeps_evicted = self._enable_caching
+            self.host.copy_in(computed.host_blocks, taken)
         copy_from = computed.copy_from
         copy = BlockCopy(copy_from.block_id, taken[0].block_id) if copy_from is not None else None
         return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copy)
@@ -175,12 +202,19 @@ class KVCacheManager:
     def kv_snapshot(self) -> KVSnapshot:
         """Everything that can be found now; from here on `kv_events` are recorded. O(blocks)."""
         self.kv_events.is_recording = True
-        return KVSnapshot({"device": frozenset(self.pool.keys)}, self.kv_events.next_sequence)
+        found: dict[Tier, frozenset[bytes]] = {"device": frozenset(self.pool.keys)}
+        if self.host is not None:
+            found["host"] = frozenset(self.host.pool.keys)
+        return KVSnapshot(found, self.kv_events.next_sequence)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False, and nothing changes, while any block is held."""
+        if self.host is not None and self.host.pool.num_free_blocks != self.host.pool.num_total_blocks:
+            return False
         if not self.pool.reset_prefix_cache():
             return False
+        if self.host is not None:
+            self.host.pool.reset_prefix_cache()
         self.kv_events.record(AllBlocksCleared())
         return True
 
@@ -238,6 +272,12 @@ class KVCacheManager:
         table.blocks += self.pool.get_new_blocks(missing, after=found[-1] if found else None)
         self.host.fetch(request.request_id, table.blocks, start=len(found))
         return AllocationAnswer.OK
+
+    def settle(self, step: int, lost: bool) -> None:
+        """A step's copies from and to the host tier were done, or lost."""
+        stored = self.host.settle(step, lost) if self.host is not None else []
+        if stored and self.kv_events.is_recording:
+            self.kv_events.record(BlockStored(stored, tier="host"))
 
     def lease(self, request_id: str) -> None:
         """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
@@ -297,6 +337,12 @@ class KVCacheManager:
     def _evicted(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
         if self.kv_events.is_recording:
             self.kv_events.record(BlockRemoved([key for _, key in evicted]))
+        if self.host is not None and self._keeps_evicted:
+            self.host.keep(evicted)
+
+    def _evicted_from_host(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
+        if self.kv_events.is_recording:
+            self.kv_events.record(BlockRemoved([key for _, key in evicted], "host"))
 
     def _holders(self, block: Block) -> list[str]:
         return [

@@ -34,10 +34,7 @@ class Preemption:
 
     def settle(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """The step's copies were done, or lost: then what it swapped out has to be computed again."""
-        host = self._ledger.kv_cache_manager.host
-        if host is None:
-            return
-        host.settle(plan.step, runner_output.lost)
+        self._ledger.kv_cache_manager.settle(plan.step, runner_output.lost)
         if runner_output.lost:
             for request in plan.swapped_out:
                 if request.status is RequestStatus.SWAPPED:

@@ -243,11 +243,11 @@ class Scheduler:
             self._admission.admit_arrived(plan)
             if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
                 self._admission.admit_waiting(plan, self._pending)
-        if not plan.is_empty or plan.swapped_out:
-            self._in_flight[plan.step] = plan
         self._stalled = plan.is_empty and not plan.preempted_req_ids and not self._pending
         host = self.kv_cache_manager.host
         copies = host.begin_step(plan.step) if host is not None else NO_COPIES
+        if not plan.is_empty or copies is not NO_COPIES:
+            self._in_flight[plan.step] = plan
         return plan.build(self._ledger.take_finished_req_ids(), copies)
 
     def _schedule_decodes(self, plan: StepPlan) -> None:

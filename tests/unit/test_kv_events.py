@@ -43,6 +43,8 @@ class Follower:
     def check(self) -> None:
         manager = self.scheduler.kv_cache_manager
         assert self.found.get("device", set()) == set(manager.pool.keys)
+        assert manager.host is not None
+        assert self.found.get("host", set()) == set(manager.host.pool.keys)
 
 
 def test_nothing_is_recorded_until_somebody_reads() -> None:
@@ -118,11 +120,12 @@ def test_a_pause_is_a_gap() -> None:
     requests=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 3)), max_size=20),
     reads=st.lists(st.booleans(), min_size=20, max_size=20),
     capacity=st.sampled_from([3, 1000]),
+    num_host_blocks=st.sampled_from([2, 5, 20]),
 )
 def test_a_follower_knows_what_can_be_found(
-    requests: list[tuple[int, int, int]], reads: list[bool], capacity: int
+    requests: list[tuple[int, int, int]], reads: list[bool], capacity: int, num_host_blocks: int
 ) -> None:
-    rig = EngineRig(num_blocks=9, max_model_len=30)
+    rig = EngineRig(num_blocks=9, max_model_len=30, num_host_blocks=num_host_blocks)
     rig.scheduler.kv_cache_manager.kv_events = KVEventLog(capacity)
     follower = Follower(rig.scheduler)
     for number, ((family, length, max_tokens), read) in enumerate(zip(requests, reads, strict=False)):

@@ -9,6 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.engine.connector_fake import FakeLoad
 from baton.engine.request import FinishReason, Leg, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
 from baton.engine.scheduler_config import PreemptionMode
@@ -91,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
         )
         self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9
+        self.rig.connector.on_load = self.scribble
         self.faulty_runner = faulty_runner
         self.added = 0
 
@@ -144,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         loads = self.rig.connector.loads | self.rig.connector.quarantined
         names = [*self.loading(), *self.rig.connector.quarantined]
         load = loads[data.draw(st.sampled_from(names))]
-        self.rig.runner.write_slots(load.block_ids, [GARBAGE] * load.num_external_tokens, start=load.num_local_tokens)
+        self.scribble(load)
 
     @precondition(lambda self: self.rig.connector.quarantined)
     @rule(data=st.data())
@@ -198,7 +200,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        idle = self.rig.core.make_stats().free_blocks == self.rig.config.num_blocks - 1
+        stats = self.rig.core.make_stats()
+        idle = stats.free_blocks == stats.total_blocks and stats.free_host_blocks == stats.total_host_blocks
         assert self.rig.scheduler.reset_prefix_cache() == idle
 
     @invariant()
@@ -256,6 +259,10 @@ class EngineMachine(RuleBasedStateMachine):
             if request.group is not None and request.group.is_forked:
                 names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
         return names
+
+    def scribble(self, load: FakeLoad) -> None:
+        """What a read that is under way may leave, from the moment it is asked for."""
+        self.rig.runner.write_slots(load.block_ids, [GARBAGE] * load.num_external_tokens, start=load.num_local_tokens)
 
     def loading(self) -> list[str]:
         """Requests that wait for remote KV."""

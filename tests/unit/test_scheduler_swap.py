@@ -94,7 +94,7 @@ def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
 
 
 def test_no_room_in_the_host_tier_means_computing_again() -> None:
-    rig = swapping(num_host_blocks=2)
+    rig = swapping(num_host_blocks=2, enable_prefix_caching=False)
     two_that_collide(rig)
     decided = outputs_of(rig)
     assert not any(step.blocks_to_swap_out for step in decided)

@@ -1,0 +1,117 @@
+"""The prefix cache's second tier: what the device evicts goes to the host, and comes back when it is asked for."""
+
+from __future__ import annotations
+
+from baton.engine.outputs import SchedulerOutput
+from baton.engine.request import Leg
+from tests.support.engine_rig import EngineRig, prompt_of
+
+FIRST, SECOND = prompt_of(16, 1), prompt_of(16, 2)
+
+
+def rig_of(num_host_blocks: int = 16, num_blocks: int = 6) -> EngineRig:
+    """Five blocks on the device: room for one prompt."""
+    return EngineRig(num_blocks, num_host_blocks=num_host_blocks)
+
+
+def admit(rig: EngineRig, name: str, prompt: list[int]) -> SchedulerOutput:
+    """The step that begins this request, which then runs to its end."""
+    rig.add(name, prompt, max_tokens=2)
+    decided = rig.scheduler.schedule()
+    rig.commit(decided)
+    rig.run()
+    assert rig.tokens[name] == rig.expected(name, 2)
+    return decided
+
+
+def test_an_evicted_prefix_is_copied_back() -> None:
+    rig = rig_of()
+    admit(rig, "first", FIRST)
+    evicting = admit(rig, "second", SECOND)
+    assert len(evicting.blocks_to_swap_out) == 3, "and the first block when the answer needs one"
+    again = admit(rig, "again", FIRST)
+    assert len(again.blocks_to_swap_in) == 3, "the last token is computed"
+    assert again.num_scheduled_tokens == {"again": 4}
+    assert rig.ends["again"].num_cached_tokens == 12
+    stats = rig.core.make_stats().prefix_cache
+    assert stats.num_hit_tokens == {"device": 0, "host": 12, "remote": 0}
+    assert stats.num_hits == {"device": 0, "host": 1, "remote": 0}
+
+
+def test_a_chain_may_begin_here_and_go_on_in_the_host_tier() -> None:
+    rig = rig_of()
+    admit(rig, "first", FIRST)
+    admit(rig, "shorter", prompt_of(12, 3))
+    assert len(admit(rig, "again", FIRST).blocks_to_swap_in) == 2
+    assert rig.core.make_stats().prefix_cache.num_hit_tokens == {"device": 4, "host": 8, "remote": 0}
+
+
+def test_what_the_host_tier_has_is_not_copied_out_again() -> None:
+    rig = rig_of()
+    for name, prompt in {"a": FIRST, "b": SECOND, "c": FIRST}.items():
+        admit(rig, name, prompt)
+    assert not admit(rig, "d", SECOND).blocks_to_swap_out
+
+
+def test_the_least_recently_used_make_room() -> None:
+    rig = rig_of(num_host_blocks=9)
+    for number in range(4):
+        admit(rig, f"r{number}", prompt_of(16, number + 1))
+    assert not admit(rig, "oldest", prompt_of(16, 1)).blocks_to_swap_in
+    assert admit(rig, "newer", prompt_of(16, 4)).blocks_to_swap_in
+
+
+def test_hits_are_not_overwritten_by_what_their_own_room_evicts() -> None:
+    """The host tier is full of what is asked for, and the device of something that would go there."""
+    rig = rig_of(num_host_blocks=5)
+    admit(rig, "first", FIRST)
+    admit(rig, "second", SECOND)
+    again = admit(rig, "again", FIRST)
+    read = {copy.source for copy in again.blocks_to_swap_in}
+    assert len(read) == 3
+    assert read.isdisjoint(copy.destination for copy in again.blocks_to_swap_out)
+
+
+def test_what_a_transfer_may_overwrite_at_once_is_not_copied_out() -> None:
+    rig = rig_of()
+    admit(rig, "first", FIRST)
+    rig.add("pulled", SECOND, leg=Leg.DECODE, max_tokens=2)
+    decided = rig.scheduler.schedule()
+    assert rig.connector.loads
+    assert not decided.blocks_to_swap_out
+    rig.commit(decided)
+    rig.deliver("pulled")
+    rig.run()
+    assert rig.tokens["pulled"] == rig.expected("pulled", 2)[1:]
+
+
+def test_a_lost_step_leaves_nothing_to_be_found() -> None:
+    rig = rig_of()
+    admit(rig, "first", FIRST)
+    rig.add("second", SECOND, max_tokens=2)
+    rig.runner.raise_first = RuntimeError("broken")
+    rig.step()
+    assert rig.core.make_stats().free_host_blocks == 15
+    assert not admit(rig, "again", FIRST).blocks_to_swap_in
+
+
+def test_a_reset_forgets_both_tiers_and_refuses_while_either_is_in_use() -> None:
+    rig = rig_of()
+    admit(rig, "first", FIRST)
+    admit(rig, "second", SECOND)
+    assert rig.scheduler.reset_prefix_cache()
+    assert not admit(rig, "again", FIRST).blocks_to_swap_in
+    rig = EngineRig(6, preemption_mode="swap", num_host_blocks=8)
+    rig.add("old", 8, max_tokens=8)
+    rig.add("new", 7, max_tokens=8)
+    while not rig.core.make_stats().num_requests_waiting_by_reason["swapped"]:
+        rig.step()
+    rig.abort("old")
+    assert rig.core.make_stats().free_blocks == 5
+    assert not rig.scheduler.reset_prefix_cache(), "a swapped request's keys would be forgotten"
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    rig = EngineRig(6, num_host_blocks=8, enable_prefix_caching=False)
+    admit(rig, "first", FIRST)
+    assert not admit(rig, "second", SECOND).blocks_to_swap_out

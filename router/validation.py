@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from baton.config import MIN_PRIORITY
+from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
@@ -23,6 +24,20 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 256
+_NOT_WITH_BEAMS = (
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop",
+    "logprobs",
+)
 _SEED_BITS = 53
 """Of a drawn seed: few enough for every JSON reader to keep them."""
 
@@ -51,7 +66,7 @@ def validate(
     best_of = _integer("best_of", n if raw.best_of is None else raw.best_of, n, MAX_SEQUENCES)
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # they are compared by them
-    sampling = replace(sampling, n=best_of)
+    sampling = _with_beams(replace(sampling, n=best_of), raw, n)
     prompt = _prompt(raw.prompt, card, encode)
     return ValidRequest(
         request_id=request_id,
@@ -165,6 +180,27 @@ def _with_lengths(sampling: SamplingParams, raw: GenerateRequest, left: int) -> 
     if not 0 <= min_tokens <= max_tokens:
         raise InvalidRequest("min_tokens", f"must be 0 to max_tokens ({max_tokens}), not {min_tokens}")
     return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> SamplingParams:
+    if raw.beam_width is None:
+        for field in ("length_penalty", "early_stopping"):
+            if getattr(raw, field) is not None:
+                raise InvalidRequest(field, "goes with beam_width alone")
+        return sampling
+    width = _integer("beam_width", raw.beam_width, MIN_BEAMS, MAX_BEAMS)
+    _integer("n", n, 1, width)
+    for field in _NOT_WITH_BEAMS:
+        # What is greedy anyway changes nothing.
+        if getattr(raw, field) not in (None, (), [], {}) and not (field == "temperature" and raw.temperature == 0.0):
+            raise InvalidRequest(field, "does not go with beam_width")
+    return replace(
+        sampling,
+        temperature=0.0,
+        beam_width=width,
+        length_penalty=_number("length_penalty", raw.length_penalty, 1.0, -10.0, 10.0),
+        early_stopping=bool(raw.early_stopping),
+    )
 
 
 def _number(

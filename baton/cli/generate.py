@@ -130,6 +130,15 @@ def generate(
     best_of: Annotated[
         int | None, typer.Option(help="Generate so many and keep the likeliest N of them.", metavar="N")
     ] = None,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Beam search with so many beams, 2 to 8; -n of them are printed.", metavar="N")
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Beams are compared by log-probability over length to this power.", metavar="X")
+    ] = None,
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="The search is over as soon as enough beams have ended.")
+    ] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     model: Annotated[
         str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
@@ -156,6 +165,9 @@ def generate(
         stop=tuple(stop or ()),
         n=None if n == 1 else n,
         best_of=best_of,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping or None,
     )
     shows = stream and n == 1 and output is Format.TEXT
     client = GenerationClient(grpc_address(address, run_dir))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache_manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
@@ -104,10 +104,14 @@ class Admission:
         if group is None or group.is_forked:
             return
         children = group.fork()
+        self.enter(children)
         for child in children:
-            self._ledger.requests[child.request_id] = child
             self._ledger.events.record(EngineCoreEventType.QUEUED, child.request_id, child.num_prompt_tokens)
-        self._waiting.prepend_many(children)
+
+    def enter(self, requests: Sequence[Request]) -> None:
+        """Requests that go on with what others computed are next in turn."""
+        self._ledger.requests.update((request.request_id, request) for request in requests)
+        self._waiting.prepend_many(requests)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """Of running requests, in order of admission: the one that gives way first."""
@@ -145,6 +149,10 @@ class Admission:
         ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
         self._manager.cache_blocks(request, request.num_prompt_tokens)
         self.fork(request)
+        if request.beams is not None:
+            ledger.retire(request)
+            self.enter([request.beams.again_from_prompt()])
+            return
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
             stop = check_stop(request, ledger.max_model_len)
@@ -246,6 +254,8 @@ class Admission:
 
         None: a sibling is about to have it.
         """
+        if request.parent_id and self._manager.has_table(request.parent_id):
+            return self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
         decoding = self._ledger.decodes.request_ids
         sibling = request.group.running_sibling(request, decoding) if request.group is not None else None
         if sibling is None:
@@ -323,7 +333,8 @@ class Admission:
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
-        self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
+        if not request.parent_id:
+            self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
         if request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED):
             plan.add_known(request, num_tokens, block_ids, resumed=True)
         else:
@@ -340,7 +351,7 @@ class Admission:
         request.num_computed_tokens = computed.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed.num_tokens
-        if request.group is not None and request.group.root is not request:
+        if request.parent_id or (request.group is not None and request.group.root is not request):
             return
         self.prefix_cache.note_lookup(request.num_tokens)
         self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens)

@@ -127,6 +127,10 @@ class KVCacheManager:
             num_host_tokens=len(host_blocks) * self.block_size,
         )
 
+    def has_table(self, request_id: str) -> bool:
+        """Whether blocks are owned under this id."""
+        return request_id in self._tables
+
     def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks:
         """The first `num_tokens` tokens of a live request, which has computed them, for another with the same ones.
 

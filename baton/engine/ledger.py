@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
+from baton.engine.beam_group import BeamGroup
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.block_pool import BlockPool
 from baton.engine.connector import BlockFate, KVConnector
@@ -56,7 +57,9 @@ class Ledger:
         """Every request that has not ended."""
         self.groups: dict[str, SequenceGroup] = {}
         """Requests of several sequences, not all of which have ended, by the request's id."""
-        self.broken_groups: list[SequenceGroup] = []
+        self.beams: dict[str, BeamGroup] = {}
+        """Beam searches that are not over, by the request's id."""
+        self.broken_groups: list[SequenceGroup | BeamGroup] = []
         """One of their sequences failed: the others must end, too."""
         self.running: list[Request] = []
         """In order of admission."""
@@ -76,6 +79,8 @@ class Ledger:
         self.num_connector_errors = 0
         self._finished_req_ids: set[str] = set()
         self._some_ended = False
+        self._retired: list[str] = []
+        """Whose blocks are kept for those who go on with them, until the next step is decided."""
 
     def end(
         self,
@@ -101,22 +106,61 @@ class Ledger:
         self._settle_blocks(request, transferring)
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
-        if request.group is not None:
-            self._leave_group(request, request.group)
         self._finished_req_ids.add(request.request_id)
         self._some_ended = True
+        if request.group is not None:
+            self._leave_group(request, request.group)
+        beams = request.beams
+        if beams is not None:
+            if not self._leave_beams(request, beams):
+                return
+            request = beams.root
+            request.status, request.error = status, error
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
         if first_index is None:
             first_index = request.num_output_tokens
         self.emit(request, first_index, logprobs, outputs, kv_lost)
+
+    def retire(self, request: Request) -> None:
+        """Others go on with what it computed: it ends without a word, and its blocks stay until `free_retired`."""
+        request.status = RequestStatus.STOPPED
+        self._settle_blocks(request, False, keep=True)
+        del self.requests[request.request_id]
+        self.decodes.leave(request.request_id)
+        self._finished_req_ids.add(request.request_id)
+        self._some_ended = True
+
+    def free_retired(self) -> bool:
+        """Whoever could share the blocks of retired requests does; whether there were any."""
+        retired, self._retired = self._retired, []
+        for request_id in retired:
+            self.kv_cache_manager.free(request_id)
+        return bool(retired)
+
+    def finish_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
+        """A beam search is over: write its best sequences."""
+        self.free_retired()
+        root, found = beams.root, beams.outputs()
+        beams.is_closed = True
+        del self.beams[root.request_id]
+        self.events.record(EngineCoreEventType.FINISHED, root.request_id, len(found))
+        if len(found) < beams.num_returned:
+            root.status, root.error = RequestStatus.ERROR, "the model offered too few continuations for a beam search"
+            self.emit(root, 0, (), outputs)
+        for output in found if root.error is None else ():
+            outputs.add(root.client_index, output)
 
     def named(self, request_ids: Iterable[str]) -> list[Request]:
         """Live requests with these ids: the request's own id means all its sequences. Unknown ids are skipped."""
         found: dict[str, Request] = {}
         for name in request_ids:
             request_id, index = split_sequence_id(name)
+            members: Sequence[Request | None]
             group = self.groups.get(request_id)
-            if group is None:
+            beams = self.beams.get(name)
+            if beams is not None:
+                members = [*beams.members]
+            elif group is None:
                 members = [self.requests.get(name)]
             elif name == request_id:
                 members = [*group.members]
@@ -172,6 +216,17 @@ class Ledger:
         num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
         return self.kv_cache_manager.block_ids(request.request_id)[:num_blocks]
 
+    def _leave_beams(self, request: Request, beams: BeamGroup) -> bool:
+        """One of its beams ended before its time, so all of it does; whether this is the first that did."""
+        self.free_retired()
+        beams.members.remove(request)
+        if beams.is_closed:
+            return False
+        beams.is_closed = True
+        del self.beams[beams.request_id]
+        self.broken_groups.append(beams)
+        return True
+
     def _leave_group(self, request: Request, group: SequenceGroup) -> None:
         group.members.remove(request)
         if not group.members:
@@ -179,7 +234,7 @@ class Ledger:
         elif request.status in (RequestStatus.ERROR, RequestStatus.IGNORED):
             self.broken_groups.append(group)
 
-    def _settle_blocks(self, request: Request, transferring: bool) -> None:
+    def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:
         manager, request_id = self.kv_cache_manager, request.request_id
         block_ids = self.prompt_block_ids(request) if transferring else manager.block_ids(request_id)
         try:
@@ -188,7 +243,9 @@ class Ledger:
             self.num_connector_errors += 1
             # Nobody knows who still touches them, and a lost block is better than wrong KV.
             fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
-        if fate is BlockFate.FREE:
+        if fate is BlockFate.FREE and keep:
+            self._retired.append(request_id)
+        elif fate is BlockFate.FREE:
             manager.free(request_id)
         elif transferring:
             manager.quarantine(request_id)

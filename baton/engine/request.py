@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from baton.engine.beam_group import BeamGroup
     from baton.engine.sequence_group import SequenceGroup
 
 
@@ -83,7 +84,12 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     n: int = 1
-    """Sequences to generate from the prompt, each with a seed of its own (see sequence_group.py)."""
+    """Sequences to generate from the prompt, each with a seed of its own (see sequence_group.py); of a beam search, the
+    best ones."""
+    beam_width: int = 0
+    """Beams of a beam search (see beam_search.py), which draws nothing; 0: none."""
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -162,6 +168,10 @@ class Request:
             self.stop_ids |= eos_token_ids
         self.group: SequenceGroup | None = None
         """The request's sequences when there are several; this is one of them."""
+        self.beams: BeamGroup | None = None
+        """The beam search that this is a part of."""
+        self.parent_id = ""
+        """The beam that this one continues."""
         self.attention_at = 0
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 

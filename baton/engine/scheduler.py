@@ -27,6 +27,7 @@ from collections.abc import Collection, Sequence
 
 from baton.clock import Clock
 from baton.engine.admission import Admission
+from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.host_tier import NO_COPIES
@@ -44,7 +45,7 @@ from baton.engine.outputs import (
     TokenLogprobs,
 )
 from baton.engine.preemption import Preemption
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
 from baton.engine.step_plan import StepPlan
@@ -115,14 +116,17 @@ class Scheduler:
         DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority or n.
         """
         ledger = self._ledger
-        if not 1 <= request.sampling_params.n <= MAX_SEQUENCES:
-            raise InvalidRequest("n", f"must be 1 to {MAX_SEQUENCES}, not {request.sampling_params.n}")
+        self._check_sequences(request.sampling_params)
         if request.priority < self.config.min_priority:
             least = self.config.min_priority
             raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
         if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
-        if request.sampling_params.n > 1 and request.leg is not Leg.PREFILL:
+        if request.leg is Leg.PREFILL:
+            pass  # it computes the prompt, whatever comes of it
+        elif request.sampling_params.beam_width:
+            request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.max_model_len)
+        elif request.sampling_params.n > 1:
             request.group = ledger.groups[request.request_id] = SequenceGroup(request)
         ledger.requests[request.request_id] = request
         if request.arrival_time == math.inf:
@@ -208,9 +212,17 @@ class Scheduler:
         """The block books against each other; raises BlockInvariantBroken. O(blocks): for tests and idle moments."""
         self.kv_cache_manager.check_invariant()
 
+    def _check_sequences(self, params: SamplingParams) -> None:
+        width = params.beam_width
+        if width and not MIN_BEAMS <= width <= MAX_BEAMS:
+            raise InvalidRequest("beam_width", f"must be {MIN_BEAMS} to {MAX_BEAMS}, not {width}")
+        most = width or MAX_SEQUENCES
+        if not 1 <= params.n <= most:
+            raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
+
     def _is_taken(self, request_id: str) -> bool:
         ledger = self._ledger
-        known = request_id in ledger.requests or request_id in ledger.groups
+        known = request_id in ledger.requests or request_id in ledger.groups or request_id in ledger.beams
         return known or ledger.kv_cache_manager.holds(request_id)
 
     def _finish(
@@ -243,7 +255,8 @@ class Scheduler:
             self._admission.admit_arrived(plan)
             if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
                 self._admission.admit_waiting(plan, self._pending)
-        self._stalled = plan.is_empty and not plan.preempted_req_ids and not self._pending
+        moved = self._ledger.free_retired() or bool(plan.preempted_req_ids)
+        self._stalled = plan.is_empty and not moved and not self._pending
         host = self.kv_cache_manager.host
         copies = host.begin_step(plan.step) if host is not None else NO_COPIES
         if not plan.is_empty or copies is not NO_COPIES:
@@ -345,6 +358,8 @@ class Scheduler:
         ledger = self._ledger
         if request.status is not RequestStatus.RUNNING or request.num_tokens - request.num_computed_tokens != 1:
             return
+        if request.beams is not None:
+            return  # it ends with the token that it lacks
         ledger.filling.remove(request)
         request.attention_at = self._next_attention(request)
         ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id))
@@ -385,7 +400,27 @@ class Scheduler:
         if not token_ids:
             ledger.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
             return
-        self._append(request, token_ids, runner_output.logprobs.get(request_id, ()), outputs)
+        logprobs = runner_output.logprobs.get(request_id, ())
+        if request.beams is not None:
+            self._take_beam(request, request.beams, logprobs, outputs)
+        else:
+            self._append(request, token_ids, logprobs, outputs)
+
+    def _take_beam(
+        self, request: Request, beams: BeamGroup, logprobs: Sequence[TokenLogprobs], outputs: OutputsByClient
+    ) -> None:
+        if beams.is_closed:
+            return  # another one failed in this step: they all end with it
+        ledger = self._ledger
+        ledger.retire(request)
+        if not beams.take(request, logprobs[0].top if logprobs else ()):
+            return
+        if not request.parent_id or not request.output_token_ids:
+            ledger.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)
+        if beams.search.is_over:
+            ledger.finish_beams(beams, outputs)
+        else:
+            self._admission.enter(beams.next_requests())
 
     def _append(
         self,
@@ -404,9 +439,10 @@ class Scheduler:
                 break
         if first_index == 0:
             ledger.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
-        if request.leg is Leg.PREFILL and request.sampling_params.n > 1:
-            # Its first sequence may be over, but the others need the prompt.
+        if request.leg is Leg.PREFILL and (request.sampling_params.n > 1 or request.sampling_params.beam_width):
+            # Its first sequence may be over, but the others need the prompt; and a beam search has no first token yet.
             stop = None
+            first_index = len(request.output_token_ids) if request.sampling_params.beam_width else first_index
         if stop is None and request.leg is not Leg.PREFILL:
             ledger.emit(request, first_index, logprobs, outputs)
             return

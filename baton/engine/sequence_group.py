@@ -16,6 +16,7 @@ MAX_SEQUENCES = 8
 
 _MARK = "~"
 """Between a request's id and a sequence's index; no request id contains it."""
+_BEAM_MARK = "^"
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -31,9 +32,14 @@ def lone_sequence_id(request_id: str, index: int) -> str:
 
 
 def split_sequence_id(engine_id: str) -> tuple[str, int]:
-    """(request id, sequence index) of what the two above wrote."""
+    """(request id, sequence index) of an engine's id."""
     request_id, mark, index = engine_id.partition(_MARK)
-    return request_id, int(index) if mark else 0
+    return request_id, int(index.partition(_BEAM_MARK)[0]) if mark else 0
+
+
+def beam_id(request_id: str, step: int, index: int) -> str:
+    """The engine's id of one step of a beam; to everybody else it is part of sequence 0."""
+    return f"{request_id}{_MARK}0{_BEAM_MARK}{step}.{index}"
 
 
 def sequence_seed(seed: int, index: int) -> int:

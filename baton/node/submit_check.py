@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.rpc.messages import NodeDescription, Role, Submit
@@ -43,7 +44,9 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "frequency_penalty": math.isfinite(params.frequency_penalty),
         "repetition_penalty": 0.0 < params.repetition_penalty < math.inf,
         "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
-        "n": 1 <= params.n <= MAX_SEQUENCES,
+        "n": 1 <= params.n <= (params.beam_width or MAX_SEQUENCES),
+        "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
+        "length_penalty": math.isfinite(params.length_penalty),
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
     }
     bad = [name for name, is_sound in sound.items() if not is_sound]

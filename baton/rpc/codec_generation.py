@@ -25,6 +25,9 @@ _OPTIONAL_FIELDS = (
     "logprobs",
     "n",
     "best_of",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
 )
 _FINISH_REASONS = {
     "stop": generation.FINISH_REASON_STOP,

@@ -27,6 +27,9 @@ def sampling_to_pb(params: SamplingParams) -> generation.SamplingParams:
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         n=params.n,
+        beam_width=params.beam_width or None,
+        length_penalty=params.length_penalty if params.beam_width else None,
+        early_stopping=params.early_stopping if params.beam_width else None,
     )
 
 
@@ -48,6 +51,9 @@ def sampling_from_pb(pb: generation.SamplingParams) -> SamplingParams:
         stop_token_ids=frozenset(pb.stop_token_ids),
         ignore_eos=pb.ignore_eos,
         n=pb.n if pb.HasField("n") else 1,
+        beam_width=pb.beam_width,
+        length_penalty=pb.length_penalty if pb.HasField("length_penalty") else 1.0,
+        early_stopping=pb.early_stopping,
     )
 
 

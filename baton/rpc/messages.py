@@ -184,6 +184,9 @@ class GenerateRequest:
     logprobs: int | None = None
     n: int | None = None
     best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     priority: int = 0
     cache_salt: str = ""
 

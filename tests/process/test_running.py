@@ -56,6 +56,25 @@ def test_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
     texts = [choice["text"] for choice in answer["choices"]]
     assert said.stdout == "".join(f"[{place}/3] {text}\n" for place, text in enumerate(texts, 1))
     assert shell.baton(*ask, "-n", 2, "--best-of", 4).returncode == 0
+    beams = json.loads(
+        shell.baton(
+            *ask[:2],
+            "--max-tokens",
+            8,
+            "--run-dir",
+            cluster.run_dir,
+            "--beam-width",
+            3,
+            "-n",
+            2,
+            "--length-penalty",
+            0.5,
+            "-o",
+            "json",
+        ).stdout
+    )
+    assert len(beams["choices"]) == 2
+    assert refusal(shell.baton(*ask, "--beam-width", 9), 2).startswith("beam_width: must be 2 to 8")
     assert refusal(shell.baton(*ask, "-n", 9), 2).startswith("n: must be 1 to 8")
     assert refusal(shell.baton(*ask, "-n", 3, "--best-of", 2), 2).startswith("best_of: must be 3 to 8")
 

@@ -136,7 +136,9 @@ class EngineRig:
         for output in outputs:
             name, index = split_sequence_id(output.request_id)
             self.tokens.setdefault(output.request_id, [])
-            skipped = 1 if index == 0 and self.requests[name].num_external_tokens else 0
+            request = self.requests[name]
+            # A beam search has all its tokens from one node.
+            skipped = 1 if index == 0 and request.num_external_tokens and request.beams is None else 0
             assert output.request_id not in self.ends, f"{output} after the end"
             if output.new_token_ids:
                 assert output.first_index == skipped + len(self.tokens[output.request_id])

@@ -46,6 +46,9 @@ PARAMS = SamplingParams(
     stop_token_ids=frozenset({4, 5}),
     ignore_eos=True,
     n=3,
+    beam_width=4,
+    length_penalty=0.5,
+    early_stopping=True,
 )
 LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
@@ -129,6 +132,9 @@ def test_requests_keep_what_is_present_and_nothing_else() -> None:
         logprobs=0,
         n=2,
         best_of=8,
+        beam_width=3,
+        length_penalty=0.0,
+        early_stopping=False,
         priority=-1,
         cache_salt="s",
     )

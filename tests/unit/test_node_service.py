@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
+from baton.engine.beam_search import BeamSearch
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.request import KVSource, Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
+from baton.engine.runner.scripted import ScriptedRunner, expected_beams, expected_tokens
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence_group import sequence_seed
 from baton.errors import Draining
@@ -182,6 +183,38 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     await rig.service.wait_idle()
 
 
+async def test_a_beam_search_comes_as_its_best_sequences() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    params = SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3)
+    port.receive(submit(sampling_params=params))
+    rig.driver.run()
+    got = await deltas(port)
+    best = expected_beams(PROMPT, BeamSearch(3, frozenset(), 5), vocab_size=VOCAB)
+    assert [(delta.sequence_index, delta.first_index, delta.token_ids) for delta in got] == [
+        (0, 0, best[0]),
+        (1, 0, best[1]),
+    ]
+    assert {delta.outcome for delta in got} == {Outcome.LENGTH}
+    assert {event.attempt for event in rig.log.after(0)} == {KEY}
+    assert not port.live
+    await rig.service.wait_idle()
+
+
+async def test_an_aborted_beam_search_is_over() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
+    for _ in range(4):
+        rig.driver.turn()
+    port.receive(Abort(KEY, "client left"))
+    rig.driver.run()
+    assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
+    assert not rig.scheduler.requests
+    assert not port.live
+    await rig.service.wait_idle()
+
+
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
     rig = Rig(Role.PREFILL)
     port = rig.service.open_port("router-0")
@@ -311,6 +344,9 @@ BAD = [
     ("logprobs", {"sampling_params": replace(PARAMS, logprobs=VOCAB + 1)}),
     ("n", {"sampling_params": replace(PARAMS, n=9)}),
     ("n", {"sampling_params": replace(PARAMS, n=0)}),
+    ("n", {"sampling_params": replace(PARAMS, n=4, beam_width=3)}),
+    ("beam_width", {"sampling_params": replace(PARAMS, beam_width=9)}),
+    ("length_penalty", {"sampling_params": replace(PARAMS, beam_width=3, length_penalty=math.nan)}),
 ]
 
 

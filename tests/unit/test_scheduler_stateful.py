@@ -9,9 +9,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.engine.beam_search import BeamSearch
 from baton.engine.connector_fake import FakeLoad
-from baton.engine.request import FinishReason, Leg, RequestStatus
-from baton.engine.runner.scripted import prompt_slots
+from baton.engine.outputs import EngineCoreOutput
+from baton.engine.request import FinishReason, Leg, Request, RequestStatus
+from baton.engine.runner.scripted import expected_beams, prompt_slots
 from baton.engine.scheduler_config import PreemptionMode
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -30,6 +32,7 @@ class Sketch(NamedTuple):
     max_tokens: int
     seed: int
     n: int
+    beam_width: int
 
 
 SKETCHES = st.builds(
@@ -41,6 +44,7 @@ SKETCHES = st.builds(
     max_tokens=st.integers(1, 24),
     seed=st.integers(0, 1),
     n=st.sampled_from([1, 1, 1, 2, 4]),
+    beam_width=st.sampled_from([0, 0, 0, 4]),
 )
 
 
@@ -110,6 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
                 max_tokens=sketch.max_tokens,
                 seed=sketch.seed,
                 n=sketch.n,
+                beam_width=sketch.beam_width,
                 client_index=self.added % 3,
             )
 
@@ -211,7 +216,8 @@ class EngineMachine(RuleBasedStateMachine):
         alive = self.rig.scheduler.requests
         known = {split_sequence_id(name)[0] for name in alive.keys() | self.rig.ends.keys()}
         assert known == self.rig.requests.keys()
-        assert self.rig.requests.keys() <= alive.keys() | self.rig.ends.keys()
+        whole = {name for name, request in self.rig.requests.items() if request.beams is None}
+        assert whole <= alive.keys() | self.rig.ends.keys()
         assert not alive.keys() & self.rig.ends.keys()
         running = [name for name, request in alive.items() if request.status is RequestStatus.RUNNING]
         assert self.rig.scheduler.get_request_counts() == (len(running), len(alive) - len(running))
@@ -258,6 +264,8 @@ class EngineMachine(RuleBasedStateMachine):
         for name, request in self.rig.requests.items():
             if request.group is not None and request.group.is_forked:
                 names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
+            if request.beams is not None and self.rig.reason(name) in (FinishReason.STOP, FinishReason.LENGTH):
+                names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
         return names
 
     def scribble(self, load: FakeLoad) -> None:
@@ -283,8 +291,11 @@ class EngineMachine(RuleBasedStateMachine):
         request_id, index = split_sequence_id(name)
         rig, request, end = self.rig, self.rig.requests[request_id], self.rig.ends[name]
         undisturbed, reason = self._undisturbed(name)
-        skipped = 1 if index == 0 and request.num_external_tokens else 0
+        skipped = 1 if index == 0 and request.num_external_tokens and request.beams is None else 0
         got = rig.tokens[name]
+        if request.beams is not None or (request.leg is Leg.PREFILL and request.sampling_params.beam_width):
+            self._check_beams(index, request, end)
+            return
         assert got == undisturbed[skipped : skipped + len(got)], f"{request!r}"
         if end.finish_reason is FinishReason.HANDED_OFF:
             assert len(got) == 1
@@ -296,6 +307,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert not undisturbed
         else:
             assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def _check_beams(self, index: int, request: Request, end: EngineCoreOutput) -> None:
+        got, params = self.rig.tokens[end.request_id], request.sampling_params
+        if end.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            assert got == []
+            return
+        limit = min(params.max_tokens, self.rig.scheduler.max_model_len - request.num_prompt_tokens)
+        search = BeamSearch(params.beam_width, EOS, limit)
+        vocab = self.rig.runner.model.vocab_size
+        assert got == expected_beams(request.prompt_token_ids, search, vocab_size=vocab)[index]
+        assert end.finish_reason is (FinishReason.STOP if got[-1] in EOS else FinishReason.LENGTH)
 
     def _undisturbed(self, name: str) -> tuple[list[int], FinishReason]:
         """A sequence's whole output on an engine of its own."""

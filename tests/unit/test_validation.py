@@ -68,6 +68,14 @@ def test_everything_at_its_bound_passes() -> None:
     assert check(temperature=0.0).sampling_params.is_greedy
 
 
+def test_beam_search() -> None:
+    params = check(beam_width=8, n=3, temperature=0.0, length_penalty=-10.0, early_stopping=True).sampling_params
+    assert (params.beam_width, params.n, params.length_penalty, params.early_stopping) == (8, 3, -10.0, True)
+    plain = check(beam_width=2)
+    assert (plain.sampling_params.length_penalty, plain.sampling_params.early_stopping) == (1.0, False)
+    assert (plain.sampling_params.is_greedy, plain.num_returned) == (True, 1)
+
+
 def test_several_sequences() -> None:
     assert (check().sampling_params.n, check().num_returned) == (1, 1)
     plain = check(n=8)
@@ -98,6 +106,28 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("min_tokens", {"min_tokens": n}) for n in (-1, 17)],
     *[("logprobs", {"logprobs": n}) for n in (-1, 21)],
     *[("n", {"n": n}) for n in (-1, 0, 9, 2**31)],
+    *[("beam_width", {"beam_width": n}) for n in (-1, 0, 1, 9)],
+    ("n", {"beam_width": 3, "n": 4}),
+    *[("length_penalty", {"beam_width": 3, "length_penalty": p}) for p in (NAN, INF, -11.0, 10.1)],
+    ("length_penalty", {"length_penalty": 1.0}),
+    ("early_stopping", {"early_stopping": True}),
+    *[
+        (field, {"beam_width": 3, field: value})
+        for field, value in {
+            "best_of": 1,
+            "temperature": 0.5,
+            "top_p": 0.5,
+            "top_k": 1,
+            "min_p": 0.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.5,
+            "logit_bias": {1: 1.0},
+            "min_tokens": 1,
+            "stop": ["x"],
+            "logprobs": 0,
+        }.items()
+    ],
     *[("best_of", {"n": 3, "best_of": n}) for n in (-1, 0, 2, 9)],
     *[("stop", {"stop": s}) for s in (["x"] * 17, [""], ["x" * 257], ["é" * 129], ["\0"], ["\udfff"])],
     *[("stop_token_ids", {"stop_token_ids": s}) for s in ([100], [-1], [0] * 257)],

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.beam_search import BeamSearch
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
 from baton.engine.runner.host_blocks import HostBlocks
@@ -31,6 +32,20 @@ def _mix(before: int, token_id: int) -> int:
 
 def _draw(slot: int, seed: int, vocab_size: int) -> int:
     return _mix(slot, seed) % vocab_size
+
+
+def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """What the runner says may follow a history whose last slot this is: tokens and log-probabilities, best first.
+
+    They have nothing to do with the tokens it draws.
+    """
+    found: dict[int, float] = {}
+    logprob, number = 0.0, slot
+    while len(found) < min(count, vocab_size):
+        number = _mix(number, len(found))
+        logprob -= 0.01 + number % 997 / 1000
+        found.setdefault(number % vocab_size, logprob)
+    return list(found.items())
 
 
 def prompt_slots(token_ids: Sequence[int]) -> list[int]:
@@ -50,6 +65,14 @@ def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: i
         tokens.append(_draw(slot, seed, vocab_size))
         slot = _mix(slot, tokens[-1])
     return tokens
+
+
+def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int) -> list[list[int]]:
+    """What a beam search finds, best first, computed without any cache."""
+    while not search.is_over:
+        slots = [prompt_slots([*prompt_token_ids, *beam.token_ids])[-1] for beam in search.running]
+        search.advance([likeliest_tokens(slot, search.num_candidates, vocab_size) for slot in slots])
+    return [list(beam.token_ids) for beam in search.finished]
 
 
 @dataclass(slots=True)
@@ -151,6 +174,7 @@ class ScriptedRunner:
             for offset in range(size):
                 self._slots[copy.destination * size + offset] = self._slots[copy.source * size + offset]
         sampled: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
         failed: dict[str, str] = {}
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._known[request_id]
@@ -158,11 +182,16 @@ class ScriptedRunner:
             if request_id in self.failures:
                 failed[request_id] = self.failures.pop(request_id)
             elif known.num_computed_tokens == len(known.token_ids):
+                top = known.sampling_params.logprobs
+                if top is not None:
+                    likeliest = likeliest_tokens(last_slot, max(top, 1), self._model.vocab_size)
+                    logprobs[request_id] = [TokenLogprobs(*likeliest[0], 1, likeliest[:top])]
                 token_id = _draw(last_slot, known.sampling_params.seed, self._model.vocab_size)
                 known.token_ids.append(token_id)
                 sampled[request_id] = [token_id]
         return ModelRunnerOutput(
             sampled_token_ids=sampled,
+            logprobs=logprobs,
             failed=failed,
             copy_seconds=self.seconds_per_copy * num_copied,
             compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,

@@ -1,0 +1,84 @@
+"""Beam search over one request, as a pure decision: the likeliest tokens of each beam go in, the next beams come out.
+
+The rules are those of transformers' `generate(num_beams=..., do_sample=False)`, so that the result is the same: of all
+beams' continuations the best `num_candidates` are looked at, those that end the text are finished if they are among
+the best `width`, and the best `width` of the others go on. A finished one is scored by its log-probability over its
+length to the power of `length_penalty`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Output tokens and their score: the sum of their log-probabilities, length-penalised once they are finished."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    parent: int = 0
+    """Which of the beams before it continues."""
+
+
+class BeamSearch:
+    """One search. It is over when nothing that still runs can get better than what is finished, or at the length."""
+
+    def __init__(
+        self,
+        width: int,
+        stop_ids: Set[int],
+        max_tokens: int,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+    ) -> None:
+        """`early_stopping`: over as soon as `width` beams are finished."""
+        self.running: Sequence[Beam] = (Beam((), 0.0),)
+        """Best first."""
+        self.finished: Sequence[Beam] = ()
+        """Best first."""
+        self.is_over = False
+        self._width = width
+        self._stop_ids = stop_ids
+        self._max_tokens = max_tokens
+        self._length_penalty = length_penalty
+        self._early_stopping = early_stopping
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of each beam's likeliest tokens decide a step: enough to go on if all that can end the text do."""
+        return max(2, 1 + len(self._stop_ids)) * self._width
+
+    def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """One step: (token, log-probability) of the likeliest tokens of each running beam, best first."""
+        candidates = [
+            Beam((*beam.token_ids, token_id), beam.score + logprob, parent)
+            for parent, (beam, likeliest) in enumerate(zip(self.running, continuations, strict=True))
+            for token_id, logprob in likeliest
+        ]
+        candidates.sort(key=_score, reverse=True)
+        del candidates[self.num_candidates :]
+        length = len(self.running[0].token_ids) + 1
+        ends = [length >= self._max_tokens or beam.token_ids[-1] in self._stop_ids for beam in candidates]
+        divisor = length**self._length_penalty
+        ended = [
+            Beam(beam.token_ids, beam.score / divisor)
+            for beam, is_end in zip(candidates[: self._width], ends, strict=False)
+            if is_end
+        ]
+        self.finished = sorted((*self.finished, *ended), key=_score, reverse=True)[: self._width]
+        self.running = [beam for beam, is_end in zip(candidates, ends, strict=True) if not is_end][: self._width]
+        self.is_over = not self.running or (self._is_full and not self._may_improve(divisor))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.finished) == self._width
+
+    def _may_improve(self, divisor: float) -> bool:
+        return not self._early_stopping and self.running[0].score / divisor > self.finished[-1].score
+
+
+def _score(beam: Beam) -> float:
+    return beam.score

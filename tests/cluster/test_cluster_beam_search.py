@@ -1,0 +1,102 @@
+"""Beam search through the cluster finds what transformers finds, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.rpc.messages import Chunk, GenerateRequest
+from tests.support.caller import Answer
+from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.tiny_models import TINY_MODELS
+
+NEW_TOKENS = 14
+SEARCHES: list[dict[str, Any]] = [
+    {"beam_width": 2, "n": 2},
+    {"beam_width": 4, "n": 4, "length_penalty": 2.0},
+    {"beam_width": 8, "n": 3, "length_penalty": 0.0},
+    {"beam_width": 3, "n": 1, "length_penalty": -1.0, "early_stopping": True},
+    {"beam_width": 5, "n": 5, "early_stopping": True},
+]
+
+
+def runner_of(model_dir: Path, num_blocks: int) -> Callable[[str], TorchModelRunner]:
+    return lambda node_id: load_runner(model_dir, dtype="float32", block_size=16, num_blocks=num_blocks)
+
+
+def found_by_transformers(
+    model_dir: Path, prompt: Sequence[int], stops: Sequence[int], search: dict[str, Any]
+) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            num_beams=search["beam_width"],
+            num_return_sequences=search["n"],
+            length_penalty=search.get("length_penalty", 1.0),
+            early_stopping=search.get("early_stopping", False),
+            eos_token_id=list(stops),
+            pad_token_id=0,
+        )
+    return [_without_padding(row[len(prompt) :].tolist(), stops) for row in found]
+
+
+def _without_padding(tokens: list[int], stops: Sequence[int]) -> list[int]:
+    end = next((index + 1 for index, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
+def sequences(answer: Answer, search: dict[str, Any]) -> list[list[int]]:
+    return [answer.sequence(index).token_ids for index in range(search["n"])]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
+@pytest.mark.parametrize("num_blocks", [96, 14], ids=["roomy", "tight"])
+async def test_beams_equal_transformers(tmp_path: Path, name: str, num_blocks: int) -> None:
+    if name not in TINY_MODELS:
+        pytest.skip(f"no tiny {name}")
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    rng = Random(6)
+    asked: list[tuple[GenerateRequest, list[list[int]], dict[str, Any]]] = []
+    for index, search in enumerate(SEARCHES):
+        prompt = random_prompt(rng, (1, 15, 16, 33, 50)[index], 256)
+        stops = rng.sample(range(256), (1, 2, 6, 20, 40)[index])
+        expected = found_by_transformers(tmp_path, prompt, stops, search)
+        request = GenerateRequest(prompt, max_tokens=NEW_TOKENS, ignore_eos=True, stop_token_ids=stops, **search)
+        asked.append((request, expected, search))
+    assert len({len(tokens) for _, expected, _ in asked for tokens in expected}) > 1, "some must end early"
+    chunks: list[Chunk] = []
+    async with mini_cluster(
+        runner_of(tmp_path, num_blocks), tmp_path, max_num_batched_tokens=24, max_num_seqs=6
+    ) as cluster:
+        answers = await asyncio.gather(
+            *(
+                cluster.generate(request, on_event=lambda e: chunks.append(e) if isinstance(e, Chunk) else None)
+                for request, _, _ in asked
+            )
+        )
+        greedy = await cluster.generate(GenerateRequest([1, 2, 3], temperature=0.0, max_tokens=4, ignore_eos=True))
+        await cluster.idle()
+    for answer, (request, expected, search) in zip(answers, asked, strict=True):
+        assert sequences(answer, search) == expected
+        for index in range(search["n"]):
+            is_stop = expected[index][-1] in request.stop_token_ids
+            end = answer.ends[index] if search["n"] > 1 else answer.end
+            assert end.finish_reason == ("stop" if is_stop else "length")
+        assert answer.end.completion_tokens == sum(map(len, expected))
+        assert answer.end.path.prefill_node == "prefill-0"
+    with_tokens = [chunk for chunk in chunks if chunk.token_ids]
+    assert len(with_tokens) == sum(search["n"] for search in SEARCHES), "nothing is streamed"
+    assert len(greedy.token_ids) == 4

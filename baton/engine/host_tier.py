@@ -57,7 +57,9 @@ class HostTier:
         if missing + sum([block.is_on_free_list for block in here]) > self.pool.num_free_blocks:
             return False
         self.pool.touch(here)
-        fresh = iter(self.pool.get_new_blocks(missing))
+        taken = self.pool.get_new_blocks(missing)
+        self.hold(taken)
+        fresh = iter(taken)
         table: list[Block] = []
         for index, (source, host) in enumerate(zip(blocks, found, strict=True)):
             if host is None:
@@ -82,13 +84,13 @@ class HostTier:
 
     def keep(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
         """Copy out, in the coming step, what the device's cache lost and is not here; idle blocks make room for it."""
-        coming = self._next.filled
-        missing = [(b, key) for b, key in evicted if key not in coming and self.pool.get_cached_block(key) is None]
+        coming, here = self._next.filled, self.pool.keys
+        missing = [(block, key) for block, key in evicted if key not in coming and key not in here]
+        # The step is their only owner.
         fresh = self.pool.get_new_blocks(min(len(missing), self.pool.num_free_blocks))
+        self._next.held += fresh
         for (block, key), host in zip(missing, fresh, strict=False):
             self._copy_out(block, host, key)
-        # The step's hold is the only one.
-        self.pool.free_blocks(fresh)
 
     def find(self, keys: Sequence[bytes]) -> list[Block]:
         """The first of these blocks, as many as are here. Valid until something is put here; `hold` them before."""
@@ -154,7 +156,5 @@ class HostTier:
 
     def _copy_out(self, source: Block, host: Block, key: bytes | None) -> None:
         self._next.swap_out.append(BlockCopy(source.block_id, host.block_id))
-        self.pool.touch((host,))
-        self._next.held.append(host)
         if key is not None:
             self._next.filled.setdefault(key, host)

@@ -36,9 +36,8 @@ class CachedRequestData:
     """Came back from preemption: the block table is replaced, not extended."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the KV of one block to another before the step computes."""
+class BlockCopy(NamedTuple):
+    """Copy the KV of one block to another before the step computes. A named tuple: a step may have hundreds."""
 
     source: int
     destination: int

@@ -18,7 +18,10 @@ class GenerationClient:
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
     ) -> Generator[GenerateEvent, None, None]:
-        """Stream one request: Accepted, Chunks, Finished. Closing the generator early cancels the request."""
+        """Stream one request: Accepted, Chunks, Finished; with several sequences a SequenceFinished for each, too.
+
+        Closing the generator early cancels the request.
+        """
         return self._stub.generate(request, timeout_s)
 
     def cancel(self, request_id: str) -> None:

@@ -27,7 +27,6 @@ from collections.abc import Collection, Sequence
 
 from baton.clock import Clock
 from baton.engine.admission import Admission
-from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.host_tier import NO_COPIES
@@ -45,9 +44,9 @@ from baton.engine.outputs import (
     TokenLogprobs,
 )
 from baton.engine.preemption import Preemption
-from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
+from baton.engine.sequences import check_sequences, open_group, take_beam
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
 from baton.errors import DuplicateRequest, InvalidRequest
@@ -116,18 +115,13 @@ class Scheduler:
         DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority or n.
         """
         ledger = self._ledger
-        self._check_sequences(request.sampling_params)
+        check_sequences(request.sampling_params)
         if request.priority < self.config.min_priority:
             least = self.config.min_priority
             raise InvalidRequest("priority", f"must be at least {least} here, not {request.priority}")
         if self._is_taken(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is here already")
-        if request.leg is Leg.PREFILL:
-            pass  # it computes the prompt, whatever comes of it
-        elif request.sampling_params.beam_width:
-            request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.max_model_len)
-        elif request.sampling_params.n > 1:
-            request.group = ledger.groups[request.request_id] = SequenceGroup(request)
+        open_group(request, ledger)
         ledger.requests[request.request_id] = request
         if request.arrival_time == math.inf:
             request.arrival_time = self._clock.monotonic()
@@ -211,14 +205,6 @@ class Scheduler:
     def check_invariant(self) -> None:
         """The block books against each other; raises BlockInvariantBroken. O(blocks): for tests and idle moments."""
         self.kv_cache_manager.check_invariant()
-
-    def _check_sequences(self, params: SamplingParams) -> None:
-        width = params.beam_width
-        if width and not MIN_BEAMS <= width <= MAX_BEAMS:
-            raise InvalidRequest("beam_width", f"must be {MIN_BEAMS} to {MAX_BEAMS}, not {width}")
-        most = width or MAX_SEQUENCES
-        if not 1 <= params.n <= most:
-            raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
 
     def _is_taken(self, request_id: str) -> bool:
         ledger = self._ledger
@@ -402,25 +388,9 @@ class Scheduler:
             return
         logprobs = runner_output.logprobs.get(request_id, ())
         if request.beams is not None:
-            self._take_beam(request, request.beams, logprobs, outputs)
+            take_beam(request, request.beams, logprobs, ledger, self._admission, outputs)
         else:
             self._append(request, token_ids, logprobs, outputs)
-
-    def _take_beam(
-        self, request: Request, beams: BeamGroup, logprobs: Sequence[TokenLogprobs], outputs: OutputsByClient
-    ) -> None:
-        if beams.is_closed:
-            return  # another one failed in this step: they all end with it
-        ledger = self._ledger
-        ledger.retire(request)
-        if not beams.take(request, logprobs[0].top if logprobs else ()):
-            return
-        if not request.parent_id or not request.output_token_ids:
-            ledger.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)
-        if beams.search.is_over:
-            ledger.finish_beams(beams, outputs)
-        else:
-            self._admission.enter(beams.next_requests())
 
     def _append(
         self,

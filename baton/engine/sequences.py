@@ -1,0 +1,56 @@
+"""Requests of which several sequences come: what is opened for them, and how a beam search goes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.admission import Admission
+from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
+from baton.engine.ledger import Ledger, OutputsByClient
+from baton.engine.outputs import EngineCoreEventType, TokenLogprobs
+from baton.engine.request import Leg, Request, SamplingParams
+from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
+from baton.errors import InvalidRequest
+
+
+def check_sequences(params: SamplingParams) -> None:
+    """Raises InvalidRequest for a number of sequences or beams out of bounds."""
+    width = params.beam_width
+    if width and not MIN_BEAMS <= width <= MAX_BEAMS:
+        raise InvalidRequest("beam_width", f"must be {MIN_BEAMS} to {MAX_BEAMS}, not {width}")
+    most = width or MAX_SEQUENCES
+    if not 1 <= params.n <= most:
+        raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
+
+
+def open_group(request: Request, ledger: Ledger) -> None:
+    """Note that others will come of a new request. A prefill leg computes the prompt, whatever comes of it."""
+    params = request.sampling_params
+    if request.leg is Leg.PREFILL:
+        return
+    if params.beam_width:
+        request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.max_model_len)
+    elif params.n > 1:
+        request.group = ledger.groups[request.request_id] = SequenceGroup(request)
+
+
+def take_beam(
+    request: Request,
+    beams: BeamGroup,
+    logprobs: Sequence[TokenLogprobs],
+    ledger: Ledger,
+    admission: Admission,
+    outputs: OutputsByClient,
+) -> None:
+    """A beam has been computed: with the last one of a step the search goes on, or its result is written."""
+    if beams.is_closed:
+        return  # another one failed in this step: they all end with it
+    ledger.retire(request)
+    if not beams.take(request, logprobs[0].top if logprobs else ()):
+        return
+    if not request.output_token_ids:
+        ledger.events.record(EngineCoreEventType.FIRST_TOKEN, beams.request_id)
+    if beams.search.is_over:
+        ledger.finish_beams(beams, outputs)
+    else:
+        admission.enter(beams.next_requests())

@@ -123,7 +123,15 @@ def test_beams_share_their_history_and_copy_what_they_write_to() -> None:
     assert_nothing_left(rig)
 
 
-@pytest.mark.parametrize("limits", [{"num_blocks": 10}, {"max_num_seqs": 2}, {"max_num_batched_tokens": 8}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"num_blocks": 10},
+        {"max_num_seqs": 2},
+        {"max_num_batched_tokens": 8},
+        {"max_num_seqs": 2, "long_prefill_token_threshold": 3},
+    ],
+)
 @pytest.mark.parametrize("caching", [True, False])
 def test_too_little_room_changes_nothing(limits: dict[str, int], caching: bool) -> None:
     rig = EngineRig(enable_prefix_caching=caching, **limits)

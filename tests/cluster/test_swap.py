@@ -24,7 +24,7 @@ SPEC = SimulatedSpec(
     step_time=StepTime(per_step=2e-3, per_prefill_token=2e-4, per_copied_block=1e-6),
     sleep=time.sleep,
 )
-NUM_BLOCKS = {"prefill": 40, "decode": 24}
+NUM_BLOCKS = {"prefill": 20, "decode": 24}
 NEW_TOKENS = 40
 ROUNDS = 10
 """At most: how requests meet on the decode node is a matter of time."""

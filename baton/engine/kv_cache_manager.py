@@ -65,10 +65,12 @@ _NEVER = Allocation(AllocationAnswer.NEVER)
 class _BlockTable:
     """One live request's blocks in token order."""
 
-    __slots__ = ("blocks", "num_cached_blocks", "num_filling_blocks", "num_hit_blocks")
+    __slots__ = ("blocks", "num_cached_blocks", "num_dropped_blocks", "num_filling_blocks", "num_hit_blocks")
 
     def __init__(self, num_hit_blocks: int, num_filling_blocks: int) -> None:
         self.blocks: list[Block] = []
+        """Those it still has: all but the first `num_dropped_blocks`, which nobody looks at any more."""
+        self.num_dropped_blocks = 0
         self.num_hit_blocks = num_hit_blocks
         self.num_filling_blocks = num_filling_blocks
         """Blocks right after the hits that a transfer writes to."""
@@ -162,7 +164,7 @@ class KVCacheManager:
         num_tokens += num_new_tokens + num_lookahead_tokens
         num_blocks = -(-num_tokens // self.block_size)
         if table is not None:
-            missing = num_blocks - len(table.blocks)
+            missing = num_blocks - len(table.blocks) - table.num_dropped_blocks
             if missing <= 0:
                 return _NOTHING_NEEDED
         else:
@@ -198,7 +200,7 @@ class KVCacheManager:
         first, table.num_cached_blocks = table.num_cached_blocks, num_full
         keys, is_new = request.block_hashes, False
         for index in range(first, num_full):
-            is_new |= self.pool.cache_block(table.blocks[index], keys[index])
+            is_new |= self.pool.cache_block(table.blocks[index - table.num_dropped_blocks], keys[index])
         if is_new and self.kv_events.is_recording:
             tokens = request.token_ids(first * self.block_size, num_full * self.block_size)
             self.kv_events.record(BlockStored(keys[first:num_full], keys[first - 1] if first else None, tokens))
@@ -224,12 +226,24 @@ class KVCacheManager:
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that a live request's blocks hold."""
-        return len(self._tables[request_id].blocks) * self.block_size
+        table = self._tables[request_id]
+        return (len(table.blocks) + table.num_dropped_blocks) * self.block_size
+
+    def drop_before(self, request_id: str, position: int) -> None:
+        """Let go of a live request's blocks whose tokens all lie before `position`: it looks at none of them again."""
+        table = self._tables[request_id]
+        count = position // self.block_size - table.num_dropped_blocks
+        if count > 0:
+            self.pool.free_blocks(table.blocks[:count])
+            del table.blocks[:count]
+            table.num_dropped_blocks += count
 
     def block_ids(self, request_id: str) -> list[int]:
-        """A live request's table; empty when it has none."""
+        """A live request's table, with the null block in the place of dropped ones; empty when it has none."""
         table = self._tables.get(request_id)
-        return [block.block_id for block in table.blocks] if table is not None else []
+        if table is None:
+            return []
+        return [self.pool.null_block.block_id] * table.num_dropped_blocks + [block.block_id for block in table.blocks]
 
     def free(self, request_id: str) -> None:
         """Let go of a live request's blocks, here or in the host tier; nothing when it has none."""
@@ -246,7 +260,8 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Move a request's KV to the host tier in the coming step; False, and nothing changes, without room there."""
         table, num_blocks = self._tables[request.request_id], self.num_computed_blocks(request)
-        if self.host is None or num_blocks == 0:
+        if self.host is None or num_blocks == 0 or table.num_dropped_blocks:
+            # Of a window's sequence only the tail is left; computing it again is cheap beside its length.
             return False
         keys = request.block_hashes[: min(table.num_cached_blocks, num_blocks)]
         if not self.host.put(request.request_id, table.blocks[:num_blocks], keys):

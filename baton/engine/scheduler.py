@@ -358,6 +358,12 @@ class Scheduler:
         limit = min(params.max_tokens, longest, num_output_tokens + to_full_block) - 1
         return 0 if num_output_tokens < _FIRST_FIGURES else limit
 
+    def _drop_unseen(self, request: Request, window: int) -> None:
+        # A prefill leg's blocks are on offer, and siblings share what the first one computed.
+        if request.leg is not Leg.PREFILL and request.group is None:
+            first_seen = request.num_computed_tokens - window + 1
+            self._ledger.kv_cache_manager.drop_before(request.request_id, first_seen)
+
     def _commit(
         self,
         request: Request,
@@ -371,6 +377,8 @@ class Scheduler:
             ledger.end(request, RequestStatus.ERROR, outputs, error=failure)
             return
         ledger.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        if self.config.sliding_window is not None:
+            self._drop_unseen(request, self.config.sliding_window)
         if num_scheduled_tokens > 1 or not request.output_token_ids:
             ledger.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, request.num_computed_tokens)
         if request.leg is Leg.PREFILL:

@@ -28,6 +28,8 @@ class SchedulerConfig:
     """Most tokens of one request in one step; 0: no such limit."""
     watermark: float = 0.01
     """Share of the blocks that a newcomer must leave free while others run."""
+    sliding_window: int | None = None
+    """Keys that any query of the model sees at most, itself included: blocks before them are let go of. None: all."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -62,6 +64,8 @@ class SchedulerConfig:
             raise ConfigError(f"num_host_blocks must be 0 or at least 2, not {self.num_host_blocks}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode swap needs a host tier: num_host_blocks of at least 2")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window must be at least 1 key or None, not {self.sliding_window}")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be a share from 0 to below 1, not {self.watermark}")
         if not 0.0 <= self.priority_ageing_s < math.inf:

@@ -142,6 +142,13 @@ class ProbeAttention:
     """Computes nothing, remembers which layers there are and what they keep."""
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def widest_window(self) -> int | None:
+        """Keys that a query sees at most in the layer that sees most; None when one sees them all."""
+        windows = [window for window in self.windows.values() if window is not None]
+        return max(windows) if windows and len(windows) == len(self.layers) else None
 
     def attend(
         self,
@@ -153,6 +160,7 @@ class ProbeAttention:
         *,
         sampling: bool = False,
     ) -> torch.Tensor:
+        self.windows[layer] = how.window
         self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
         return query.new_zeros(*query.shape[:2], value.shape[2])
 

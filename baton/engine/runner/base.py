@@ -26,6 +26,8 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     bit_exact: bool
     bit_exact_reason: str = ""
+    attention_window: int | None = None
+    """Keys that a query sees at most, itself included, in the layer that sees most; None when one sees them all."""
     """Why not, when it is not."""
 
 

@@ -172,4 +172,5 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
+        attention_window=transformer.attention_window,
     )

@@ -93,6 +93,7 @@ class Transformer:
                 "attention; layers without attention are not supported"
             )
         self.missed_products = frozenset(watch.missed)
+        self.attention_window = probe.widest_window
         self.layout = KVLayout(block_size, tuple(probe.layers[layer] for layer in sorted(probe.layers)), model.dtype)
         self.num_blocks = cache_size.blocks(self.layout.block_bytes)
         self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)

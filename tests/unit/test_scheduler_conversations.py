@@ -1,0 +1,116 @@
+"""Golden conversations with the scheduler: what is said to it, and what it decides, step by step.
+
+A file begins with a line of limits. Lines with `>` are said to it, the lines after one are its answer:
+
+  > add a 8 max_tokens 3        a request with a prompt of 8 tokens; also leg, priority, like (whose prompt it has)
+  > step                        decide, compute, commit
+  compute a 8 new 1 2           8 tokens of a, which is new and has blocks 1 and 2
+  compute a 1                   a token of a, about which the runner knows everything; `blocks` are added ones
+  out a 0+1                     one token from output index 0 on; then why it ended, if it did
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.engine.outputs import EngineCoreOutput, SchedulerOutput
+from baton.engine.request import Leg
+from tests.support.engine_rig import EngineRig
+
+CONVERSATIONS = sorted((Path(__file__).parent / "scheduler_conversations").glob("*.txt"))
+_WORDS = ("leg", "like", "preemption_mode", "policy")
+
+
+def pairs(words: Sequence[str]) -> dict[str, Any]:
+    """`max_tokens 3 leg decode` as keywords."""
+    return {name: value if name in _WORDS else int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+class Conversation:
+    """One rig, and how what it does is written down."""
+
+    def __init__(self, limits: str) -> None:
+        self.rig = EngineRig(**pairs(limits.split()))
+
+    def say(self, line: str) -> list[str]:
+        verb, *words = line.split()
+        rig = self.rig
+        match verb:
+            case "add":
+                fields = pairs(words[2:])
+                like = fields.pop("like", None)
+                prompt = rig.requests[like].prompt_token_ids if like else int(words[1])
+                rig.add(words[0], prompt, leg=Leg(fields.pop("leg", "whole")), **fields)
+                return []
+            case "step":
+                decided = rig.scheduler.schedule()
+                return [*self.decision(decided), *map(self.output, rig.commit(decided))]
+            case "abort":
+                return [self.output(output) for output in rig.abort(*words)]
+            case "arrived":
+                return [self.output(output) for output in rig.deliver(words[0])]
+            case "failed":
+                return [self.output(output) for output in rig.transfer(failed={words[0]: " ".join(words[1:])})]
+            case "released":
+                return [self.output(output) for output in rig.transfer(released=words)]
+        raise ValueError(line)
+
+    def decision(self, decided: SchedulerOutput) -> Iterator[str]:
+        for kind, copies in (("swap out", decided.blocks_to_swap_out), ("swap in", decided.blocks_to_swap_in)):
+            if copies:
+                yield f"{kind} " + " ".join(f"{copy.source}>{copy.destination}" for copy in copies)
+        if decided.blocks_to_copy:
+            yield "copy " + " ".join(f"{copy.source}>{copy.destination}" for copy in decided.blocks_to_copy)
+        for name in sorted(decided.preempted_req_ids):
+            yield f"preempted {name}"
+        new = {data.request_id: data for data in decided.scheduled_new_reqs}
+        changed = {data.request_id: data for data in decided.scheduled_cached_reqs}
+        for name, count in decided.num_scheduled_tokens.items():
+            line = f"compute {name} {count}"
+            if name in new:
+                line += f" new {' '.join(map(str, new[name].block_ids))}"
+                line += f" from {new[name].num_computed_tokens}" if new[name].num_computed_tokens else ""
+            elif name in changed and changed[name].resumed:
+                line += f" again {' '.join(map(str, changed[name].new_block_ids))}"
+                line += f" from {changed[name].num_computed_tokens}" if changed[name].num_computed_tokens else ""
+            elif name in changed and changed[name].new_block_ids:
+                line += f" blocks {' '.join(map(str, changed[name].new_block_ids))}"
+            yield line
+        if decided.finished_req_ids:
+            yield f"forget {' '.join(sorted(decided.finished_req_ids))}"
+
+    @staticmethod
+    def output(output: EngineCoreOutput) -> str:
+        line = f"out {output.request_id}"
+        if output.new_token_ids:
+            line += f" {output.first_index}+{len(output.new_token_ids)}"
+        if output.finish_reason is not None:
+            line += f" {output.finish_reason.value}"
+        return line
+
+
+def replay(text: str) -> str:
+    """The conversation as it goes now: comments, limits and what is said as they are, with the answers of today."""
+    lines = text.splitlines()
+    limits = next(line for line in lines if line.startswith("limits"))
+    conversation = Conversation(limits.removeprefix("limits"))
+    held = []
+    for line in lines:
+        if line.startswith(("#", "limits", "=")) or not line.strip():
+            held.append(line)
+        elif line.startswith(">"):
+            held += [line, *conversation.say(line.removeprefix(">"))]
+    return "\n".join(held) + "\n"
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS, ids=lambda path: path.stem)
+def test_conversation(path: Path) -> None:
+    assert replay(path.read_text()) == path.read_text()
+
+
+def test_there_are_conversations() -> None:
+    assert len(CONVERSATIONS) >= 8

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.block_pool import BlockPool
@@ -104,7 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.count = 0
 
     @rule(target=live, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
-    def admit(self, tokens: list[int]) -> object:
+    def admit(self, tokens: list[int]) -> MultipleResults[Request] | Request:
         self.count += 1
         request = Request(f"r{self.count}", tokens, SamplingParams())
         computed = self.manager.get_computed_blocks(request)

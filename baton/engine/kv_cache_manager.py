@@ -138,6 +138,8 @@ class KVCacheManager:
 
         Full blocks are shared; the one that the other would append to is copied.
         """
+        if self._tables[request_id].num_dropped_blocks:
+            raise ValueError(f"{request_id} has dropped blocks of its prefix: it can't be shared")
         blocks = self._tables[request_id].blocks
         num_full = num_tokens // self.block_size
         copy_from = blocks[num_full] if num_tokens % self.block_size else None

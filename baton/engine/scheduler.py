@@ -359,8 +359,8 @@ class Scheduler:
         return 0 if num_output_tokens < _FIRST_FIGURES else limit
 
     def _drop_unseen(self, request: Request, window: int) -> None:
-        # A prefill leg's blocks are on offer, and siblings share what the first one computed.
-        if request.leg is not Leg.PREFILL and request.group is None:
+        # A prefill leg's blocks are on offer, and siblings and beams share what another one computed.
+        if request.leg is not Leg.PREFILL and request.group is None and request.beams is None:
             first_seen = request.num_computed_tokens - window + 1
             self._ledger.kv_cache_manager.drop_before(request.request_id, first_seen)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,3 +114,23 @@ def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path)
         outputs.append([request.output_token_ids for request in requests])
         assert all(request.status is RequestStatus.LENGTH_CAPPED for request in requests)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("many", [{"n": 3, "seed": 5}, {"n": 3, "beam_width": 3}], ids=["siblings", "beams"])
+def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
+    tokens = []
+    for window in (None, 5):
+        rig = EngineRig(sliding_window=window)
+        rig.add("r", list(range(200, 214)), max_tokens=12, **many)
+        rig.run()
+        tokens.append(rig.tokens)
+    assert tokens[0] == tokens[1]
+    assert {name: len(own) for name, own in tokens[1].items()} == {"r": 12, "r~1": 12, "r~2": 12}
+
+
+def test_a_prefix_with_holes_is_not_shared() -> None:
+    rig = EngineRig(sliding_window=4)
+    rig.add("r", 12, max_tokens=4)
+    rig.step()
+    with pytest.raises(ValueError, match="r has dropped blocks of its prefix"):
+        rig.scheduler.kv_cache_manager.shared_prefix("r", 8)

@@ -30,7 +30,7 @@ class CompiledOperations:
         return kernels.pack_gated(gate, up)
 
     def take_rows(self, weight: PackedWeight, index: torch.Tensor) -> torch.Tensor:
-        return kernels.take_rows(weight, index)
+        return kernels.take_rows(weight, index, threads=self._threads)
 
     def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         return kernels.linear(x, weight, bias, threads=self._threads)

@@ -47,7 +47,7 @@ ENGINES = (
         "compare_engines_openvino.py",
         "OpenVINO GenAI",
         (
-            ("openvino-genai", "nncf", "optimum>=2.3", "transformers>=5.5,<5.6", "safetensors"),
+            ("openvino-genai", "nncf", "optimum>=2.3", "requests", "transformers>=5.5,<5.6", "safetensors"),
             ("--no-deps", "optimum-intel>=2.2"),
         ),
     ),

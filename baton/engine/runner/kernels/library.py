@@ -65,12 +65,12 @@ def library() -> Library:
     functions.baton_packed_size.restype = size
     functions.baton_padded_k.argtypes = [integer, size]
     functions.baton_padded_k.restype = size
-    functions.baton_pack.argtypes = [integer, pointer, pointer, size, size, size, size]
+    functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
     functions.baton_pack.restype = None
     functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 4 + [integer, integer]
     functions.baton_attention.argtypes = [integer, integer, pointer, integer]
     functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 11
-    functions.baton_take_rows.argtypes = [integer, pointer, pointer, pointer, size, size, size, integer]
+    functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]

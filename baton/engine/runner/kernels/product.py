@@ -35,6 +35,8 @@ class PackedWeight:
     """[elements], padded with zeros."""
     address: int
     """Of the storage."""
+    isa: int
+    """The instruction set that it was rearranged for, which computes with it too."""
 
 
 def pack(*weights: torch.Tensor) -> PackedWeight:
@@ -74,7 +76,7 @@ def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torc
     out = torch.empty((index.shape[0], w.k), dtype=w.dtype)
     check_status(
         library().take_rows(
-            DTYPES[w.dtype], w.address, index.data_ptr(), out.data_ptr(), index.shape[0], w.n, w.k, threads
+            w.isa, DTYPES[w.dtype], w.address, index.data_ptr(), out.data_ptr(), index.shape[0], w.n, w.k, threads
         )
     )
     return out
@@ -124,7 +126,7 @@ def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: in
     out = x.new_empty((m, w.n))
     lib = library()
     status = lib.linear(
-        lib.isa,
+        w.isa,
         DTYPES[w.dtype],
         x.data_ptr(),
         w.address,
@@ -159,11 +161,11 @@ def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, ga
     k, dtype = weights[0].shape[1], weights[0].dtype
     code = DTYPES[dtype]
     storage = zeros_for_reading(lib.functions.baton_packed_size(code, columns, k), dtype)
-    return PackedWeight(n, k, lib.functions.baton_padded_k(code, k), dtype, gated, storage, storage.data_ptr())
+    return PackedWeight(n, k, lib.functions.baton_padded_k(code, k), dtype, gated, storage, storage.data_ptr(), lib.isa)
 
 
 def _place(weight: torch.Tensor, packed: PackedWeight, first: int, *, spread: int) -> None:
     weight = weight.detach().contiguous()
     library().functions.baton_pack(
-        DTYPES[packed.dtype], weight.data_ptr(), packed.address, weight.shape[0], packed.k, first, spread
+        packed.isa, DTYPES[packed.dtype], weight.data_ptr(), packed.address, weight.shape[0], packed.k, first, spread
     )

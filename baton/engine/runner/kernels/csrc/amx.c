@@ -27,7 +27,7 @@
 
 typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
-enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES };
+enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEMENTS };
 /* Weights of so many k stay in the first cache while rows pass. Up to FEW_ROWS, memory is slower than the products. */
 enum { CACHED_K = 256, FEW_ROWS = 48 };
 
@@ -248,9 +248,10 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
 INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) { memcpy(row, x, k * 2); }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
-                                    size_t panel_stride, size_t step_stride, size_t pairs, float *c, size_t ldc) {
+                                    size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc, int accumulate) {
     struct factors f = {.x = (const uint16_t *)x, .w = w, .ldx = 2 * ldx, .panel_stride = panel_stride,
-                        .step_stride = step_stride, .steps = pairs * 2 / TILE_K, .repeats = 1};
+                        .step_stride = pair_stride * TILE_K / 2, .steps = pairs * 2 / TILE_K, .repeats = 1};
+    (void)accumulate; /* attention's scores, which begin from zero */
     multiply(rows, panels, f, c, ldc, 0);
 }
 
@@ -308,5 +309,5 @@ static int supported(void) {
 
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, BLOCK_ROWS, 512};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512};
 #endif

@@ -208,7 +208,7 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
                         dim, state->scores, KEY_TILE, 0);
     else
         product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
-                         state->query_dim * LANES, PANEL_ELEMENTS, pairs, state->scores, KEY_TILE);
+                         state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
     int split = VALUE_PAIRS_OF(dtype) && sees_all(range);
     for (size_t r = 0; r < count; r++) {
         ask_ahead(state, count < 8 ? 6 : 3);

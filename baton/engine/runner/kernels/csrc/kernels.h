@@ -7,7 +7,8 @@
  *
  * Packed weights: groups of 64 columns in 4 panels of 16, side by side, so that one task reads one stream. Missing columns are zero.
  *   float32:  [group][k][panel][16]
- *   bfloat16: [group][step][panel][pair][16][2], steps of 16 pairs of k, k padded with zeros to a multiple of 32.
+ *   bfloat16: [group][step][panel][pair][16][2], k padded with zeros to a multiple of 32. A step is a pair of k, so that a task
+ *             reads line after line; on AMX it is 16 pairs, a tile.
  * A gated weight has gate and up in turn: panels 0 and 2 of a group hold the gates of 32 outputs, 1 and 3 what they gate.
  * A bfloat16 pair is accumulated odd element first, as the vdpbf16ps instruction does; the paths without that instruction
  * follow it, so all paths but AMX give the same bits. Subnormal inputs and results count as zero (FTZ and DAZ).
@@ -18,9 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, STEP_PAIRS = 16, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
-/* of one step of a bfloat16 group */
-enum { PANEL_ELEMENTS = BF16_K_MULTIPLE * LANES, STEP_ELEMENTS = GROUP_PANELS * PANEL_ELEMENTS };
+enum { LANES = 16, GROUP_PANELS = 4, GROUP_COLUMNS = LANES * GROUP_PANELS, BF16_K_MULTIPLE = 32, KEY_TILE = 64, MAX_HEAD_DIM = 256 };
 enum dtype { DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1 };
 /* product.py has the same numbers */
 enum activation { NOT_GATED = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
@@ -116,8 +115,9 @@ struct isa {
     task_function attention[2];
     task_function rms_norm[2];
     task_function rotate[2];
+    size_t step_pairs;   /* of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x in scratch at once, for the vectors */
-    size_t rows_of_sums; /* the most rows of a bfloat16 task that keeps all its sums in scratch; 0: it keeps linear_rows of them */
+    size_t rows_of_sums; /* the most rows of a bfloat16 task, which keeps all its sums in scratch */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;

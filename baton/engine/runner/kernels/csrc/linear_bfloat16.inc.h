@@ -2,19 +2,28 @@
 TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) {
     const struct linear_call *call = job;
     struct linear_task part = linear_task(call, task);
-    size_t pairs = call->k / 2, items = pairs * ROW_ITEMS_PER_PAIR;
-    float *c = scratch;
-    bf16_row *rows = (bf16_row *)(c + TALL_ROWS * GROUP_COLUMNS);
-    for (size_t group = part.group; group < part.group_end; group++) {
-        const uint16_t *w = (const uint16_t *)call->packed + group * GROUP_COLUMNS * call->k;
+    size_t rows = part.end - part.row, all = call->k / 2, most = rows <= FEW_ROWS ? FEW_PAIRS : MANY_PAIRS;
+    size_t pieces = (all + most - 1) / most, depth = pieces > 0 ? (all + pieces - 1) / pieces : 0;
+    const uint16_t *packed = (const uint16_t *)call->packed;
+    float *sums = scratch;
+    bf16_row *widened = (bf16_row *)(sums + rows * (part.group_end - part.group) * GROUP_COLUMNS);
+    for (size_t group = part.group; group < part.group_end; group++, sums += rows * GROUP_COLUMNS) {
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
-        for (size_t row = part.row, block; row < part.end; row += block) {
-            const uint16_t *x = (const uint16_t *)call->x + row * call->x_stride;
-            block = block_rows(part.end - row);
-            for (size_t m = 0; m < block; m++) widen_row(rows + m * items, x + m * call->x_stride, call->k);
-            product_bfloat16(block, GROUP_PANELS, rows, items, w, PANEL_ELEMENTS, STEP_ELEMENTS, pairs, c, GROUP_COLUMNS);
-            store_rows(DTYPE_BFLOAT16, &epilogue, call->out, row, block, c);
-        }
+        size_t from = 0;
+        do {
+            size_t pairs = all - from < depth ? all - from : depth;
+            const uint16_t *w = packed + (group * all + from) * 2 * GROUP_COLUMNS;
+            for (size_t row = 0, block; row < rows; row += block) {
+                const uint16_t *x = (const uint16_t *)call->x + (part.row + row) * call->x_stride + 2 * from;
+                block = block_rows(rows - row, PAIR_TILE_ROWS);
+                size_t ldx;
+                const bf16_row *items = row_items(x, call->x_stride, block, pairs, widened, &ldx);
+                product_bfloat16(block, GROUP_PANELS, items, ldx, w, 2 * LANES, 2 * GROUP_COLUMNS, pairs, sums + row * GROUP_COLUMNS,
+                                 GROUP_COLUMNS, from > 0);
+            }
+            from += depth;
+        } while (from < all);
+        store_rows(DTYPE_BFLOAT16, &epilogue, call->out, part.row, rows, sums);
     }
 }

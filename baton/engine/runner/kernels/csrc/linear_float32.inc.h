@@ -44,7 +44,7 @@ TARGET static void linear_float32(const void *job, size_t task, void *scratch) {
         open_epilogue(&epilogue, call, DTYPE_FLOAT32, group);
         for (size_t row = part.row, block; row < part.end; row += block) {
             const float *x = (const float *)call->x + row * call->x_stride;
-            block = block_rows(part.end - row);
+            block = block_rows(part.end - row, TALL_ROWS);
             product_float32(block, GROUP_PANELS, x, call->x_stride, w, LANES, GROUP_COLUMNS, call->k, c, GROUP_COLUMNS, 0);
             store_rows(DTYPE_FLOAT32, &epilogue, call->out, row, block, c);
         }

@@ -1,10 +1,15 @@
 /* The same product for bfloat16 pairs, after product_float32.inc.h; DPBF16 says that there is vdpbf16ps. */
+
+/* A piece of k: up to FEW_ROWS its weights, one group's, stay in the first cache while the rows pass block after block, and come
+ * from memory one such piece ahead; with more rows they stay in the second cache. */
+enum { FEW_ROWS = 48, FEW_PAIRS = 64, MANY_PAIRS = 512, AHEAD_BYTES = FEW_PAIRS * GROUP_COLUMNS * 4 };
+enum { ROW_ITEMS_PER_PAIR = 2, QUERY_MULTIPLE = 2 };
 #ifdef DPBF16
-typedef uint32_t bf16_row; /* pairs as they lie in memory */
-enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = 2 };
+typedef uint16_t bf16_row; /* as they lie in memory */
+enum { PAIR_TILE_ROWS = WIDE_ROWS };
 #else
 typedef float bf16_row; /* pairs as floats, odd element first */
-enum { ROW_ITEMS_PER_PAIR = 2, QUERY_MULTIPLE = 2 };
+enum { PAIR_TILE_ROWS = TALL_ROWS };
 #endif
 
 /* k is even */
@@ -20,47 +25,60 @@ INLINE void widen_row(bf16_row *row, const uint16_t *x, size_t k) {
 #endif
 }
 
-/* c[MM][NU * 16] = x[MM][pairs] * panels, each pair's odd element first; strides count bfloat16 elements, ldx row
+/* Rows of x as product_bfloat16 takes them: as they lie, or a copy in `room`. */
+INLINE const bf16_row *row_items(const uint16_t *x, size_t stride, size_t rows, size_t pairs, bf16_row *room, size_t *ldx) {
+#ifdef DPBF16
+    (void)rows, (void)pairs, (void)room;
+    *ldx = stride;
+    return x;
+#else
+    *ldx = pairs * ROW_ITEMS_PER_PAIR;
+    for (size_t m = 0; m < rows; m++) widen_row(room + m * *ldx, x + m * stride, 2 * pairs);
+    return room;
+#endif
+}
+
+/* c[MM][NU * 16] (+)= x[MM][pairs] * panels, each pair's odd element first; strides count bfloat16 elements, ldx row
  * items. */
 INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t ldx, const uint16_t *w, size_t panel_stride,
-                          size_t step_stride, size_t pairs, float *c, size_t ldc) {
+                          size_t pair_stride, size_t pairs, float *c, size_t ldc, int accumulate) {
     v16 acc[12][4];
 #pragma GCC unroll 12
     for (int m = 0; m < MM; m++)
 #pragma GCC unroll 4
-        for (int u = 0; u < NU; u++) acc[m][u] = v_zero();
-    for (size_t first = 0; first < pairs; first += STEP_PAIRS, w += step_stride)
-        for (size_t i = first; i < pairs && i < first + STEP_PAIRS; i++) {
-            const uint16_t *p = w + (i - first) * 2 * LANES;
+        for (int u = 0; u < NU; u++) acc[m][u] = accumulate ? v_load(c + (size_t)m * ldc + (size_t)u * LANES) : v_zero();
+    for (size_t i = 0; i < pairs; i++, w += pair_stride) {
 #ifdef DPBF16
-            __m512i weights[4];
+        __m512i weights[4];
 #pragma GCC unroll 4
-            for (int u = 0; u < NU; u++) {
-                weights[u] = _mm512_loadu_si512(p + (size_t)u * panel_stride);
-                __builtin_prefetch((const char *)(p + (size_t)u * panel_stride) + PREFETCH_BYTES);
-            }
-#pragma GCC unroll 12
-            for (int m = 0; m < MM; m++) {
-                __m512i pair = _mm512_set1_epi32((int)x[(size_t)m * ldx + i]);
-#pragma GCC unroll 4
-                for (int u = 0; u < NU; u++) acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)weights[u], (__m512bh)pair);
-            }
-#else
-            v16 odd[4], even[4];
-#pragma GCC unroll 4
-            for (int u = 0; u < NU; u++) {
-                odd[u] = v_load_odd(p + (size_t)u * panel_stride);
-                even[u] = v_load_even(p + (size_t)u * panel_stride);
-                __builtin_prefetch((const char *)(p + (size_t)u * panel_stride) + PREFETCH_BYTES);
-            }
-#pragma GCC unroll 12
-            for (int m = 0; m < MM; m++) {
-                v16 x_odd = v_set1(x[(size_t)m * ldx + 2 * i]), x_even = v_set1(x[(size_t)m * ldx + 2 * i + 1]);
-#pragma GCC unroll 4
-                for (int u = 0; u < NU; u++) acc[m][u] = v_fma(even[u], x_even, v_fma(odd[u], x_odd, acc[m][u]));
-            }
-#endif
+        for (int u = 0; u < NU; u++) {
+            weights[u] = _mm512_loadu_si512(w + (size_t)u * panel_stride);
+            __builtin_prefetch((const char *)(w + (size_t)u * panel_stride) + AHEAD_BYTES);
         }
+#pragma GCC unroll 12
+        for (int m = 0; m < MM; m++) {
+            int32_t elements;
+            memcpy(&elements, x + (size_t)m * ldx + 2 * i, sizeof elements);
+            __m512i pair = _mm512_set1_epi32(elements);
+#pragma GCC unroll 4
+            for (int u = 0; u < NU; u++) acc[m][u] = _mm512_dpbf16_ps(acc[m][u], (__m512bh)weights[u], (__m512bh)pair);
+        }
+#else
+        v16 odd[4], even[4];
+#pragma GCC unroll 4
+        for (int u = 0; u < NU; u++) {
+            odd[u] = v_load_odd(w + (size_t)u * panel_stride);
+            even[u] = v_load_even(w + (size_t)u * panel_stride);
+            __builtin_prefetch((const char *)(w + (size_t)u * panel_stride) + AHEAD_BYTES);
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < MM; m++) {
+            v16 x_odd = v_set1(x[(size_t)m * ldx + 2 * i]), x_even = v_set1(x[(size_t)m * ldx + 2 * i + 1]);
+#pragma GCC unroll 4
+            for (int u = 0; u < NU; u++) acc[m][u] = v_fma(even[u], x_even, v_fma(odd[u], x_odd, acc[m][u]));
+        }
+#endif
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < MM; m++)
 #pragma GCC unroll 4
@@ -68,15 +86,15 @@ INLINE void tile_bfloat16(const int MM, const int NU, const bf16_row *x, size_t 
 }
 
 TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *x, size_t ldx, const uint16_t *w,
-                                    size_t panel_stride, size_t step_stride, size_t pairs, float *c, size_t ldc) {
+                                    size_t panel_stride, size_t pair_stride, size_t pairs, float *c, size_t ldc, int accumulate) {
     while (rows > 0) {
-        size_t block = block_rows(rows), panel = 0;
+        size_t block = block_rows(rows, PAIR_TILE_ROWS), panel = 0;
         if (block <= WIDE_ROWS && panels % WIDE_PANELS == 0) {
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, step_stride, pairs,            \
-                      c + panel * LANES, ldc);                                                                           \
+        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
+                      c + panel * LANES, ldc, accumulate);                                                                           \
         break;
                     WIDE_CASES(CASE)
 #undef CASE
@@ -85,8 +103,8 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
             for (; panel < panels; panel += TALL_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, step_stride, pairs,            \
-                      c + panel * LANES, ldc);                                                                           \
+        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
+                      c + panel * LANES, ldc, accumulate);                                                                           \
         break;
                     TALL_CASES(CASE)
 #undef CASE

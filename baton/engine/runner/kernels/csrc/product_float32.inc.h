@@ -36,15 +36,15 @@ INLINE void tile_float32(const int MM, const int NU, const float *x, size_t ldx,
 }
 
 /* The next block of rows: as few blocks as the tiles allow, of nearly equal size. */
-INLINE size_t block_rows(size_t rows) {
-    size_t blocks = (rows + TALL_ROWS - 1) / TALL_ROWS;
+INLINE size_t block_rows(size_t rows, size_t most) {
+    size_t blocks = (rows + most - 1) / most;
     return (rows + blocks - 1) / blocks;
 }
 
 TARGET static void product_float32(size_t rows, size_t panels, const float *x, size_t ldx, const float *w, size_t panel_stride,
                                    size_t k_stride, size_t k, float *c, size_t ldc, int accumulate) {
     while (rows > 0) {
-        size_t block = block_rows(rows), panel = 0;
+        size_t block = block_rows(rows, TALL_ROWS), panel = 0;
         if (block <= WIDE_ROWS && panels % WIDE_PANELS == 0) {
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                           \

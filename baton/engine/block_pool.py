@@ -7,10 +7,16 @@ Every block but the null block is in exactly one account:
   leased        only ended requests hold it, for a peer that may still read it
   quarantined   an ended request's transfer may still write to it; it is in no table, no index, no list
 The first two lie on the free list, which is what an allocation can take.
+
+Fence: steps that were decided and are not committed may still write to what their requests had, however dead those are
+by now. The runner takes its steps in order, so it does no harm when it gives such a block to a later one; but a load
+from another node, which begins when it is decided, is not in that order. So while a step is in flight nothing comes
+free: whoever lets go of blocks owns them until the last step decided by then is committed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -146,6 +152,10 @@ class BlockPool:
         self._num_cached_idle = 0
         self._num_leased = 0
         self._num_quarantined = 0
+        self._fence: int | None = None
+        """The last step in flight."""
+        self._fenced: deque[tuple[int, Sequence[Block]]] = deque()
+        """What was let go of meanwhile, and the step whose end it waits for."""
         self.on_evict: Callable[[Sequence[tuple[Block, bytes]]], None] | None = None
         """Told which blocks lost which keys to an allocation, before anybody writes to them."""
 
@@ -232,10 +242,32 @@ class BlockPool:
             block.owner_cnt += 1
 
     def free_blocks(self, blocks: Sequence[Block]) -> None:
-        """An owner lets go of its blocks, given in table order.
+        """An owner lets go of its blocks, given in table order; while a step is in flight, when that is committed.
 
         Freed from the end: of equally old blocks the one with the longer prefix is lost first.
         """
+        if self._fence is not None:
+            self._fenced.append((self._fence, blocks))
+        else:
+            self._let_go(blocks)
+
+    def raise_fence(self, step: int) -> None:
+        """A step was decided: from now on what is let go of comes free when it is committed."""
+        self._fence = step
+
+    def lift_fence(self, step: int) -> None:
+        """This step and all before it are committed."""
+        if self._fence == step:
+            self._fence = None
+        while self._fenced and self._fenced[0][0] <= step:
+            self._let_go(self._fenced.popleft()[1])
+
+    @property
+    def fenced(self) -> Iterator[Block]:
+        """Blocks that wait for the end of a step, once for each owner that let go of them."""
+        return (block for _, blocks in self._fenced for block in blocks)
+
+    def _let_go(self, blocks: Sequence[Block]) -> None:
         for block in reversed(blocks):
             block.owner_cnt -= 1
             if block.owner_cnt == 0:
@@ -261,11 +293,12 @@ class BlockPool:
 
     def end_lease(self, blocks: Sequence[Block]) -> None:
         """End one lease on each, given in table order."""
-        for block in reversed(blocks):
+        # As an owner, who lets go of them: a leg that was aborted may have a step in flight.
+        for block in blocks:
+            self._num_leased -= block.owner_cnt == 0
             block.lease_cnt -= 1
-            if block.owner_cnt == 0 and block.lease_cnt == 0:
-                self._num_leased -= 1
-                self._put_back(block)
+            block.owner_cnt += 1
+        self.free_blocks(blocks)
 
     def quarantine(self, blocks: Sequence[Block]) -> None:
         """Turn their only owner's hold into quarantine; ValueError when others hold one or it is in the index."""

@@ -1,22 +1,38 @@
-"""The engine's step: decide, compute, commit."""
+"""The engine's step: decide, compute, commit.
+
+With a `StepExecutor` scheduling is asynchronous: a step is decided, and the one before it committed and published,
+while the runner computes. Without one the three follow each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 
 from baton.engine.connector import KVTransferOutput
-from baton.engine.outputs import EngineCoreEvent, EngineCoreOutputs, ModelRunnerOutput, SchedulerStats
+from baton.engine.outputs import (
+    EngineCoreEvent,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+)
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner.base import LazyExecutor, ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
 
 
 class EngineCore:
-    """One scheduler and one runner. Called from one thread; between two steps nothing is in flight."""
+    """One scheduler and one runner. Called from one thread; between two calls at most one step is in flight."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, executor: StepExecutor | None = None) -> None:
+        """`executor`: schedule asynchronously; closed by `close`. None: between two calls nothing is in flight."""
         self.scheduler = scheduler
         self.runner = runner
+        self._runs_ahead = executor is not None
+        self._executor: StepExecutor = executor if executor is not None else LazyExecutor()
+        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
+        """Submitted and not committed, in order; two at most, while `step` waits for the first."""
 
     def add_request(self, request: Request) -> None:
         """Queue a request; DuplicateRequest when its id is live."""
@@ -34,19 +50,39 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` could bring something now; the driver sleeps while it is False."""
-        return self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> dict[int, EngineCoreOutputs]:
-        """Run one step; outputs by client index. A runner that raises fails the step's requests, not the engine."""
-        scheduler_output = self.scheduler.schedule()
-        runner_output = _NOTHING_COMPUTED
-        if scheduler_output.concerns_runner:
-            try:
-                runner_output = self.runner.execute_model(scheduler_output)
-            except Exception as exc:
-                failed = dict.fromkeys(scheduler_output.num_scheduled_tokens, f"the runner failed: {exc!r}")
-                runner_output = ModelRunnerOutput({}, failed=failed, lost=True)
-        return self.scheduler.update_from_output(scheduler_output, runner_output)
+        """Decide a step and commit one; outputs by client index. They are the same step unless one is in flight.
+
+        A runner that raises fails the step's requests, not the engine.
+        """
+        if not self._in_flight or self.scheduler.may_run_ahead():
+            decided = self.scheduler.schedule()
+            if decided.concerns_runner:
+                self._submit(decided)
+                if len(self._in_flight) == 1 and self._runs_ahead and self.scheduler.may_run_ahead():
+                    return self.scheduler.take_refusals()
+            elif not self._in_flight:
+                return self.scheduler.update_from_output(decided, _NOTHING_COMPUTED)
+        return self._commit()
+
+    def close(self) -> None:
+        """Wait for what the runner is doing; nobody hears of it. No `step` after it."""
+        self._executor.close()
+
+    def _submit(self, decided: SchedulerOutput) -> None:
+        self._in_flight.append((decided, self._executor.submit(lambda: self.runner.execute_model(decided))))
+
+    def _commit(self) -> dict[int, EngineCoreOutputs]:
+        """Wait for the first step in flight, and commit it."""
+        decided, result = self._in_flight.popleft()
+        try:
+            computed = result()
+        except Exception as exc:
+            failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
+            computed = ModelRunnerOutput({}, failed=failed, lost=True)
+        return self.scheduler.update_from_output(decided, computed)
 
     def make_stats(self) -> SchedulerStats:
         """Load after the last step."""

@@ -1,9 +1,12 @@
 """Running requests that compute one token a step: a step costs them little more than the token itself.
 
-What a steady step has to decide about such a request is known in advance: the step in which it needs a block (a
-calendar has it) and the output length at which its commit is more than an append (`Request.attention_at`). So nobody
-asks each of them everything in every step, and what a step says of them all is built once and used until one joins or
-leaves.
+What a steady step has to decide about such a request is known in advance: the step in which it needs a block, the one
+in which it reaches its length (a calendar has both), and the output length at which its commit is more than an append
+(`Request.attention_at`). So nobody asks each of them everything in every step, and what a step says of them all is
+built once and used until one joins or leaves.
+
+A request joins when the step that computes the last of its known tokens is decided: whether it stopped at the token
+that the step draws is known later, and a next step may be decided before. Ticks count decided steps.
 """
 
 from __future__ import annotations
@@ -37,6 +40,9 @@ class DecodeSet:
         self._calendar: dict[int, list[Request]] = {}
         """Who needs a block before which tick. May name requests that have left, or joined anew."""
         self._due_at: dict[str, int] = {}
+        self._over: dict[int, set[str]] = {}
+        """Who computes nothing any more from which tick on: by then its length is reached, whatever it draws."""
+        self._over_at: dict[str, int] = {}
         self._group: DecodeGroup | None = NO_DECODES
 
     @property
@@ -46,23 +52,36 @@ class DecodeSet:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._members
 
-    def join(self, request: Request, num_slots: int) -> None:
-        """From the next tick on it computes one token each; it has blocks for `num_slots` tokens."""
+    @property
+    def num_needy(self) -> int:
+        """At most so many members have no slot for the next tick."""
+        return len(self._calendar.get(self._tick + 1, ()))
+
+    def join(self, request: Request, num_slots: int, num_ticks: int) -> None:
+        """It computes a token in each of the next `num_ticks` ticks, with blocks for `num_slots` tokens in all."""
         self._members[request.request_id] = request
         self._group = None
         self._note_due(request, self._tick + 1 + num_slots - request.num_computed_tokens)
+        over_at = self._over_at[request.request_id] = self._tick + 1 + num_ticks
+        self._over.setdefault(over_at, set()).add(request.request_id)
 
     def leave(self, request_id: str) -> bool:
         """It computes no more here; False when it did not."""
         if self._members.pop(request_id, None) is None:
             return False
         del self._due_at[request_id]
+        over_at = self._over_at.pop(request_id)
+        self._over[over_at].remove(request_id)
+        if not self._over[over_at]:
+            del self._over[over_at]
         self._group = None
         return True
 
     def take_needy(self) -> list[Request]:
         """Members without a slot for the next tick. Each must be `grown` or `leave` before it."""
         tick = self._tick + 1
+        for request_id in tuple(self._over.get(tick, ())):
+            self.leave(request_id)
         named = self._calendar.pop(tick, None)
         if named is None:
             return []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from baton.engine.block_hash import BlockHasher
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
-from baton.engine.host_tier import HostTier
+from baton.engine.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
 from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
@@ -294,11 +294,20 @@ class KVCacheManager:
         self.host.fetch(request.request_id, table.blocks, start=len(found))
         return AllocationAnswer.OK
 
+    def take_copies(self, step: int) -> StepCopies:
+        """What a step that is being decided copies from and to the host tier."""
+        return self.host.begin_step(step) if self.host is not None else NO_COPIES
+
+    def begin_step(self, step: int) -> None:
+        """A step was decided: until `settle` what it may write to is nobody else's."""
+        self.pool.raise_fence(step)
+
     def settle(self, step: int, lost: bool) -> None:
-        """A step's copies from and to the host tier were done, or lost."""
+        """A step was computed, or lost and may have copied nothing."""
         stored = self.host.settle(step, lost) if self.host is not None else []
         if stored and self.kv_events.is_recording:
             self.kv_events.record(BlockStored(stored, tier="host"))
+        self.pool.lift_fence(step)
 
     def lease(self, request_id: str) -> None:
         """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
@@ -343,6 +352,7 @@ class KVCacheManager:
         if self.host is not None:
             self.host.check_invariant()
         owners = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
+        owners.update(block.block_id for block in self.pool.fenced)
         leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
         held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)
         problems = [

@@ -18,6 +18,10 @@ Rules that keep it from wedging and from serving wrong KV:
   - A prefill leg is never preempted: its blocks are offered while it runs, and a peer may be reading them. It never
     needs to be: it has all its blocks from the start.
   - Blocks enter the prefix cache at commit, when their KV is known to be there.
+
+A step can be decided while the one before it runs (`may_run_ahead`): how far a request is computed and when it reaches
+its length is known without the tokens, and the runner appends those itself. What such a step computes for a request
+that has meanwhile ended is skipped at its commit; what that wrote is behind a fence (see block_pool.py).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from collections.abc import Collection, Sequence
 from baton.clock import Clock
 from baton.engine.admission import Admission
 from baton.engine.block_hash import CacheKeyFields
+from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
 from baton.engine.host_tier import NO_COPIES
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
@@ -36,25 +41,20 @@ from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import (
     EngineCoreEvent,
     EngineCoreEventType,
-    EngineCoreOutput,
     EngineCoreOutputs,
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
-    TokenLogprobs,
 )
 from baton.engine.preemption import Preemption
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.sequences import check_sequences, open_group, take_beam
+from baton.engine.sequences import check_sequences, open_group
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import check_stop
+from baton.engine.stopping import most_outputs
 from baton.errors import DuplicateRequest, InvalidRequest
 
 __all__ = ["Scheduler", "SchedulerConfig"]
-
-_FIRST_FIGURES = 2
-"""Outputs up to this length say how much of the prompt was cached or came from elsewhere."""
 
 
 class Scheduler:
@@ -68,14 +68,13 @@ class Scheduler:
         connector: KVConnector | None = None,
     ) -> None:
         self.config = config
-        self.num_skipped_results = 0
-        """Results of a step for requests that had ended or were never scheduled."""
         self.num_unknown_transfers = 0
         """Transfer reports for requests that did not wait for one."""
         self._clock = clock
         self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
         self._admission = Admission(self._ledger)
         self._preemption = Preemption(self._ledger, self._admission)
+        self._commit = Commit(self._ledger, self._admission)
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
@@ -101,6 +100,11 @@ class Scheduler:
     def max_model_len(self) -> int:
         """The configured one, or what the pool can hold when that is less."""
         return self._ledger.max_model_len
+
+    @property
+    def num_skipped_results(self) -> int:
+        """Results of a step for requests that had ended or were never scheduled."""
+        return self._commit.num_skipped_results
 
     @property
     def num_connector_errors(self) -> int:
@@ -229,8 +233,23 @@ class Scheduler:
 
     # --- deciding a step ---
 
+    def may_run_ahead(self) -> bool:
+        """Whether a step may be decided while the last one is in flight. Whatever forbids that is here.
+
+        Beams: the next ones follow from the tokens. Preemption: a victim must not have a token in flight, and what a
+        step swaps out is lost if somebody loads into those blocks before the runner has copied them.
+        """
+        ledger = self._ledger
+        if ledger.beams or any(plan.swapped_out for plan in self._in_flight.values()):
+            return False
+        # So many blocks at most does the next step take before anything else; with fewer it would preempt.
+        return ledger.decodes.num_needy <= ledger.kv_cache_manager.pool.num_free_blocks
+
     def schedule(self) -> SchedulerOutput:
-        """Decide one step. Requests that can never run end here; their outputs come with the step's."""
+        """Decide one step. Requests that can never run end here; their outputs come with the step's.
+
+        While the step before it is in flight, only if `may_run_ahead`.
+        """
         plan = StepPlan(self._step, self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
         self._step += 1
         if self._admission.take_whole_step_wish():
@@ -241,29 +260,38 @@ class Scheduler:
             self._admission.admit_arrived(plan)
             if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
                 self._admission.admit_waiting(plan, self._pending)
+        self._let_decode(plan)
         moved = self._ledger.free_retired() or bool(plan.preempted_req_ids)
         self._stalled = plan.is_empty and not moved and not self._pending
-        host = self.kv_cache_manager.host
-        copies = host.begin_step(plan.step) if host is not None else NO_COPIES
+        copies = self.kv_cache_manager.take_copies(plan.step)
         if not plan.is_empty or copies is not NO_COPIES:
             self._in_flight[plan.step] = plan
+            self.kv_cache_manager.begin_step(plan.step)
         return plan.build(self._ledger.take_finished_req_ids(), copies)
+
+    def take_refusals(self) -> dict[int, EngineCoreOutputs]:
+        """The ends that `schedule` decided, ahead of the step's outputs."""
+        outputs, self._pending = self._pending, OutputsByClient()
+        return outputs.seal()
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         decodes, manager = self._ledger.decodes, self.kv_cache_manager
         for request in decodes.take_needy():
             # An older one in need may have preempted it meanwhile.
             while request.request_id in decodes:
-                allocation = manager.allocate_slots(request, 1)
+                # Its blocks are full when this step begins, tokens in flight included.
+                num_full = manager.num_slots(request.request_id)
+                allocation = manager.allocate_slots(request, num_full + 1 - request.num_computed_tokens)
                 if allocation.answer is AllocationAnswer.OK:
                     decodes.grown(request)
-                    plan.note_growth(request, allocation.new_block_ids)
+                    plan.note_growth(request, num_full, allocation.new_block_ids)
                     break
                 self._preemption.make_room(request, plan)
         plan.add_decodes(decodes.tick())
 
     def _schedule_filling(self, plan: StepPlan) -> None:
-        filling = self._ledger.filling
+        # Others have all their known tokens in flight, and no decoding to come.
+        filling = [r for r in self._ledger.filling if r.num_tokens_with_spec > r.num_computed_tokens]
         arriving = min(self._admission.num_arrived, self.config.max_num_seqs - len(self._ledger.running))
         for index, request in enumerate(filling):
             if plan.token_budget <= 0:
@@ -276,162 +304,43 @@ class Scheduler:
             # All its blocks were taken when it was admitted.
             plan.add_known(request, num_tokens, ())
 
+    def _let_decode(self, plan: StepPlan) -> None:
+        """Whose last known token is computed in this step decodes from the next one on, if there is more to come."""
+        ledger = self._ledger
+        for request in plan.requests:
+            # A beam ends with the token that it lacks, and so does a prefill leg.
+            if (
+                request.num_computed_tokens < request.num_tokens
+                or request.beams is not None
+                or request.leg is Leg.PREFILL
+            ):
+                continue
+            num_to_come = most_outputs(request, ledger.max_model_len) - len(request.output_token_ids) - 1
+            if num_to_come > 0:
+                ledger.filling.remove(request)
+                ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id), num_to_come)
+
     # --- committing a step ---
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Commit a step: append tokens, judge stops, free what ended. Keyed by client index.
+        """Commit a step, in the order of deciding: append tokens, judge stops, free what ended. Keyed by client index.
 
         Results for requests that ended meanwhile, or that were never scheduled, are skipped and counted.
         """
         outputs, self._pending = self._pending, OutputsByClient()
         num_scheduled = scheduler_output.num_scheduled_tokens
-        self.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
+        self._commit.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
         plan = self._in_flight.pop(scheduler_output.step, None)
         if plan is not None:
-            if self.kv_cache_manager.host is not None:
-                self._preemption.settle(plan, scheduler_output, runner_output)
-            for client_index, requests in plan.decodes.by_client.items():
-                self._commit_decodes(requests, runner_output, outputs.of(client_index), outputs)
-            for request in plan.requests:
-                if request.status is RequestStatus.RUNNING:
-                    self._commit(request, num_scheduled[request.request_id], runner_output, outputs)
-                    self._decodes_from_now_on(request)
-                else:
-                    self.num_skipped_results += 1
+            self._stalled = False
+            self._preemption.settle(plan, scheduler_output, runner_output)
+            self._commit.take(plan, num_scheduled, runner_output, outputs)
         self._ledger.drop_ended()
         if self._ledger.broken_groups:
             self._finish_broken_groups(outputs)
         return outputs.seal()
-
-    def _commit_decodes(
-        self,
-        requests: Sequence[Request],
-        runner_output: ModelRunnerOutput,
-        own_outputs: list[EngineCoreOutput],
-        outputs: OutputsByClient,
-    ) -> None:
-        """The step's inmost loop: for most requests, append a token and say so."""
-        sampled, logprobs, running = runner_output.sampled_token_ids, runner_output.logprobs, RequestStatus.RUNNING
-        no_tokens: Sequence[int] = ()
-        failed = runner_output.failed
-        for request in requests:
-            if request.status is not running:
-                self.num_skipped_results += 1
-                continue
-            request_id = request.request_id
-            new_token_ids = sampled.get(request_id, no_tokens)
-            request.num_computed_tokens += 1
-            output_token_ids = request.output_token_ids
-            first_index = len(output_token_ids)
-            if (
-                first_index < request.attention_at
-                and len(new_token_ids) == 1
-                and new_token_ids[0] not in request.stop_ids
-                and request_id not in failed
-            ):
-                output_token_ids.append(new_token_ids[0])
-                new_logprobs = logprobs.get(request_id, ()) if logprobs else ()
-                own_outputs.append(EngineCoreOutput(request_id, new_token_ids, first_index, new_logprobs))
-            else:
-                self._commit(request, 1, runner_output, outputs)
-                if request.status is running:
-                    request.attention_at = self._next_attention(request)
-
-    def _decodes_from_now_on(self, request: Request) -> None:
-        """It is one of the decodes if its next token is all that it lacks."""
-        ledger = self._ledger
-        if request.status is not RequestStatus.RUNNING or request.num_tokens - request.num_computed_tokens != 1:
-            return
-        if request.beams is not None:
-            return  # it ends with the token that it lacks
-        ledger.filling.remove(request)
-        request.attention_at = self._next_attention(request)
-        ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id))
-
-    def _next_attention(self, request: Request) -> int:
-        """The output index whose token fills a block, reaches a limit, or still carries first figures."""
-        num_output_tokens, block_size = len(request.output_token_ids), self.config.block_size
-        params, longest = request.sampling_params, self._ledger.max_model_len - request.num_prompt_tokens
-        to_full_block = block_size - request.num_computed_tokens % block_size
-        limit = min(params.max_tokens, longest, num_output_tokens + to_full_block) - 1
-        return 0 if num_output_tokens < _FIRST_FIGURES else limit
-
-    def _drop_unseen(self, request: Request, window: int) -> None:
-        # A prefill leg's blocks are on offer, and siblings and beams share what another one computed.
-        if request.leg is not Leg.PREFILL and request.group is None and request.beams is None:
-            first_seen = request.num_computed_tokens - window + 1
-            self._ledger.kv_cache_manager.drop_before(request.request_id, first_seen)
-
-    def _commit(
-        self,
-        request: Request,
-        num_scheduled_tokens: int,
-        runner_output: ModelRunnerOutput,
-        outputs: OutputsByClient,
-    ) -> None:
-        ledger, request_id = self._ledger, request.request_id
-        failure = runner_output.failed.get(request_id)
-        if failure is not None:
-            ledger.end(request, RequestStatus.ERROR, outputs, error=failure)
-            return
-        ledger.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
-        if self.config.sliding_window is not None:
-            self._drop_unseen(request, self.config.sliding_window)
-        if num_scheduled_tokens > 1 or not request.output_token_ids:
-            ledger.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, request.num_computed_tokens)
-        if request.leg is Leg.PREFILL:
-            block_ids = ledger.kv_cache_manager.block_ids(request_id)
-            try:
-                ledger.connector.blocks_computed(request, block_ids, request.num_computed_tokens)
-            except Exception as exc:
-                ledger.end_by_connector(request, exc, outputs)
-                return
-        if request.num_computed_tokens < request.num_tokens:
-            return
-        token_ids = runner_output.sampled_token_ids.get(request_id)
-        if not token_ids:
-            ledger.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
-            return
-        logprobs = runner_output.logprobs.get(request_id, ())
-        if request.beams is not None:
-            take_beam(request, request.beams, logprobs, ledger, self._admission, outputs)
-        else:
-            self._append(request, token_ids, logprobs, outputs)
-
-    def _append(
-        self,
-        request: Request,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs],
-        outputs: OutputsByClient,
-    ) -> None:
-        ledger, first_index, stop = self._ledger, len(request.output_token_ids), None
-        if first_index == 0 and request.leg is not Leg.PREFILL:
-            self._admission.fork(request)
-        for token_id in token_ids:
-            request.output_token_ids.append(token_id)
-            stop = check_stop(request, ledger.max_model_len)
-            if stop is not None:
-                break
-        if first_index == 0:
-            ledger.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
-        if request.leg is Leg.PREFILL and (request.sampling_params.n > 1 or request.sampling_params.beam_width):
-            # Its first sequence may be over, but the others need the prompt; and a beam search has no first token yet.
-            stop = None
-            first_index = len(request.output_token_ids) if request.sampling_params.beam_width else first_index
-        if stop is None and request.leg is not Leg.PREFILL:
-            ledger.emit(request, first_index, logprobs, outputs)
-            return
-        ledger.end(
-            request,
-            stop.status if stop is not None else RequestStatus.HANDED_OFF,
-            outputs,
-            stop_reason=stop.stop_reason if stop is not None else None,
-            first_index=first_index,
-            logprobs=logprobs,
-        )
 
     # --- KV from elsewhere ---
 

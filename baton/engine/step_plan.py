@@ -21,6 +21,8 @@ class StepPlan:
         """Scheduled requests that compute one token, as every step."""
         self.requests: list[Request] = []
         """The other scheduled requests, in the runner's order; it takes the decodes first."""
+        self.num_computed_tokens: list[int] = []
+        """Of each of those, once the step is computed. By then later steps may have been counted in the request."""
         self.preempted_req_ids: set[str] = set()
         self.swapped_out: list[Request] = []
         """Preempted requests whose KV this step copies to the host tier."""
@@ -45,9 +47,9 @@ class StepPlan:
         self._total += len(decodes.num_tokens)
         self.token_budget -= len(decodes.num_tokens)
 
-    def note_growth(self, request: Request, new_block_ids: Sequence[int]) -> None:
-        """A decoding request got blocks."""
-        self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens))
+    def note_growth(self, request: Request, num_computed_tokens: int, new_block_ids: Sequence[int]) -> None:
+        """A decoding request got blocks; so many tokens are computed when the step begins."""
+        self._known.append(CachedRequestData(request.request_id, new_block_ids, num_computed_tokens))
 
     def add_new(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Compute `num_tokens` of a request that the runner has not seen."""
@@ -92,9 +94,10 @@ class StepPlan:
         return {**decodes, **self._num_tokens}
 
     def _advance(self, request: Request, num_tokens: int) -> None:
-        # Counted as computed from now on, so that a next step could be decided before this one's tokens are back.
+        # Counted as computed from now on, so that a next step can be decided before this one's tokens are back.
         request.num_computed_tokens += num_tokens
         self.requests.append(request)
+        self.num_computed_tokens.append(request.num_computed_tokens)
         self._num_tokens[request.request_id] = num_tokens
         self._total += num_tokens
         self.token_budget -= num_tokens

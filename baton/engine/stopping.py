@@ -19,6 +19,11 @@ _AT_EOS = Stop(RequestStatus.STOPPED)
 _AT_LENGTH = Stop(RequestStatus.LENGTH_CAPPED)
 
 
+def most_outputs(request: Request, max_model_len: int) -> int:
+    """Output tokens after which length ends a request, whatever they are."""
+    return min(request.sampling_params.max_tokens, max_model_len - request.num_prompt_tokens)
+
+
 def check_stop(request: Request, max_model_len: int) -> Stop | None:
     """Judge the last output token. Below min_tokens only length can end a request."""
     params = request.sampling_params

@@ -1,7 +1,8 @@
 """The engine's driver: one thread, the only writer of scheduler, pool and requests.
 
 Everybody else leaves commands in its inbox. It sleeps on the inbox while the engine has nothing to compute, and hands
-each step's news to `publish`, on this thread.
+each step's news to `publish`, on this thread. With asynchronous scheduling the runner computes on a thread of its own,
+and this one decides the next step meanwhile (see EngineCore).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class EngineDriver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the current step; waits for the thread."""
+        """End after the current step; waits for the thread, and for a step that was decided ahead."""
         self._inbox.put(_Stop())
         self._thread.join()
 
@@ -88,8 +89,11 @@ class EngineDriver:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            try:
+                while self._turn():
+                    pass
+            finally:
+                self._core.close()
         except BaseException as error:
             self._on_crash(error)
 

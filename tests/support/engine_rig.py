@@ -12,6 +12,7 @@ from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
 from baton.engine.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import FinishReason, KVSource, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.runner.base import StepExecutor
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence_group import sequence_seed, split_sequence_id
@@ -27,7 +28,13 @@ def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
 class EngineRig:
     """One engine with 4-token blocks unless told otherwise. Block books are checked after every call."""
 
-    def __init__(self, num_blocks: int = 65, connector: FakeConnector | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 65,
+        connector: FakeConnector | None = None,
+        executor: StepExecutor | None = None,
+        **limits: Any,
+    ) -> None:
         limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
         self.config = SchedulerConfig(num_blocks=num_blocks, **limits)
         self.runner = ScriptedRunner(num_blocks, self.config.block_size, num_host_blocks=self.config.num_host_blocks)
@@ -35,7 +42,7 @@ class EngineRig:
         self.clock = ManualClock()
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         self.scheduler = Scheduler(self.config, fields, self.clock, self.connector)
-        self.core = EngineCore(self.scheduler, self.runner)
+        self.core = EngineCore(self.scheduler, self.runner, executor)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         """Tokens as a client saw them, checked to be without gaps."""

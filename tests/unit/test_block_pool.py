@@ -74,6 +74,33 @@ def test_the_null_block_is_never_handed_out() -> None:
         pool.get_new_blocks(1)
 
 
+def test_what_is_freed_behind_a_fence_comes_free_when_the_last_step_decided_by_then_is_committed() -> None:
+    pool = BlockPool(6)
+    first, second, third = pool.get_new_blocks(3)
+    pool.raise_fence(1)
+    pool.free_blocks([first])
+    pool.raise_fence(2)
+    pool.free_blocks([second])
+    assert (pool.num_free_blocks, list(pool.fenced)) == (2, [first, second])
+    pool.lift_fence(1)
+    assert (pool.num_free_blocks, list(pool.fenced)) == (3, [second])
+    pool.lift_fence(2)
+    pool.free_blocks([third])
+    assert (pool.num_free_blocks, list(pool.fenced)) == (5, [])
+    pool.check_invariant()
+
+
+def test_a_fenced_block_is_still_found() -> None:
+    pool = BlockPool(4)
+    (block,) = cached(pool, 1)
+    pool.raise_fence(1)
+    pool.free_blocks([block])
+    pool.touch([block])
+    pool.lift_fence(1)
+    assert (pool.get_cached_block(key(1)), block.owner_cnt) == (block, 1)
+    pool.check_invariant()
+
+
 def test_accounts_follow_a_block_through_its_life() -> None:
     pool = BlockPool(6)
     blocks = cached(pool, 1, 2)

@@ -10,9 +10,9 @@ def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:
     decodes = DecodeSet(4)
     request = Request("r", [1, 2, 3], SamplingParams())
     request.num_computed_tokens = 3
-    decodes.join(request, 4)
+    decodes.join(request, 4, num_ticks=9)
     decodes.leave("r")
-    decodes.join(request, 4)
+    decodes.join(request, 4, num_ticks=9)
     assert decodes.take_needy() == []
     decodes.tick()
     assert decodes.take_needy() == [request]

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
+from baton.clock import SystemClock
+from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.connector_fake import FakeConnector
-from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, SchedulerOutput
+from baton.engine.core import EngineCore
+from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
+from baton.engine.runner.step_thread import StepThread
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+from tests.support.step_gate import StepGate
 
 LONG_S = 30.0
 
@@ -22,8 +32,8 @@ LONG_S = 30.0
 class DriverRig:
     """A running driver; `news` has what it published."""
 
-    def __init__(self) -> None:
-        self.engine = EngineRig()
+    def __init__(self, ahead: bool = False) -> None:
+        self.engine = EngineRig(executor=StepThread() if ahead else None)
         self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.driver = EngineDriver(self.engine.core, self.news.put, self.crashes.put)
@@ -40,13 +50,17 @@ class DriverRig:
                             return seen
 
 
-@pytest.fixture
-def rig() -> Iterator[DriverRig]:
-    rig = DriverRig()
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def rig(request: pytest.FixtureRequest) -> Iterator[DriverRig]:
+    rig = DriverRig(request.param)
     rig.driver.start()
     yield rig
     rig.driver.stop()
-    assert all(thread.name != "baton-engine" for thread in threading.enumerate())
+    check_no_thread_is_left()
+
+
+def check_no_thread_is_left() -> None:
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("baton")]
 
 
 def request(request_id: str, client_index: int = 0, **fields: object) -> Request:
@@ -138,8 +152,9 @@ def test_a_scheduler_that_raises_is_told_once_and_ends_the_thread(
     assert rig.crashes.empty()
 
 
-def test_stop_does_not_wait_for_work_that_is_left() -> None:
-    rig = DriverRig()
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stop_does_not_wait_for_work_that_is_left(ahead: bool) -> None:
+    rig = DriverRig(ahead)
     rig.driver.start()
     rig.driver.submit(request("r", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.stop()
@@ -168,3 +183,85 @@ def test_what_a_step_leaves_behind_goes_after_its_news() -> None:
     driver.submit(request("r", leg=Leg.PREFILL))
     assert [order.get(timeout=LONG_S) for _ in range(3)] == ["left before", "news", "left by the step"]
     driver.stop()
+
+
+SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
+
+
+class WatchedThread(StepThread):
+    """Says when a step was submitted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
+        result = super().submit(execute)
+        self.submitted.put(None)
+        return result
+
+
+class GatedRig:
+    """A driver that decides ahead of a simulated runner, whose steps pass a gate."""
+
+    def __init__(self, allowed: int) -> None:
+        self.gate = StepGate(allowed)
+        self.thread = WatchedThread()
+        runner = SimulatedRunner(replace(SPEC, sleep=self.gate))
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        self.scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, SystemClock())
+        self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
+        core = EngineCore(self.scheduler, runner, self.thread)
+        self.driver = EngineDriver(core, self.publish, lambda error: None)
+        self.driver.start()
+
+    def publish(self, news: StepNews) -> None:
+        for batch in news.outputs.values():
+            for output in batch.outputs:
+                self.outputs.put(output)
+
+
+def test_a_step_is_decided_and_another_published_while_the_runner_computes() -> None:
+    rig = GatedRig(allowed=0)
+    rig.driver.submit(request("r"))
+    for _ in range(2):
+        rig.thread.submitted.get(timeout=LONG_S)
+    assert rig.outputs.empty()
+    rig.gate.allow(1)
+    assert rig.outputs.get(timeout=LONG_S).first_index == 0
+    rig.thread.submitted.get(timeout=LONG_S)
+    rig.gate.allow(None)
+    assert [rig.outputs.get(timeout=LONG_S).first_index for _ in range(2)] == [1, 2]
+    rig.driver.stop()
+    check_no_thread_is_left()
+
+
+def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() -> None:
+    rig = GatedRig(allowed=1)
+    rig.driver.submit(request("aborted"))
+    rig.driver.submit(request("other"))
+    rig.gate.wait_for_step(2)
+    rig.driver.abort(["aborted"])
+    rig.gate.allow(None)
+    ends, tokens = {}, []
+    while len(ends) < 2:
+        output = rig.outputs.get(timeout=LONG_S)
+        if output.request_id == "other":
+            tokens += output.new_token_ids
+        if output.finish_reason is not None:
+            ends[output.request_id] = output.finish_reason
+    rig.driver.stop()
+    assert ends == {"aborted": FinishReason.ABORT, "other": FinishReason.LENGTH}
+    assert tokens == expected_tokens(prompt_of(6), SamplingParams(max_tokens=3), SPEC)
+
+
+def test_stop_waits_for_the_step_in_flight_and_for_nothing_else() -> None:
+    rig = GatedRig(allowed=1)
+    rig.driver.submit(request("r"))
+    rig.gate.wait_for_step(2)
+    stopping = threading.Thread(target=rig.driver.stop)
+    stopping.start()
+    rig.gate.allow(None)
+    stopping.join(LONG_S)
+    assert not stopping.is_alive()
+    check_no_thread_is_left()

@@ -4,13 +4,17 @@ A file begins with a line of limits. Lines with `>` are said to it, the lines af
 
   > add a 8 max_tokens 3        a request with a prompt of 8 tokens; also leg, priority, like (whose prompt it has)
   > step                        decide, compute, commit
+  > decide                      the first of these alone
+  > commit                      the others, of the first step that has been decided alone
   compute a 8 new 1 2           8 tokens of a, which is new and has blocks 1 and 2
   compute a 1                   a token of a, about which the runner knows everything; `blocks` are added ones
+  load a 3 4                    a's KV may be written to these blocks from now on
   out a 0+1                     one token from output index 0 on; then why it ended, if it did
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,8 @@ class Conversation:
 
     def __init__(self, limits: str) -> None:
         self.rig = EngineRig(**pairs(limits.split()))
+        self.decided: deque[SchedulerOutput] = deque()
+        self.loads: set[str] = set()
 
     def say(self, line: str) -> list[str]:
         verb, *words = line.split()
@@ -49,6 +55,11 @@ class Conversation:
             case "step":
                 decided = rig.scheduler.schedule()
                 return [*self.decision(decided), *map(self.output, rig.commit(decided))]
+            case "decide":
+                self.decided.append(rig.scheduler.schedule())
+                return [*self.decision(self.decided[-1])]
+            case "commit":
+                return [*map(self.output, rig.commit(self.decided.popleft()))]
             case "abort":
                 return [self.output(output) for output in rig.abort(*words)]
             case "arrived":
@@ -80,6 +91,9 @@ class Conversation:
             elif name in changed and changed[name].new_block_ids:
                 line += f" blocks {' '.join(map(str, changed[name].new_block_ids))}"
             yield line
+        for name in self.rig.connector.loads.keys() - self.loads:
+            yield f"load {name} {' '.join(map(str, self.rig.connector.loads[name].block_ids))}"
+        self.loads = set(self.rig.connector.loads)
         if decided.finished_req_ids:
             yield f"forget {' '.join(sorted(decided.finished_req_ids))}"
 

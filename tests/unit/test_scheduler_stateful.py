@@ -17,6 +17,7 @@ from baton.engine.runner.scripted import expected_beams, prompt_slots
 from baton.engine.scheduler_config import PreemptionMode
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.executors import Ahead, executor_for
 
 EOS = frozenset(range(25))
 GARBAGE = 0xDEADBEEF
@@ -66,6 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
         preemption_mode=st.sampled_from(["recompute", "swap", "auto"]),
         num_host_blocks=st.sampled_from([2, 4, 9, 30]),
         copies_are_cheap=st.booleans(),
+        ahead=st.sampled_from(["no", "late", "early"]),
+        reads_at_once=st.booleans(),
     )
     def start(
         self,
@@ -81,6 +84,8 @@ class EngineMachine(RuleBasedStateMachine):
         preemption_mode: PreemptionMode,
         num_host_blocks: int,
         copies_are_cheap: bool,
+        ahead: Ahead,
+        reads_at_once: bool,
     ) -> None:
         self.rig = EngineRig(
             num_blocks,
@@ -94,9 +99,12 @@ class EngineMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             preemption_mode=preemption_mode,
             num_host_blocks=num_host_blocks,
+            executor=executor_for(ahead),
         )
+        self.ahead = ahead
+        self.reads_at_once = reads_at_once
         self.rig.runner.seconds_per_copy, self.rig.runner.seconds_per_token = 1e-3, 1.0 if copies_are_cheap else 1e-9
-        self.rig.connector.on_load = self.scribble
+        self.rig.connector.on_load = self.read_at_once if reads_at_once else self.scribble
         self.faulty_runner = faulty_runner
         self.added = 0
 
@@ -123,6 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.rig.step()
 
+    @precondition(lambda self: self.ahead == "no")
     @rule(data=st.data())
     def end_one_during_a_step(self, data: st.DataObject) -> None:
         output = self.rig.scheduler.schedule()
@@ -137,19 +146,19 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        self.rig.deliver(data.draw(st.sampled_from(self.loading())))
+        self.deliver_to(data.draw(st.sampled_from(self.loading())))
 
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
     def fail_a_transfer(self, data: st.DataObject) -> None:
         self.rig.transfer(failed={data.draw(st.sampled_from(self.loading())): "peer gone"})
 
-    @precondition(lambda self: self.loading() or self.rig.connector.quarantined)
+    @precondition(lambda self: (self.loading() and not self.reads_at_once) or self.rig.connector.quarantined)
     @rule(data=st.data())
     def a_read_is_half_way(self, data: st.DataObject) -> None:
         """It may write to every block that it was given and that was not released, however dead its request is."""
         loads = self.rig.connector.loads | self.rig.connector.quarantined
-        names = [*self.loading(), *self.rig.connector.quarantined]
+        names = [*(() if self.reads_at_once else self.loading()), *self.rig.connector.quarantined]
         load = loads[data.draw(st.sampled_from(names))]
         self.scribble(load)
 
@@ -249,7 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
             rig.transfer(released=sorted(rig.connector.quarantined))
             rig.connector.quarantined.clear()
             for name in self.loading():
-                rig.deliver(name)
+                self.deliver_to(name)
             rig.run(2000)
         assert not rig.scheduler.has_requests(), list(rig.scheduler.requests.values())
         assert rig.ends.keys() == self._all_sequences()
@@ -267,6 +276,16 @@ class EngineMachine(RuleBasedStateMachine):
             if request.beams is not None and self.rig.reason(name) in (FinishReason.STOP, FinishReason.LENGTH):
                 names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
         return names
+
+    def read_at_once(self, load: FakeLoad) -> None:
+        """What a read that is as quick as can be leaves, steps in flight or not."""
+        name = next(name for name, its in self.rig.connector.loads.items() if its is load)
+        self.rig.fill(name)
+
+    def deliver_to(self, name: str) -> None:
+        if not self.reads_at_once:
+            self.rig.fill(name)
+        self.rig.transfer(arrived={name: self.rig.expected(name, 1)})
 
     def scribble(self, load: FakeLoad) -> None:
         """What a read that is under way may leave, from the moment it is asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
@@ -101,7 +102,10 @@ class KVMemory:
 
 
 class ModelRunner(Protocol):
-    """One model with its KV cache. Called from one thread."""
+    """One model with its KV cache. Called from one thread at a time.
+
+    A step may name requests whose last token it has drawn itself: nobody tells it. One that it failed is failed again.
+    """
 
     @property
     def model(self) -> ModelInfo: ...
@@ -120,3 +124,28 @@ class ModelRunner(Protocol):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step. A failure of one request is reported in `failed`, never raised."""
         ...
+
+
+class StepExecutor(Protocol):
+    """Lets steps run while their owner does something else. Called from one thread."""
+
+    def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
+        """Have a step executed after all that were submitted before it; returns what waits for its result.
+
+        That raises what the step raised.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for what was submitted; idempotent. Nothing may be submitted any more."""
+        ...
+
+
+class LazyExecutor:
+    """A `StepExecutor` without a thread: a step runs when its result is asked for, as late as it may."""
+
+    def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
+        return execute
+
+    def close(self) -> None:
+        return

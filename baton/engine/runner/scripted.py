@@ -83,6 +83,8 @@ class _Known:
     block_ids: list[int]
     sampling_params: SamplingParams
     num_computed_tokens: int
+    failure: str = ""
+    """Why it can't go on; empty while it can."""
 
 
 class ScriptedRunner:
@@ -163,11 +165,13 @@ class ScriptedRunner:
         """Compute one step."""
         if self.raise_first is not None:
             error, self.raise_first = self.raise_first, None
+            self._lose(scheduler_output)
             raise error
         num_copied = self._host.execute(scheduler_output)
         self._take_in(scheduler_output)
         if self.raise_next is not None and not scheduler_output.is_empty:
             error, self.raise_next = self.raise_next, None
+            self._lose(scheduler_output)
             raise error
         size = self._layout.block_size
         for copy in scheduler_output.blocks_to_copy:
@@ -178,9 +182,12 @@ class ScriptedRunner:
         failed: dict[str, str] = {}
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._known[request_id]
+            if known.failure:
+                failed[request_id] = known.failure
+                continue
             last_slot = self._compute(request_id, known, num_tokens)
             if request_id in self.failures:
-                failed[request_id] = self.failures.pop(request_id)
+                failed[request_id] = known.failure = self.failures.pop(request_id)
             elif known.num_computed_tokens == len(known.token_ids):
                 top = known.sampling_params.logprobs
                 if top is not None:
@@ -209,6 +216,8 @@ class ScriptedRunner:
             )
         for changed in scheduler_output.scheduled_cached_reqs:
             known = self._known[changed.request_id]
+            if known.failure:
+                continue
             if changed.resumed:
                 known.block_ids = list(changed.new_block_ids)
                 known.num_computed_tokens = changed.num_computed_tokens
@@ -216,6 +225,11 @@ class ScriptedRunner:
                 known.block_ids += changed.new_block_ids
             if known.num_computed_tokens != changed.num_computed_tokens:
                 raise RuntimeError(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
+
+    def _lose(self, scheduler_output: SchedulerOutput) -> None:
+        """Nothing of a step is there: its requests have failed, also in a step that was decided before it broke."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._known[request_id] = _Known([], [], SamplingParams(), 0, "lost with an earlier step")
 
     def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens

@@ -1,0 +1,21 @@
+"""A thread of its own for a runner's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from baton.engine.outputs import ModelRunnerOutput
+
+
+class StepThread:
+    """A `StepExecutor`. The thread lives from the first step to `close`."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-runner")
+
+    def submit(self, execute: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
+        return self._pool.submit(execute).result
+
+    def close(self) -> None:
+        self._pool.shutdown()

@@ -1,0 +1,212 @@
+"""Steps that are decided while the one before them runs: what is foreseen, what is stale, what has to wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.engine.request import FinishReason, Leg
+from baton.engine.runner.base import LazyExecutor
+from tests.support.engine_rig import EngineRig
+from tests.support.executors import EagerExecutor
+
+
+def rig_with_one_in_flight(num_blocks: int = 65, **limits: Any) -> EngineRig:
+    """Its steps run when they are committed: as late as a device could."""
+    return EngineRig(num_blocks, executor=LazyExecutor(), **limits)
+
+
+def check_tokens(rig: EngineRig, *names: str) -> None:
+    for name in names:
+        assert rig.tokens[name] == rig.expected(name, rig.requests[name].sampling_params.max_tokens), name
+
+
+def test_a_token_comes_one_call_after_its_step_was_decided() -> None:
+    rig = rig_with_one_in_flight()
+    rig.add("r", 6, max_tokens=3)
+    assert rig.step() == []
+    assert [output.first_index for output in rig.step()] == [0]
+    assert [output.first_index for output in rig.step()] == [1]
+    (last,) = rig.step()
+    assert (last.first_index, last.finish_reason) == (2, FinishReason.LENGTH)
+    assert not rig.core.has_work()
+    check_tokens(rig, "r")
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 20}, {"max_num_batched_tokens": 8}], ids=["length", "chunks"])
+def test_nothing_is_computed_beyond_a_length_that_is_known(limits: dict[str, int]) -> None:
+    """Also when a last token would need a block that there is not."""
+    rig = rig_with_one_in_flight(num_blocks=6, **limits)
+    rig.add("r", 17, max_tokens=3)
+    computed = 0
+    while rig.core.has_work():
+        rig.step()
+        computed = max(computed, rig.requests["r"].num_computed_tokens)
+    assert rig.scheduler.num_skipped_results == 0
+    assert computed == 19
+    check_tokens(rig, "r")
+
+
+def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_alone() -> None:
+    rig = rig_with_one_in_flight()
+    rig.add("other", 5, max_tokens=9)
+    stopped = rig.add("stopped", 6, max_tokens=9)
+    stop = rig.expected("stopped", 3)[2]
+    stopped.stop_ids = stopped.eos_token_ids = frozenset({stop})
+    rig.run()
+    assert rig.scheduler.num_skipped_results == 1
+    assert rig.tokens["stopped"] == rig.expected("stopped", 3)
+    assert rig.reason("stopped") is FinishReason.STOP
+    check_tokens(rig, "other")
+
+
+def test_an_id_can_be_used_again_while_its_old_step_is_in_flight() -> None:
+    rig = rig_with_one_in_flight()
+    rig.add("r", 6, max_tokens=9)
+    rig.step()
+    rig.step()
+    rig.abort("r")
+    del rig.ends["r"], rig.requests["r"]
+    rig.add("r", 9, max_tokens=4)
+    rig.run()
+    check_tokens(rig, "r")
+
+
+def test_blocks_freed_in_flight_are_nobodys_until_the_step_is_committed() -> None:
+    """A load writes as soon as it is decided; the step in flight would write over what it brought."""
+    rig = rig_with_one_in_flight(num_blocks=5, enable_prefix_caching=False)
+    rig.connector.on_load = lambda load: rig.fill("pulled")
+    rig.add("aborted", 14, max_tokens=9)
+    rig.step()
+    rig.step()
+    rig.abort("aborted")
+    assert rig.core.make_stats().free_blocks == 0
+    rig.add("pulled", 15, leg=Leg.DECODE, max_tokens=2)
+    rig.step()
+    assert not rig.connector.loads, "the aborted request's last token was still to be written"
+    rig.step()
+    rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
+    rig.run()
+    assert rig.tokens["pulled"] == rig.expected("pulled", 2)[1:]
+
+
+def test_a_lease_that_ends_in_flight_frees_its_blocks_no_earlier() -> None:
+    rig = rig_with_one_in_flight(num_blocks=6, max_num_batched_tokens=8)
+    rig.add("offered", 20, leg=Leg.PREFILL)
+    rig.step()
+    rig.step()
+    rig.abort("offered")
+    rig.transfer(released=["offered"])
+    assert rig.core.make_stats().free_blocks == 0, "its second chunk is being computed"
+    rig.step()
+    assert rig.core.make_stats().free_blocks == 5
+
+
+def test_blocks_dropped_in_flight_come_free_with_the_step() -> None:
+    """The window is that of what was computed, not of what was decided."""
+    rig = rig_with_one_in_flight(sliding_window=5, max_num_batched_tokens=8, enable_prefix_caching=False)
+    rig.add("r", 24, max_tokens=1)
+    rig.step()
+    rig.step()
+    assert rig.requests["r"].num_computed_tokens == 16
+    assert rig.scheduler.kv_cache_manager.block_ids("r")[:2] == [0, 2], "8 tokens are computed, the next sees 4 of them"
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 1)
+
+
+def test_only_what_was_computed_is_found_and_offered() -> None:
+    rig = rig_with_one_in_flight(max_num_batched_tokens=8)
+    request = rig.add("prompt", 24, leg=Leg.PREFILL)
+    rig.step()
+    rig.step()
+    assert request.num_computed_tokens == 16
+    assert rig.connector.offers["prompt"][1] == 8
+    assert rig.scheduler.kv_cache_manager.get_computed_blocks(request).num_tokens == 8
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_nobody_gives_way_with_a_token_in_flight(mode: str) -> None:
+    rig = rig_with_one_in_flight(num_blocks=8, preemption_mode=mode, num_host_blocks=16)
+    for name in ("first", "second", "third"):
+        rig.add(name, 6, max_tokens=12)
+    num_preempted = 0
+    while rig.core.has_work():
+        may_run_ahead = rig.scheduler.may_run_ahead()
+        rig.step()
+        num_preemptions = rig.core.make_stats().num_preemptions_by_mode[mode]
+        assert num_preemptions == num_preempted or not may_run_ahead
+        num_preempted = num_preemptions
+    assert num_preempted > 0
+    check_tokens(rig, "first", "second", "third")
+
+
+def test_what_a_step_swaps_out_is_not_loaded_over_before_it_was_copied() -> None:
+    rig = rig_with_one_in_flight(num_blocks=8, preemption_mode="swap", num_host_blocks=16)
+    rig.connector.on_load = lambda load: rig.fill("pulled")
+    rig.add("stays", 8, max_tokens=16)
+    victim = rig.add("victim", 12, max_tokens=16)
+    while not rig.core.make_stats().num_preemptions:
+        rig.step()
+    rig.abort("victim")
+    rig.add("pulled", 11, leg=Leg.DECODE, max_tokens=2)
+    while not rig.connector.loads:
+        rig.step()
+    rig.transfer(arrived={"pulled": rig.expected("pulled", 1)})
+    rig.run()
+    rig.add("again", victim.prompt_token_ids, max_tokens=3)
+    rig.run()
+    assert rig.core.make_stats().prefix_cache.num_hit_tokens["host"] > 0
+    check_tokens(rig, "stays", "again")
+
+
+def test_a_step_that_breaks_takes_nobody_along_who_came_later() -> None:
+    rig = rig_with_one_in_flight()
+    rig.add("broken", 6, max_tokens=5)
+    rig.runner.raise_next = RuntimeError("broken")
+    rig.step()
+    rig.add("later", 7, max_tokens=5)
+    rig.run()
+    assert "broken" in (rig.ends["broken"].error or "")
+    check_tokens(rig, "later")
+
+
+def test_a_request_that_fails_alone_is_failed_once() -> None:
+    rig = rig_with_one_in_flight()
+    for name in ("failed", "other"):
+        rig.add(name, 6, max_tokens=5)
+    rig.step()
+    rig.runner.failures["failed"] = "non-finite logits"
+    rig.run()
+    assert rig.ends["failed"].error == "non-finite logits"
+    check_tokens(rig, "other")
+
+
+def test_a_refusal_does_not_wait_for_the_step_in_flight() -> None:
+    rig = rig_with_one_in_flight(max_model_len=32)
+    rig.add("r", 6, max_tokens=3)
+    rig.add("endless", 40)
+    assert [output.request_id for output in rig.step()] == ["endless"]
+    assert rig.reason("endless") is FinishReason.IGNORED
+
+
+def test_whoever_waits_for_fenced_blocks_is_tried_again_when_they_come_free() -> None:
+    rig = rig_with_one_in_flight(num_blocks=5)
+    stopped = rig.add("stopped", 13, max_tokens=9)
+    stopped.stop_ids = stopped.eos_token_ids = frozenset(rig.expected("stopped", 1))
+    rig.add("waits", 13, max_tokens=2)
+    rig.run()
+    check_tokens(rig, "waits")
+
+
+def test_beams_are_not_run_ahead_of() -> None:
+    rigs = [EngineRig(), rig_with_one_in_flight(), EngineRig(executor=EagerExecutor())]
+    for rig in rigs:
+        rig.add("other", 7, max_tokens=8)
+        rig.add("search", 6, max_tokens=6, beam_width=3)
+        while "search" in rig.scheduler.requests or "search" not in rig.ends:
+            assert not rig.scheduler.may_run_ahead()
+            rig.step()
+        rig.run()
+        check_tokens(rig, "other")
+    assert rigs[0].tokens == rigs[1].tokens == rigs[2].tokens

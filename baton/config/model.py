@@ -52,11 +52,16 @@ Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+Switch = Literal["on", "off"]
 
 MIN_PRIORITY = -(2**31)
 POLICY_HELP = "Who is served first: whoever came first (fcfs), or whoever has the smallest priority."
 PREEMPTION_HELP = (
     "What becomes of a request's KV when blocks run out: computed again, kept in the host tier, or what costs less."
+)
+ASYNC_HELP = (
+    "Decide the next step while one is computed: the device waits for nobody, a newcomer for one step more. "
+    "Outputs are the same."
 )
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
@@ -109,6 +114,7 @@ class NodeConfig(_Process):
     kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="Bytes of KV cache, like 256MiB.")
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Bytes of the host tier; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
+    async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -169,6 +175,7 @@ class UpConfig(_Config):
     kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="KV cache of each node, like 256MiB.")
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Host tier of each node; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
+    async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")

@@ -18,6 +18,7 @@ from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.runner.base import ModelRunner
+from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.errors import EngineFault
 from baton.ids import new_incarnation
@@ -134,7 +135,9 @@ class Node:
         key_fields = CacheKeyFields.of(self._runner.model, self._runner.layout)
         limits = scheduler_config(config, self._runner)
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
-        driver = EngineDriver(EngineCore(self.scheduler, self._runner), publish, crashed, outbox.flush)
+        executor = StepThread() if config.async_scheduling == "on" else None
+        core = EngineCore(self.scheduler, self._runner, executor)
+        driver = EngineDriver(core, publish, crashed, outbox.flush)
         description = self._describe(config.advertise or join_address(config.host, port))
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):

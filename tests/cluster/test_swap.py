@@ -34,8 +34,9 @@ def make_runner(node_id: str) -> SimulatedRunner:
     return SimulatedRunner(replace(SPEC, num_blocks=NUM_BLOCKS[node_id.partition("-")[0]]))
 
 
+@pytest.mark.parametrize("ahead", ["off", "on"])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-async def test_tokens_do_not_depend_on_how_requests_give_way(tmp_path: Path, mode: str) -> None:
+async def test_tokens_do_not_depend_on_how_requests_give_way(tmp_path: Path, mode: str, ahead: str) -> None:
     simulated_model_dir(tmp_path, 997, 88)
     rng = Random(7)
     shared = random_prompt(rng, 12, 997)
@@ -46,7 +47,12 @@ async def test_tokens_do_not_depend_on_how_requests_give_way(tmp_path: Path, mod
     ]
     way = "recompute" if mode == "recompute" else "swap"
     async with mini_cluster(
-        make_runner, tmp_path, token_ids_only=True, preemption_mode=mode, host_cache_memory=1 << 20
+        make_runner,
+        tmp_path,
+        token_ids_only=True,
+        preemption_mode=mode,
+        host_cache_memory=1 << 20,
+        async_scheduling=ahead,
     ) as cluster:
         prefill, decode = (cluster.nodes[name].node.scheduler for name in ("prefill-0", "decode-0"))
         for _ in range(ROUNDS):

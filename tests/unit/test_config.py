@@ -83,6 +83,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: str, compla
         ({"advertise": "nowhere"}, "advertise 'nowhere' from --advertise: HOST:PORT"),
         ({"node_id": "a b"}, "node_id 'a b'"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens (512) must be at least max_num_seqs (600)"),
+        ({"async_scheduling": "yes"}, "async_scheduling 'yes' from --async-scheduling"),
         ({"preemption_mode": "swap"}, "preemption_mode swap needs a host tier"),
         ({"bloc_size": 1}, "unknown key 'bloc_size' (did you mean block_size?)"),
         ({"node_id": None}, "--node-id is required"),

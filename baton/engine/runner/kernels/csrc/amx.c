@@ -255,37 +255,17 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
     multiply(rows, panels, f, c, ldc, 0);
 }
 
-#define VALUE_PAIRS
-
-/* Interleaves two keys' values; to steps over panels of KEY_TILE keys. */
-INLINE void load_value_pairs(uint16_t *to, const uint16_t *even, const uint16_t *odd, size_t dim) {
-    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
-                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    size_t d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES, to += 2 * KEY_TILE * LANES) {
-        __m512i low = _mm512_loadu_si512(even + d), high = _mm512_loadu_si512(odd + d);
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
-        _mm512_storeu_si512(to + KEY_TILE * LANES, _mm512_permutex2var_epi16(low, second, high));
-    }
-    for (; d < dim; d += LANES, to += KEY_TILE * LANES) {
-        __mmask16 mask = dim - d < LANES ? 0xFF : 0xFFFF; /* dim is a multiple of 8 */
-        __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + d));
-        __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + d));
-        _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-}
-
-/* halves: the upper 16 bits of 16 probabilities, and KEY_TILE further on the rest rounded to bfloat16 */
-INLINE void split_probabilities(v16 p, uint16_t *halves) {
+/* The upper 16 bits of 16 probabilities from a key on, and KEY_TILE further on the rest rounded to bfloat16. */
+INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
+    uint16_t *halves = row + key;
     __m512i bits = _mm512_castps_si512(p);
     v16 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000u)));
     _mm256_storeu_si256((__m256i *)halves, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
     v_store_bf16(halves + KEY_TILE, v_sub(p, upper));
 }
 
-INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *halves, const uint16_t *pairs, float *c, size_t ldc) {
-    struct factors f = {.x = halves, .w = pairs, .ldx = 2 * KEY_TILE, .panel_stride = KEY_TILE * LANES,
+INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *probabilities, const uint16_t *pairs, float *c, size_t ldc) {
+    struct factors f = {.x = probabilities, .w = pairs, .ldx = 2 * KEY_TILE, .panel_stride = KEY_TILE * LANES,
                         .step_stride = TILE_ELEMENTS, .steps = KEY_TILE / TILE_K, .repeats = 2};
     multiply(rows, panels, f, c, ldc, 1);
 }

@@ -1,8 +1,8 @@
 /* Paged attention; included once for each instruction set, after its products.
  *
  * The includer's product_bfloat16 makes the scores of bfloat16; it takes queries that widen_row has prepared, with the head
- * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits. With VALUE_PAIRS it also has load_value_pairs and product_pairs, which take
- * over where a row sees a whole tile of bfloat16 values.
+ * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits.
+ * Where a row sees a whole tile of bfloat16 values its probabilities are bfloat16 too: store_probabilities and product_pairs.
  *
  * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
  * Gimelshein 2018). Tiles begin at absolute multiples of KEY_TILE, a key's lane is its position modulo 16, and a tile touches
@@ -12,12 +12,6 @@
  */
 #define LOG2_E 1.44269504f
 #define REFERENCE_SLACK 8.0f
-
-#ifdef VALUE_PAIRS
-#define VALUE_PAIRS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
-#else
-#define VALUE_PAIRS_OF(dtype) 0
-#endif
 
 #ifdef FEW_SCORES
 #define FEW_ROWS_OF(dtype) ((dtype) == DTYPE_BFLOAT16)
@@ -37,11 +31,11 @@ struct attention_state {
     float *output;  /* [rows][out_stride], unnormalised */
     float *sum;     /* [rows][LANES] */
     float *reference; /* [rows] what scores are taken relative to, times log2 e */
-    float *values;  /* [panel][KEY_TILE][LANES] */
+    float *values;  /* [KEY_TILE][out_stride] */
     uint16_t *pairs; /* [panel][KEY_TILE / 2][LANES][2], the same values */
     void *keys;     /* [KEY_TILE / LANES] panels */
     void *query;    /* [rows] prepared query rows */
-    uint16_t *halves; /* [SCORE_ROWS][2][KEY_TILE]: probabilities as the sum of two bfloat16 */
+    uint16_t *probabilities; /* [SCORE_ROWS][2 * KEY_TILE], as store_probabilities has them */
     size_t query_dim, out_stride, value_panels;
     struct tile_rows rows[2]; /* of this tile and the next, of the same KV head or the next */
     int here;                 /* which of them is this tile's */
@@ -67,8 +61,8 @@ INLINE int sees_all(struct key_range range) { return range.start == 0 && range.e
 
 INLINE void load_values(const enum dtype dtype, struct attention_state *state, const void *value, size_t dim, size_t key) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2;
-    for (size_t panel = 0, from = 0; from < dim; panel++, from += LANES) {
-        float *to = state->values + (panel * KEY_TILE + key) * LANES;
+    for (size_t from = 0; from < dim; from += LANES) {
+        float *to = state->values + key * state->out_stride + from;
         const char *source = (const char *)value + from * size;
         uint32_t half[LANES] = {0};
         if (from + LANES > dim) source = memcpy(half, source, 8 * size); /* head_dim is a multiple of 8 */
@@ -116,17 +110,15 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
                       int keys) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = (size_t)call->key_dim * size, dim = (size_t)call->value_dim;
     const struct tile_rows *rows = &state->rows[state->here];
-    (void)pairs;
     for (int64_t panel = 0; panel < KEY_TILE / LANES; panel++) {
         ask_ahead(state, 4);
         if (floats)
             for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j++)
                 if (j >= rows->start && j < rows->end) load_values(dtype, state, rows->value[j], dim, (size_t)j);
-#ifdef VALUE_PAIRS
         if (pairs)
             for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j += 2)
-                load_value_pairs(state->pairs + j * LANES, (const uint16_t *)rows->value[j], (const uint16_t *)rows->value[j + 1], dim);
-#endif
+                interleave_rows(state->pairs + j * LANES, KEY_TILE * LANES, (const uint16_t *)rows->value[j],
+                                (const uint16_t *)rows->value[j + 1], dim);
         if (!keys) continue;
         const uint32_t *sources[LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
@@ -141,10 +133,10 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 #include FEW_SCORES
 #endif
 
-/* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and with VALUE_PAIRS
- * halves where the row sees the whole tile. The reference is a maximum that the row has seen; it, the sum and the output change
+/* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and bfloat16 ones where
+ * the row sees the whole tile. The reference is a maximum that the row has seen; it, the sum and the output change
  * only for a score that is 2^REFERENCE_SLACK times as much, which float32 holds as exactly. */
-INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *halves, size_t row,
+INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *probabilities, size_t row,
                         struct key_range range) {
     float *output = state->output + row * state->out_stride;
     const v16 scale = v_set1(call->softcap != 0.0f ? call->scale : call->scale * LOG2_E);
@@ -162,26 +154,23 @@ INLINE void softmax_row(const struct attention_call *call, struct attention_stat
 #pragma GCC unroll 4
         for (int i = 0; i < KEY_TILE / LANES; i++) s[i] = v_load(scores + i * LANES);
     }
-    float reference = state->reference[row], largest = v_largest(v_max(v_max(s[0], s[1]), v_max(s[2], s[3])));
-    v16 sum = v_load(state->sum + row * LANES);
-    if (largest > reference + REFERENCE_SLACK) {
-        v16 factor = v_exp2(v_set1(reference - largest));
-        state->reference[row] = reference = largest;
+    float reference = state->reference[row];
+    v16 sum = v_load(state->sum + row * LANES), largest = v_max(v_max(s[0], s[1]), v_max(s[2], s[3]));
+    if (v_any_above(largest, reference + REFERENCE_SLACK)) {
+        float before = reference;
+        state->reference[row] = reference = v_largest(largest);
+        v16 factor = v_exp2(v_set1(before - reference));
         sum = v_mul(sum, factor);
         for (size_t d = 0; d < state->out_stride; d += LANES) v_store(output + d, v_mul(v_load(output + d), factor));
     }
-    (void)halves;
 #pragma GCC unroll 4
     for (int i = 0; i < KEY_TILE / LANES; i++) {
         v16 p = v_exp2(v_sub(s[i], v_set1(reference)));
         sum = v_add(sum, p);
-#ifdef VALUE_PAIRS
-        if (halves != NULL) {
-            split_probabilities(p, halves + i * LANES);
-            continue;
-        }
-#endif
-        v_store(scores + i * LANES, p);
+        if (probabilities != NULL)
+            store_probabilities(p, probabilities, (size_t)i * LANES);
+        else
+            v_store(scores + i * LANES, p);
     }
     v_store(state->sum + row * LANES, sum);
 }
@@ -209,19 +198,17 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
     else
         product_bfloat16(count, KEY_TILE / LANES, (const bf16_row *)state->query + row * items, items, state->keys,
                          state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
-    int split = VALUE_PAIRS_OF(dtype) && sees_all(range);
+    int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
     for (size_t r = 0; r < count; r++) {
         ask_ahead(state, count < 8 ? 6 : 3);
-        softmax_row(call, state, state->scores + r * KEY_TILE, split ? state->halves + r * 2 * KEY_TILE : NULL, row + r, range);
+        softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r, range);
     }
-#ifdef VALUE_PAIRS
-    if (split) {
-        product_pairs(count, state->value_panels, state->halves, state->pairs, output, state->out_stride);
+    if (whole) {
+        product_pairs(count, state->value_panels, state->probabilities, state->pairs, output, state->out_stride);
         return;
     }
-#endif
-    product_float32(count, state->value_panels, state->scores + range.start, KEY_TILE, state->values + range.start * LANES,
-                    KEY_TILE * LANES, LANES, (size_t)(range.end - range.start), output, state->out_stride, 1);
+    product_float32(count, state->value_panels, state->scores + range.start, KEY_TILE, state->values + (size_t)range.start * state->out_stride,
+                    LANES, state->out_stride, (size_t)(range.end - range.start), output, state->out_stride, 1);
 }
 
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,
@@ -230,7 +217,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
     const size_t base = (size_t)kv * heads; /* with more than one KV head there is one token */
     struct key_range first = visible_keys(call, first_position, tile);
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
-    int pairs = VALUE_PAIRS_OF(dtype) && any_sees_all(call, first_position, task->token_count, tile);
+    int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, first_position, task->token_count, tile);
     int floats = !pairs || !sees_all(first) || !sees_all(last);
     load_tile(dtype, call, state, floats, pairs, !state->few);
     for (int64_t token = 0; token < task->token_count;) {
@@ -315,8 +302,8 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     state.reference = state.sum + ATTENTION_ROWS * LANES;
     state.values = state.reference + ATTENTION_ROWS;
     state.pairs = (uint16_t *)(state.values + KEY_TILE * state.out_stride);
-    state.halves = state.pairs + KEY_TILE * state.out_stride;
-    state.keys = state.halves + SCORE_ROWS * 2 * KEY_TILE;
+    state.probabilities = state.pairs + KEY_TILE * state.out_stride;
+    state.keys = state.probabilities + SCORE_ROWS * 2 * KEY_TILE;
     state.query = (float *)state.keys + KEY_TILE * padded_columns(call->key_dim);
 
     int64_t query_start = call->query_start[task->seq], query_end = call->query_start[task->seq + 1];

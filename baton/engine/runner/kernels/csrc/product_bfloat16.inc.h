@@ -115,3 +115,16 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
         c += block * ldc;
     }
 }
+
+/* Attention's 16 probabilities from a key on, rounded to bfloat16, into a row of KEY_TILE floats or bfloat16. */
+INLINE void store_probabilities(v16 p, uint16_t *row, size_t key) {
+    uint16_t rounded[LANES];
+    v_store_bf16(rounded, p);
+    widen_row((bf16_row *)row + key, rounded, LANES);
+}
+
+/* c[rows][panels * 16] += probabilities[rows] * pairs, which lie in panels of KEY_TILE keys */
+INLINE void product_pairs(size_t rows, size_t panels, const uint16_t *probabilities, const uint16_t *pairs, float *c, size_t ldc) {
+    product_bfloat16(rows, panels, (const bf16_row *)probabilities, 2 * KEY_TILE * sizeof *pairs / sizeof(bf16_row), pairs,
+                     KEY_TILE * LANES, 2 * LANES, KEY_TILE / 2, c, ldc, 1);
+}

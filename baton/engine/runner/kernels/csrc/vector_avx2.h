@@ -32,6 +32,7 @@ INLINE float v_largest(v16 x) {
     h = _mm_max_ss(h, _mm_movehdup_ps(h));
     return _mm_cvtss_f32(h);
 }
+INLINE int v_any_above(v16 a, float bound) { return v_largest(a) > bound; }
 
 /* a where x < bound, else b; b where x is NaN */
 INLINE v16 v_where_less(v16 x, v16 bound, v16 a, v16 b) {
@@ -85,4 +86,13 @@ INLINE v16 v_load_even(const uint16_t *p) {
 INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
     for (size_t i = 0; i < 16; i++)
         for (size_t w = 0; w < words; w++) panel[w * 16 + i] = rows[i][w];
+}
+
+/* Two rows as pairs, 16 of them in each panel. */
+INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
+    for (size_t d = 0; d < dim; d++) {
+        uint16_t *pair = to + d / 16 * panel_stride + d % 16 * 2;
+        pair[0] = even[d];
+        pair[1] = odd[d];
+    }
 }

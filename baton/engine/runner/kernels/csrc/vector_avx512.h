@@ -18,6 +18,7 @@ INLINE v16 v_mul(v16 a, v16 b) { return _mm512_mul_ps(a, b); }
 INLINE v16 v_div(v16 a, v16 b) { return _mm512_div_ps(a, b); }
 INLINE v16 v_max(v16 a, v16 b) { return _mm512_max_ps(a, b); }
 INLINE v16 v_min(v16 a, v16 b) { return _mm512_min_ps(a, b); }
+INLINE int v_any_above(v16 a, float bound) { return _mm512_cmp_ps_mask(a, _mm512_set1_ps(bound), _CMP_GT_OQ) != 0; }
 INLINE float v_largest(v16 a) { return _mm512_reduce_max_ps(a); }
 
 /* a where x < bound, else b; b where x is NaN */
@@ -57,48 +58,42 @@ INLINE v16 v_load_even(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
 
-INLINE void transpose_16x16(__m512i r[16]) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
+/* panel[word][16] from 16 rows of words 32-bit words, a multiple of 4. Four rows' quarters are put side by side as they are loaded, so
+ * that only the four words within a quarter are left to exchange. */
+INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
+    for (size_t w = 0; w < words; w += 4) {
+        __m512i r[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xDD);
+        for (int i = 0; i < 4; i++) {
+            r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + w)));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00F0, _mm_loadu_si128((const __m128i *)(rows[i + 4] + w)));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0F00, _mm_loadu_si128((const __m128i *)(rows[i + 8] + w)));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xF000, _mm_loadu_si128((const __m128i *)(rows[i + 12] + w)));
+        }
+        __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
+        __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
+        _mm512_storeu_si512(panel + w * 16, _mm512_unpacklo_epi64(low01, low23));
+        _mm512_storeu_si512(panel + w * 16 + 16, _mm512_unpackhi_epi64(low01, low23));
+        _mm512_storeu_si512(panel + w * 16 + 32, _mm512_unpacklo_epi64(high01, high23));
+        _mm512_storeu_si512(panel + w * 16 + 48, _mm512_unpackhi_epi64(high01, high23));
     }
 }
 
-/* panel[word][16] from 16 rows of words 32-bit words */
-INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
-    for (size_t w = 0; w < words; w += 16) {
-        size_t count = words - w < 16 ? words - w : 16;
-        __mmask16 mask = (__mmask16)((1u << count) - 1u);
-        __m512i r[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(mask, rows[i] + w);
-        transpose_16x16(r);
-        if (count == 16) {
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) _mm512_storeu_si512(panel + (w + (size_t)i) * 16, r[i]);
-        } else {
-            for (size_t i = 0; i < count; i++) _mm512_storeu_si512(panel + (w + i) * 16, r[i]);
-        }
+/* Two rows as pairs, 16 of them in each panel. */
+INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    size_t d = 0;
+    for (; d + 32 <= dim; d += 32, to += 2 * panel_stride) {
+        __m512i low = _mm512_loadu_si512(even + d), high = _mm512_loadu_si512(odd + d);
+        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
+        _mm512_storeu_si512(to + panel_stride, _mm512_permutex2var_epi16(low, second, high));
+    }
+    for (; d < dim; d += 16, to += panel_stride) {
+        __mmask16 mask = dim - d < 16 ? 0xFF : 0xFFFF; /* dim is a multiple of 8 */
+        __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + d));
+        __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + d));
+        _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
 }

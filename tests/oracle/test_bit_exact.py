@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.engine.outputs import NewRequestData
+from baton.engine.outputs import BlockCopy, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import cache_views
@@ -79,6 +80,17 @@ class Run:
         """Take its blocks away; it computes everything again in others."""
         state.set_blocks(self._blocks(len(state.block_table)))
         state.num_computed_tokens = 0
+
+    def swap(self, state: RequestState) -> None:
+        """Copy its blocks out to the host tier, let others overwrite them, and copy them back into other ones."""
+        device = state.block_table.tolist()
+        host = self.transformer.host_blocks(1 + len(device))
+        out = [BlockCopy(block, 1 + index) for index, block in enumerate(device)]
+        host.execute(SchedulerOutput(0, [], [], {}, 0, blocks_to_swap_out=out))
+        self.kv_blocks[device] = math.nan
+        state.set_blocks(self._blocks(len(device)))
+        back = [BlockCopy(1 + index, block) for index, block in enumerate(state.block_table.tolist())]
+        host.execute(SchedulerOutput(1, [], [], {}, 0, blocks_to_swap_in=back))
 
     def _blocks(self, count: int) -> list[int]:
         """Blocks that hold something else's KV: they are used in turns."""
@@ -179,6 +191,12 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) 
     run.compute(preempted, [50, 30], run.mates(2), until=CACHED + 37)
     run.preempt(preempted)
     assert run.compute(preempted, [128], run.mates(3)).equals(expected), "preempted and recomputed"
+
+    swapped = run.state("main")
+    run.compute(swapped, [50, 30], run.mates(2), until=CACHED + 37)
+    run.swap(swapped)
+    rest = Bits(expected.logits[CACHED + 37 :], expected.kv)
+    assert run.compute(swapped, [40, 1], run.mates(3)).equals(rest), "swapped out and in"
 
     again = run.state("main")
     assert run.compute(again, [LENGTH]).equals(expected)

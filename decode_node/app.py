@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from baton.config import NodeConfig
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
+from baton.node.figures import KV_FETCH_HELP
 from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
+from baton.observe.metrics import Figure, by_label
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
@@ -51,6 +53,11 @@ class DecodeRole:
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self._connector.stats(attempt)
         return TransferFigures(stats.num_bytes, stats.read_s * 1e3) if stats else None
+
+    def figures(self) -> Sequence[Figure]:
+        counts = self.intake.counts()
+        stages = {"waiting_to_start": counts.waiting_to_start, "in_progress": counts.in_progress}
+        return by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages)
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -125,9 +125,15 @@ TransferEffect = OpenLink | TellSender | StartRead | CancelRead | CutLink | Arri
 class TransferCounts:
     """Transfers that are not over, and blocks that wait for reads to end."""
 
-    live: int
+    waiting_to_start: int
+    """Nothing was offered yet."""
+    in_progress: int
     quarantined: int
     quarantined_blocks: int
+
+    @property
+    def live(self) -> int:
+        return self.waiting_to_start + self.in_progress
 
 
 @dataclass(slots=True)
@@ -287,9 +293,12 @@ class TransferBook:
 
     def counts(self) -> TransferCounts:
         """For the node's load report and metrics."""
-        quarantined = [t for t in self._transfers.values() if t.machine.state is TransferState.QUARANTINED]
+        transfers = self._transfers.values()
+        quarantined = [t for t in transfers if t.machine.state is TransferState.QUARANTINED]
+        waiting = sum(t.machine.state in (TransferState.PLANNED, TransferState.RESERVED) for t in transfers)
+        in_progress = len(transfers) - waiting - len(quarantined)
         blocks = sum(sum(t.reads.values()) for t in quarantined)
-        return TransferCounts(len(self._transfers) - len(quarantined), len(quarantined), blocks)
+        return TransferCounts(waiting, in_progress, len(quarantined), blocks)
 
     # Steps.
 

@@ -9,6 +9,7 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
+from baton.observe.metrics import Figure, by_label
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
@@ -50,6 +51,14 @@ class PrefillRole:
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return None
+
+    def figures(self) -> Sequence[Figure]:
+        stats = self.handoff.stats()
+        leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
+        return [
+            *by_label("kv_leases", "Leases that are out, by state.", "state", leases),
+            Figure("kv_lease_age_seconds", "Age of the oldest lease; 0: none is out.", stats.oldest_s, {}),
+        ]
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -107,6 +107,7 @@ class NodeConfig(_Process):
     node_id: Name = Field(..., min_length=1, description="Name of the node, unique in the cluster.")
     port: Port = Field(0, description="Port to listen on; 0 takes a free one.")
     advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")
+    metrics_port: Port | None = Field(None, description="Port of the page /metrics; 0 takes a free one. Default: none.")
     dtype: Dtype = Field("auto", description="auto takes bfloat16 where the device computes it natively.")
     device: str = Field("auto", min_length=1, description="auto (a GPU where there is one), cpu, cuda or cuda:N.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
@@ -167,6 +168,9 @@ class UpConfig(_Config):
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Decode nodes.")
     host: str = Field("127.0.0.1", min_length=1, description="Address that every process listens on.")
     grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="Port of the first node's page /metrics, one more for each other node. Default: no pages."
+    )
     registry: str = Field("", description="URL of a running Redis. Default: a private one is started.")
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     threads: Count | None = Field(None, description="Threads of each node. Default: the cores divided by the nodes.")

@@ -16,6 +16,7 @@ from baton.engine.outputs import (
     ModelRunnerOutput,
     SchedulerOutput,
     SchedulerStats,
+    StepTimes,
 )
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner.base import LazyExecutor, ModelRunner, StepExecutor
@@ -33,6 +34,9 @@ class EngineCore:
         self._executor: StepExecutor = executor if executor is not None else LazyExecutor()
         self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         """Submitted and not committed, in order; two at most, while `step` waits for the first."""
+        self._clock = scheduler.clock
+        self._num_steps = 0
+        self._schedule_s = self._run_s = self._update_s = 0.0
 
     def add_request(self, request: Request) -> None:
         """Queue a request; DuplicateRequest when its id is live."""
@@ -58,21 +62,42 @@ class EngineCore:
         A runner that raises fails the step's requests, not the engine.
         """
         if not self._in_flight or self.scheduler.may_run_ahead():
-            decided = self.scheduler.schedule()
+            decided = self._schedule()
             if decided.concerns_runner:
                 self._submit(decided)
                 if len(self._in_flight) == 1 and self._runs_ahead and self.scheduler.may_run_ahead():
                     return self.scheduler.take_refusals()
             elif not self._in_flight:
-                return self.scheduler.update_from_output(decided, _NOTHING_COMPUTED)
+                return self._update(decided, _NOTHING_COMPUTED)
         return self._commit()
 
     def close(self) -> None:
         """Wait for what the runner is doing; nobody hears of it. No `step` after it."""
         self._executor.close()
 
+    def _schedule(self) -> SchedulerOutput:
+        started = self._clock.monotonic()
+        decided = self.scheduler.schedule()
+        self._schedule_s += self._clock.monotonic() - started
+        return decided
+
     def _submit(self, decided: SchedulerOutput) -> None:
-        self._in_flight.append((decided, self._executor.submit(lambda: self.runner.execute_model(decided))))
+        self._num_steps += 1
+        self._in_flight.append((decided, self._executor.submit(lambda: self._run(decided))))
+
+    def _run(self, decided: SchedulerOutput) -> ModelRunnerOutput:
+        """On the executor's thread, if it has one; nobody else writes what it took."""
+        started = self._clock.monotonic()
+        try:
+            return self.runner.execute_model(decided)
+        finally:
+            self._run_s += self._clock.monotonic() - started
+
+    def _update(self, decided: SchedulerOutput, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        started = self._clock.monotonic()
+        outputs = self.scheduler.update_from_output(decided, computed)
+        self._update_s += self._clock.monotonic() - started
+        return outputs
 
     def _commit(self) -> dict[int, EngineCoreOutputs]:
         """Wait for the first step in flight, and commit it."""
@@ -82,11 +107,16 @@ class EngineCore:
         except Exception as exc:
             failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
-        return self.scheduler.update_from_output(decided, computed)
+        return self._update(decided, computed)
 
     def make_stats(self) -> SchedulerStats:
         """Load after the last step."""
         return self.scheduler.make_stats()
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What the steps took so far."""
+        return StepTimes(self._num_steps, self._schedule_s, self._run_s, self._update_s)
 
     def take_events(self) -> list[EngineCoreEvent]:
         """What happened to requests since the last call."""

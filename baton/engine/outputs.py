@@ -168,6 +168,10 @@ class SchedulerStats:
     num_preemptions_by_mode: Mapping[str, int]
     """recompute and swap, since start."""
     prefix_cache: PrefixCacheStats
+    num_skipped_results: int
+    num_unknown_transfers: int
+    num_connector_errors: int
+    """Since start; see Scheduler."""
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
@@ -181,6 +185,20 @@ class SchedulerStats:
     def kv_cache_usage(self) -> float:
         """Share of the blocks in use, 0 to 1."""
         return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def host_cache_usage(self) -> float:
+        """Share of the host tier's blocks in use, 0 to 1."""
+        return 1.0 - self.free_host_blocks / self.total_host_blocks if self.total_host_blocks else 0.0
+
+
+class StepTimes(NamedTuple):
+    """Since start: steps given to the runner, and the seconds of each part; it may compute while the others go on."""
+
+    num_steps: int = 0
+    schedule_s: float = 0.0
+    run_s: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

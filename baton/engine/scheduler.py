@@ -70,7 +70,7 @@ class Scheduler:
         self.config = config
         self.num_unknown_transfers = 0
         """Transfer reports for requests that did not wait for one."""
-        self._clock = clock
+        self.clock = clock
         self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
         self._admission = Admission(self._ledger)
         self._preemption = Preemption(self._ledger, self._admission)
@@ -128,7 +128,7 @@ class Scheduler:
         open_group(request, ledger)
         ledger.requests[request.request_id] = request
         if request.arrival_time == math.inf:
-            request.arrival_time = self._clock.monotonic()
+            request.arrival_time = self.clock.monotonic()
         self._admission.add(request)
         self._stalled = False
         ledger.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_prompt_tokens)
@@ -184,6 +184,9 @@ class Scheduler:
                 "swap": self._preemption.num_swapped,
             },
             prefix_cache=self._admission.prefix_cache.stats(),
+            num_skipped_results=self.num_skipped_results,
+            num_unknown_transfers=self.num_unknown_transfers,
+            num_connector_errors=self.num_connector_errors,
         )
 
     def reset_prefix_cache(self) -> bool:

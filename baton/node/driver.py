@@ -14,18 +14,19 @@ from dataclasses import dataclass
 
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
-from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StepTimes
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import BatonError
 
 
 @dataclass(frozen=True, slots=True)
 class StepNews:
-    """What a turn of the driver brought: outputs per client index, events, and the load after it."""
+    """What a turn of the driver brought: outputs per client index, events, and the load and the times after it."""
 
     outputs: Mapping[int, EngineCoreOutputs]
     events: Sequence[EngineCoreEvent]
     stats: SchedulerStats
+    step_times: StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class EngineDriver:
             self._flush()
         if self._core.has_work():
             outputs.append(self._core.step())
-        self._publish(StepNews(_merge(outputs), self._core.take_events(), self._core.make_stats()))
+        core = self._core
+        self._publish(StepNews(_merge(outputs), core.take_events(), core.make_stats(), core.step_times))
         self._flush()
         return True
 

@@ -8,16 +8,18 @@ from baton.engine.connector_fake import FakeConnector
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import Servicer
+from baton.observe.metrics import Figure
 
 
 class FakeRole:
-    """Keeps what it is told; `figures` and `start_error` are what it answers."""
+    """Keeps what it is told; `moved`, `shown` and `start_error` are what it answers."""
 
     def __init__(self, connector: FakeConnector | None = None) -> None:
         self.connector = connector if connector is not None else FakeConnector()
         self.servicers: Sequence[Servicer] = ()
         self.aborted: list[AttemptKey] = []
-        self.figures: dict[AttemptKey, TransferFigures] = {}
+        self.moved: dict[AttemptKey, TransferFigures] = {}
+        self.shown: Sequence[Figure] = ()
         self.start_error: Exception | None = None
         self.is_up = False
 
@@ -33,4 +35,7 @@ class FakeRole:
         self.aborted.append(attempt)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
-        return self.figures.get(attempt)
+        return self.moved.get(attempt)
+
+    def figures(self) -> Sequence[Figure]:
+        return self.shown

@@ -12,6 +12,7 @@ from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner.base import ModelRunner
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
+from baton.observe.metrics import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +64,8 @@ class NodeRole(Protocol):
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         """What moved into this node for the attempt, if anything did."""
+        ...
+
+    def figures(self) -> Sequence[Figure]:
+        """The role's part of the node's metrics page."""
         ...

@@ -24,11 +24,14 @@ from baton.errors import EngineFault
 from baton.ids import new_incarnation
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
+from baton.node.figures import engine_figures
 from baton.node.lifecycle import NodeEvent, node_lifecycle
 from baton.node.outbox import Outbox
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
+from baton.observe.metrics import render
+from baton.observe.metrics_page import MetricsPage
 from baton.registry import Membership, NodeRecord, require
 from baton.rpc.messages import NodeDescription, Role
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
@@ -74,6 +77,8 @@ class Node:
         self.incarnation = new_incarnation(config.node_id, SystemRandom())
         self.scheduler: Scheduler
         self.role: NodeRole
+        self.metrics_port: int | None = None
+        """Where the metrics page is, if there is one."""
         self._config = config
         self._runner = runner
         self._make_role = make_role
@@ -81,6 +86,7 @@ class Node:
         self._life = node_lifecycle(config.node_id)
         self._crash: BaseException | None = None
         self._rpc: RpcServer
+        self._latest: StepNews
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
         """Run until told to stop. Raises ConfigError before anything is started, EngineFault when the engine died."""
@@ -114,6 +120,7 @@ class Node:
             post(stop.force)
 
         def on_step(news: StepNews) -> None:
+            self._latest = news
             try:
                 service.on_step(news)
             except Exception as error:
@@ -137,12 +144,14 @@ class Node:
         self.scheduler = Scheduler(limits, key_fields, clock, connector=role.connector)
         executor = StepThread() if config.async_scheduling == "on" else None
         core = EngineCore(self.scheduler, self._runner, executor)
+        self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush)
         description = self._describe(config.advertise or join_address(config.host, port))
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
 
+        await self._open_metrics_page(cleanup)
         driver.start()
         cleanup.push_async_callback(asyncio.to_thread, driver.stop)
         await rpc.start()
@@ -153,6 +162,20 @@ class Node:
         lease = await self._membership.lease(_record(description, clock.wall(), config.lease_s))
         cleanup.push_async_callback(lease.close)
         return service
+
+    async def _open_metrics_page(self, cleanup: AsyncExitStack) -> None:
+        config = self._config
+        if config.metrics_port is None:
+            return
+        page = MetricsPage(self._metrics)
+        self.metrics_port = await page.start(config.host, config.metrics_port)
+        cleanup.push_async_callback(page.stop)
+        _log.info("metrics", node=config.node_id, url=f"http://{join_address(config.host, self.metrics_port)}/metrics")
+
+    def _metrics(self) -> bytes:
+        labels = {"model_name": self._runner.model.name, "node": self._config.node_id, "role": self._config.role}
+        figures = engine_figures(self._latest.stats, self._latest.step_times)
+        return render([*figures, *self.role.figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and let the running work end, bounded by drain_s or the second request to stop."""

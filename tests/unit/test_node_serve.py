@@ -21,6 +21,7 @@ from baton.ids import AttemptKey
 from baton.node.fake_role import FakeRole
 from baton.node.role import RoleContext
 from baton.node.serve import Node, NodeStop
+from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
 from baton.rpc.node_client import NodeClient, NodeStream
@@ -49,6 +50,7 @@ class Running:
                 "block_size": 16,
                 "drain_s": 60.0,
                 "max_num_seqs": 4,
+                "metrics_port": 0,
             }
         )
         self.node = Node(config, self.runner, self._make_role, self.registry)
@@ -98,6 +100,30 @@ async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
         await node.task
         with pytest.raises(NodeLost):
             await until_end(stream)
+
+
+async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, _, stream):
+        node.role.shown = [Figure("kv_leases", "Leases.", 7, {"state": "granted"})]
+        idle = await metrics(node)
+        await stream.send(submit())
+        await until_end(stream)
+        busy = await metrics(node)
+    assert 'baton_kv_leases{model_name="scripted",node="p",role="prefill",state="granted"} 7.0' in idle
+    queries = 'baton_prefix_cache_queries_total{model_name="scripted",node="p",role="prefill"}'
+    assert f"{queries} 0.0" in idle
+    assert f"{queries} 3.0" in busy
+    with pytest.raises(ConnectionError):
+        await metrics(node)
+
+
+async def metrics(node: Running) -> list[str]:
+    """The page's lines."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", node.node.metrics_port)
+    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    text = (await reader.read()).decode()
+    writer.close()
+    return text.splitlines()
 
 
 async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_path: Path) -> None:

@@ -450,7 +450,7 @@ async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     port = rig.service.open_port("router-0")
     rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
-    rig.role.figures[KEY] = TransferFigures(4096, 1.5)
+    rig.role.moved[KEY] = TransferFigures(4096, 1.5)
     rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): "peer gone"}))
     rig.driver.run()
     (delta,) = await deltas(port)

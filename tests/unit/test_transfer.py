@@ -85,6 +85,28 @@ def test_a_whole_transfer(book: TransferBook) -> None:
     assert lines(book.ended(A)) == ["Released a#1"]
 
 
+def test_counts_tell_how_far_transfers_are(book: TransferBook) -> None:
+    def counted() -> tuple[int, int, int]:
+        counts = book.counts()
+        assert counts.live == counts.waiting_to_start + counts.in_progress
+        return counts.waiting_to_start, counts.in_progress, counts.quarantined
+
+    book.plan(PLAN)
+    assert counted() == (1, 0, 0)
+    book.peer_ready("p0.x", 100)
+    assert counted() == (1, 0, 0)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 8, 9), 1000, CLOSING))
+    assert counted() == (0, 1, 0)
+    book.read_done(1, 320)
+    assert counted() == (0, 1, 0), "it is being confirmed"
+    book.received("p0.x", ReadConfirmed(A, True))
+    assert counted() == (0, 0, 0)
+    book.plan(Plan(B, SOURCE, 4, (1,), 0))
+    book.received("p0.x", Offer(B, 0, (5,), 1000))
+    book.received("p0.x", OfferLost(B, "aborted"))
+    assert counted() == (0, 0, 1)
+
+
 def _reading(book: TransferBook, closing: Closing | None = None) -> None:
     """Five blocks offered, read 1 in flight."""
     book.plan(PLAN)

@@ -64,16 +64,19 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
     }
     if config.max_model_len is not None:
         node["--max-model-len"] = str(config.max_model_len)
+    names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
     children = [
         ChildSpec(
             name=f"{role}-{index}",
             role=role,
-            command=_baton("node", shared | node | {"--role": role, "--node-id": f"{role}-{index}"}),
+            command=_baton(
+                "node",
+                shared | node | {"--role": role, "--node-id": f"{role}-{index}"} | _metrics_port(config, number),
+            ),
             environment={"OMP_NUM_THREADS": str(threads)},
             announces=True,
         )
-        for role, count in (("prefill", config.prefill), ("decode", config.decode))
-        for index in range(count)
+        for number, (role, index) in enumerate(names)
     ]
     ports = {"--grpc-port": str(config.grpc_port), "--operator-port": "0"}
     children.append(
@@ -90,6 +93,10 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         )
     )
     return children
+
+
+def _metrics_port(config: UpConfig, number: int) -> dict[str, str]:
+    return {} if config.metrics_port is None else {"--metrics-port": str(config.metrics_port + number)}
 
 
 def plan_redis(command: Sequence[str]) -> ChildSpec:

@@ -1,0 +1,63 @@
+"""`GET /metrics` on a port of its own: one answer a connection, on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from baton.errors import ConfigError
+from baton.observe.metrics import CONTENT_TYPE
+
+_MAX_HEAD_BYTES = 8 << 10
+_PATIENCE_S = 5.0
+"""How long a caller may take to ask, and to take the answer."""
+
+
+class MetricsPage:
+    """Serves what `text` returns, asked anew each time."""
+
+    def __init__(self, text: Callable[[], bytes]) -> None:
+        self._text = text
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen (port 0: take a free one) and return the port; raises ConfigError when it can't be had."""
+        try:
+            self._server = await asyncio.start_server(self._answer, host, port, limit=_MAX_HEAD_BYTES)
+        except OSError as error:
+            story = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
+            raise ConfigError(story) from error
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop(self) -> None:
+        """Listen no more; answers that are under way are cut. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._response(head))
+                await writer.drain()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            # Whoever asks like this gets no answer.
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    def _response(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b" ")
+        path = rest.split(None, 1)[0].partition(b"?")[0] if rest.strip() else b""
+        if path != b"/metrics":
+            return _http("404 Not Found", "text/plain", b"the page is /metrics\n")
+        if method != b"GET":
+            return _http("405 Method Not Allowed", "text/plain", b"GET it\n")
+        return _http("200 OK", CONTENT_TYPE, self._text())
+
+
+def _http(status: str, content_type: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+    return head.encode() + b"\r\n" + body

@@ -1,15 +1,16 @@
 """How near the engine comes to what the machine could do: `baton bench engine`.
 
-One engine with its scheduler in this process. Its limits are measured in the same run: `floor` is the time in which a
-decode step's weights and keys and values can be read once at the memory's measured rate; `share` is floor over step
-(1 is perfect). Beside it a second engine whose products are torch's own, on just the rows that there are: what the
-bit-exact rule costs. The two take turns, so that the machine's drift meets both.
+One engine with its scheduler in this process. Its limits are measured right before and after each turn of what is held
+against them: `floor` is the time in which a decode step's weights and keys and values can be read once at the memory's
+rate; `share` is floor over step (1 is perfect). Beside it a second engine whose products are torch's own, on just the
+rows that there are: what the bit-exact rule costs. The two take turns, so that the machine's drift meets both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -25,10 +26,12 @@ from baton.engine.runner.checkpoint import open_checkpoint
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from baton.engine.runner.attention_limit import AttentionTimes
+    from baton.engine.runner.limits import Limit, ProductShape
     from baton.engine.runner.profile import StepSplit, TimedRunner
 
 _BATCHES = (1, 8, 16)
-_ROUNDS = 4
+_ROUNDS = 6
 _BLOCK_SIZE = 16
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 _MEMORY_MARGIN = 1 << 30
@@ -43,7 +46,7 @@ class EngineBenchConfig:
     dtype: str = "auto"
     context_tokens: int = 1024
     steps: int = 48
-    """Decode steps of each batch, in four rounds."""
+    """Decode steps of each batch, in six rounds."""
     threads: int = 1
     seed: int = 0
 
@@ -58,9 +61,9 @@ class DecodeFigures:
     step_ms_p10: float
     step_ms_p90: float
     floor_ms: float
-    """Weights, and keys and values of every context, read once at the memory's measured rate."""
+    """Weights, and keys and values of every context, read once at the memory's rate; median over the rounds."""
     share: float
-    """floor_ms / step_ms."""
+    """Floor over step, each round's step held against its own floor; median over the rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,19 @@ class EngineReport:
     bit_exact: bool
     context_tokens: int
     read_gb_per_s: float
-    """The better of a measurement before and one after everything else."""
+    read_gb_per_s_p10: float
+    read_gb_per_s_p90: float
     read_way: str
-    read_gb_per_s_drift: float
-    """The worse of the two over the better one."""
     product_gflop_per_s: float
+    product_gflop_per_s_p10: float
+    product_gflop_per_s_p90: float
     product_way: str
     prefill_ms: float
     prefill_ms_p10: float
     prefill_ms_p90: float
     prefill_tokens_per_s: float
     prefill_share_of_product_rate: float
-    """Operations of the products with weights, over the time and the measured rate; attention's don't count."""
+    """Operations of the products with weights, over the time and the rate beside it; attention's don't count."""
     prefill_share_with_attention: float
     """The same, attention's own products counted."""
     decode: Sequence[DecodeFigures]
@@ -126,27 +130,41 @@ class EngineReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    read_rate: float
-    read_way: str
-    read_drift: float
-    product_rate: float
-    product_way: str
-    attention_paged_s: float
-    attention_gathered_s: float
+class _Ways:
+    read: str
+    product: str
+    attention: AttentionTimes
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One engine's prompt, or its steps of one round, and the better rate of the limit measured before and after."""
+
+    seconds: Sequence[float]
+    rate: float
 
 
 @dataclass(slots=True)
 class _Figures:
-    """What one engine took: seconds of each prompt, and of each step by batch."""
+    """What one engine took: a turn for each prompt, and for each round by batch."""
 
     drive: EngineDrive
-    prefill: list[float]
-    decode: dict[int, list[float]]
+    prefill: list[_Turn] = field(default_factory=list)
+    decode: dict[int, list[_Turn]] = field(default_factory=dict)
+
+    @property
+    def prefill_seconds(self) -> list[float]:
+        return [turn.seconds[0] for turn in self.prefill]
+
+    def decode_seconds(self, batch: int) -> list[float]:
+        return [seconds for turn in self.decode[batch] for seconds in turn.seconds]
 
 
 def run(config: EngineBenchConfig) -> EngineReport:
     """Measure; raises ConfigError for what can't be measured."""
+    from baton.engine.runner.attention_limit import attention_times
+    from baton.engine.runner.kernel_choice import choose_operations
+    from baton.engine.runner.limits import product_limit, read_limit
     from baton.engine.runner.profile import load_timed
 
     if config.steps < _ROUNDS:
@@ -168,15 +186,27 @@ def run(config: EngineBenchConfig) -> EngineReport:
     cache_bytes = ours.memory.num_bytes
     needed = (work.dense + work.head + work.experts) * width * 2 + cache_bytes + _MEMORY_MARGIN
     theirs = load_timed(spec, bit_exact=False) if available_memory() > needed else None
-    before = _measure_limits(config, work, info)
+    operations = choose_operations(config.threads)
+    attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
     rng = Random(config.seed)
     prompts = [[rng.randrange(info.vocab_size) for _ in range(config.context_tokens)] for _ in range(max(_BATCHES))]
-    both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES)), [], {}) for one in (ours, theirs) if one]
-    _take_turns(both, prompts, config)
+    both = [_Figures(EngineDrive(one, config.context_tokens, max(_BATCHES))) for one in (ours, theirs) if one]
+    products = product_limit(_product_shapes(config, work), info.dtype, config.threads, operations)
+    for index, prompt in enumerate(prompts):
+        for engine, turn in _beside(products, both, partial(_prefill, prompt)):
+            if index:  # the first one warms up
+                engine.prefill.append(turn)
+    steps = config.steps // _ROUNDS
+    with read_limit(config.threads, last_level_cache()) as memory:
+        for batch in _BATCHES * _ROUNDS:
+            for engine, turn in _beside(
+                memory, both, partial(EngineDrive.decode, prompts=prompts[:batch], steps=steps)
+            ):
+                engine.decode.setdefault(batch, []).append(turn)
     splits = [_prefill_split(both[0].drive, ours, config, rng)]
     splits += [_decode_split(both[0].drive, ours, batch, prompts, config) for batch in _BATCHES]
-    limits = _with_second_read(before, config)
-    return _report(config, work, info, limits, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
+    ways = _Ways(memory.way, products.way, attention)
+    return _report(config, work, info, ways, ours.layout.block_bytes // _BLOCK_SIZE, both, splits)
 
 
 def _blocks(config: EngineBenchConfig) -> int:
@@ -187,40 +217,28 @@ def _blocks(config: EngineBenchConfig) -> int:
     return (prompts + generated) * 9 // 8
 
 
-def _measure_limits(config: EngineBenchConfig, work: ModelWork, info: ModelInfo) -> _Limits:
-    from baton.engine.runner.attention_limit import attention_times
-    from baton.engine.runner.kernel_choice import choose_operations
-    from baton.engine.runner.limits import ProductShape, product_rate, read_rate
+def _product_shapes(config: EngineBenchConfig, work: ModelWork) -> list[ProductShape]:
+    from baton.engine.runner.limits import ProductShape
 
-    operations = choose_operations(config.threads)
-    read = read_rate(config.threads, last_level_cache())
     own = {ProductShape(config.context_tokens, k, n) for n, k in work.shapes if n * k < 1 << 26}
     usual = {ProductShape(config.context_tokens, k, n) for n, k in ((8192, 2048), (4096, 4096), (2048, 8192))}
-    shapes = sorted(own | usual, key=lambda shape: shape.operations)
-    product = product_rate(shapes, info.dtype, config.threads, operations)
-    attention = attention_times(info.dtype, config.threads, operations, last_level_cache())
-    return _Limits(read.rate, read.way, 1.0, product.rate, product.way, attention.paged, attention.gathered)
+    return sorted(own | usual, key=lambda shape: shape.operations)
 
 
-def _with_second_read(before: _Limits, config: EngineBenchConfig) -> _Limits:
-    from baton.engine.runner.limits import read_rate
-
-    after = read_rate(config.threads, last_level_cache())
-    better, worse = sorted([(before.read_rate, before.read_way), (after.rate, after.way)], reverse=True)
-    return replace(before, read_rate=better[0], read_way=better[1], read_drift=worse[0] / better[0])
+def _prefill(prompt: Sequence[int], drive: EngineDrive) -> Sequence[float]:
+    return [drive.prefill(prompt)]
 
 
-def _take_turns(both: Sequence[_Figures], prompts: Sequence[Sequence[int]], config: EngineBenchConfig) -> None:
-    for index, prompt in enumerate(prompts):
-        for engine in both:
-            seconds = engine.drive.prefill(prompt)
-            if index:  # the first one warms up
-                engine.prefill.append(seconds)
-    for _ in range(_ROUNDS):
-        for batch in _BATCHES:
-            for engine in both:
-                seconds_each = engine.drive.decode(prompts[:batch], config.steps // _ROUNDS)
-                engine.decode.setdefault(batch, []).extend(seconds_each)
+def _beside(
+    limit: Limit, both: Sequence[_Figures], work: Callable[[EngineDrive], Sequence[float]]
+) -> Iterator[tuple[_Figures, _Turn]]:
+    """Each engine's turn at the work, with the better of the limit's rates right before and after it."""
+    before = limit.rate()
+    for engine in both:
+        seconds = work(engine.drive)
+        after = limit.rate()
+        yield engine, _Turn(seconds, max(before, after))
+        before = after
 
 
 def _prefill_split(drive: EngineDrive, timed: TimedRunner, config: EngineBenchConfig, rng: Random) -> TimeSplit:
@@ -258,16 +276,18 @@ def _report(
     config: EngineBenchConfig,
     work: ModelWork,
     info: ModelInfo,
-    limits: _Limits,
+    ways: _Ways,
     kv_bytes_per_token: int,
     both: Sequence[_Figures],
     splits: Sequence[TimeSplit],
 ) -> EngineReport:
     ours = both[0]
-    prefill = Spread.of(ours.prefill, 1e3)
-    rate = limits.product_rate * prefill.median / 1e3
+    prefill = Spread.of(ours.prefill_seconds, 1e3)
     products = work.prompt_operations(config.context_tokens)
     attention = _attention_operations(config, info, kv_bytes_per_token)
+    share = median(products / (turn.rate * turn.seconds[0]) for turn in ours.prefill)
+    reads = Spread.of([turn.rate for turns in ours.decode.values() for turn in turns], 1e-9)
+    rates = Spread.of([turn.rate for turn in ours.prefill], 1e-9)
     cost = _bit_exact_cost(ours, both[1]) if len(both) > 1 else None
     return EngineReport(
         model=info.name,
@@ -277,21 +297,24 @@ def _report(
         kernels=info.numerics,
         bit_exact=info.bit_exact,
         context_tokens=config.context_tokens,
-        read_gb_per_s=limits.read_rate / 1e9,
-        read_way=limits.read_way,
-        read_gb_per_s_drift=limits.read_drift,
-        product_gflop_per_s=limits.product_rate / 1e9,
-        product_way=limits.product_way,
+        read_gb_per_s=reads.median,
+        read_gb_per_s_p10=reads.p10,
+        read_gb_per_s_p90=reads.p90,
+        read_way=ways.read,
+        product_gflop_per_s=rates.median,
+        product_gflop_per_s_p10=rates.p10,
+        product_gflop_per_s_p90=rates.p90,
+        product_way=ways.product,
         prefill_ms=prefill.median,
         prefill_ms_p10=prefill.p10,
         prefill_ms_p90=prefill.p90,
         prefill_tokens_per_s=config.context_tokens / prefill.median * 1e3,
-        prefill_share_of_product_rate=products / rate,
-        prefill_share_with_attention=(products + attention) / rate,
-        decode=[_decode(config, work, info, limits, kv_bytes_per_token, ours, batch) for batch in _BATCHES],
-        attention_paged_ms=limits.attention_paged_s * 1e3,
-        attention_gathered_ms=limits.attention_gathered_s * 1e3,
-        attention_speedup=limits.attention_gathered_s / limits.attention_paged_s,
+        prefill_share_of_product_rate=share,
+        prefill_share_with_attention=share * (products + attention) / products,
+        decode=[_decode(config, work, info, kv_bytes_per_token, ours, batch) for batch in _BATCHES],
+        attention_paged_ms=ways.attention.paged * 1e3,
+        attention_gathered_ms=ways.attention.gathered * 1e3,
+        attention_speedup=ways.attention.gathered / ways.attention.paged,
         bit_exact_cost=max(cost.prefill, *cost.decode.values()) if cost else None,
         bit_exact_cost_by=cost,
         time_split=splits,
@@ -302,17 +325,18 @@ def _decode(
     config: EngineBenchConfig,
     work: ModelWork,
     info: ModelInfo,
-    limits: _Limits,
     kv_bytes_per_token: int,
     figures: _Figures,
     batch: int,
 ) -> DecodeFigures:
-    step = Spread.of(figures.decode[batch], 1e3)
+    step = Spread.of(figures.decode_seconds(batch), 1e3)
     # A round begins one token past the prompt and grows by one a step.
     context = config.context_tokens + 2 + (config.steps // _ROUNDS - 1) / 2
-    floor_ms = work.bytes_read(_WIDTHS[info.dtype], kv_bytes_per_token, context, batch) / limits.read_rate * 1e3
+    num_bytes = work.bytes_read(_WIDTHS[info.dtype], kv_bytes_per_token, context, batch)
+    floors = [num_bytes / turn.rate for turn in figures.decode[batch]]
+    shares = [floor / median(turn.seconds) for floor, turn in zip(floors, figures.decode[batch], strict=True)]
     return DecodeFigures(
-        batch, batch / step.median * 1e3, step.median, step.p10, step.p90, floor_ms, floor_ms / step.median
+        batch, batch / step.median * 1e3, step.median, step.p10, step.p90, median(floors) * 1e3, median(shares)
     )
 
 
@@ -325,8 +349,8 @@ def _attention_operations(config: EngineBenchConfig, info: ModelInfo, kv_bytes_p
 
 def _bit_exact_cost(ours: _Figures, theirs: _Figures) -> BitExactCost:
     return BitExactCost(
-        prefill=_lost(ours.prefill, theirs.prefill),
-        decode={str(batch): _lost(ours.decode[batch], theirs.decode[batch]) for batch in ours.decode},
+        prefill=_lost(ours.prefill_seconds, theirs.prefill_seconds),
+        decode={str(batch): _lost(ours.decode_seconds(batch), theirs.decode_seconds(batch)) for batch in ours.decode},
     )
 
 

@@ -22,15 +22,16 @@ def engine(
     shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     context_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=16)] = 1024,
-    steps: Annotated[int, typer.Option(help="Decode steps of each batch to take the medians of.", min=4)] = 48,
+    steps: Annotated[int, typer.Option(help="Decode steps of each batch to take the medians of.", min=6)] = 48,
     threads: Annotated[int | None, typer.Option(help="Threads. Default: all cores.", min=1)] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Measure the engine against what this machine could do at best.
 
     FLOOR is the time to read all weights, and the keys and values of every context, once at the memory's rate, which
-    is measured in the same run by plain reads with the same threads. SHARE is floor over step: 1 is perfect. Prefill is
-    held against the best plain product of torch or Baton over several shapes. Run it on an otherwise idle machine.
+    plain reads with the same threads measure before and after each round. SHARE is floor over step: 1 is perfect.
+    Prefill is held against the best plain product of torch or Baton over several shapes, measured before and after
+    each prompt. Run it on an otherwise idle machine.
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
@@ -60,10 +61,13 @@ def _print(report: EngineReport) -> None:
         f"{report.processor}; bit-exact: {'yes' if report.bit_exact else 'no'}\n"
     )
     say(
-        f"memory    {report.read_gb_per_s:.1f} GB/s ({report.read_way}; the other of two measurements: "
-        f"{report.read_gb_per_s_drift:.0%} of it)"
+        f"memory    {report.read_gb_per_s:.1f} GB/s [{report.read_gb_per_s_p10:.1f}, {report.read_gb_per_s_p90:.1f}] "
+        f"({report.read_way})"
     )
-    say(f"products  {report.product_gflop_per_s:.0f} GFLOP/s ({report.product_way})")
+    say(
+        f"products  {report.product_gflop_per_s:.0f} GFLOP/s [{report.product_gflop_per_s_p10:.0f}, "
+        f"{report.product_gflop_per_s_p90:.0f}] ({report.product_way})"
+    )
     say(
         f"prefill   {report.prefill_tokens_per_s:.0f} tokens/s, {report.prefill_ms:.1f} ms a prompt "
         f"[{report.prefill_ms_p10:.1f}, {report.prefill_ms_p90:.1f}]: {report.prefill_share_of_product_rate:.1%} of "
@@ -84,7 +88,7 @@ def _print(report: EngineReport) -> None:
                 f"{one.step_ms_p90:.2f}",
                 f"{one.floor_ms:.2f}",
                 f"{one.share:.2f}",
-                f"{one.step_ms / one.floor_ms:.2f}",
+                f"{1 / one.share:.2f}",
             ]
             for one in report.decode
         ],

@@ -9,7 +9,7 @@ from tests.process.shell import Shell, refusal
 
 
 def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
-    ask = ("bench", "engine", "--model", model, "--context-tokens", 32, "--steps", 4, "--threads", 1)
+    ask = ("bench", "engine", "--model", model, "--context-tokens", 32, "--steps", 6, "--threads", 1)
     done = shell.baton(*ask, "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
@@ -19,10 +19,9 @@ def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
     assert [one["batch"] for one in report["decode"]] == [1, 8, 16]
     for one in report["decode"]:
         assert one["tokens_per_s"] > 0
-        assert abs(one["share"] - one["floor_ms"] / one["step_ms"]) < 1e-9
+        assert one["share"] > 0
         assert one["step_ms_p10"] <= one["step_ms"] <= one["step_ms_p90"]
-    floors = [one["floor_ms"] for one in report["decode"]]
-    assert floors == sorted(floors)
+    assert report["read_gb_per_s_p10"] <= report["read_gb_per_s"] <= report["read_gb_per_s_p90"]
     assert 0 <= report["bit_exact_cost"] < 1
     assert [one["step"] for one in report["time_split"]] == ["prefill", "decode 1", "decode 8", "decode 16"]
     assert all(one["products_ms"] > 0 and one["python_ms"] > 0 for one in report["time_split"])

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from baton.engine.runner.kernels.cache import CacheView
+from baton.engine.runner.kernels.huge_pages import zeros_for_reading
 from baton.engine.runner.limits import seconds_of, torch_threads
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.weights import DTYPES
@@ -58,7 +59,9 @@ class _Rig:
         generator = torch.Generator().manual_seed(0)
         kind, count = DTYPES[dtype], REQUESTS * _BLOCKS
         one = torch.randn(count, 1, 2 * _HALF, generator=generator).to(kind)
-        self._memory = one.expand(-1, num_layers, -1).contiguous().view(-1)
+        # On huge pages, as a runner's cache is.
+        self._memory = zeros_for_reading(one.numel() * num_layers, kind)
+        self._memory.view(count, num_layers, -1).copy_(one.expand(-1, num_layers, -1))
         self._query = torch.randn(REQUESTS, HEADS, HEAD_DIM, generator=generator).to(kind)
         self._tables = torch.randperm(count, generator=generator).view(REQUESTS, _BLOCKS)
         self._num_layers = num_layers

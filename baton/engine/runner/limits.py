@@ -40,33 +40,36 @@ class ProductShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The best of several ways; `rate` per second, in bytes or operations."""
+class Limit:
+    """The best of several ways to do the same, found once and measured again beside what is held against it.
 
-    rate: float
+    On a machine shared with strangers a limit of some minutes ago is another machine's.
+    """
+
     way: str
+    amount: float
+    """Bytes or operations of one go."""
+    work: Callable[[], Any]
+
+    def rate(self, repeats: int = 2) -> float:
+        """Bytes or operations a second, now."""
+        return self.amount / min(seconds_of(self.work, repeats))
 
 
-def read_rate(num_threads: int, cache_bytes: int, repeats: int = 5) -> Best:
-    """Bytes a second that `num_threads` threads read, of memory that no cache holds (`cache_bytes`: the last level)."""
+@contextmanager
+def read_limit(num_threads: int, cache_bytes: int, repeats: int = 5) -> Iterator[Limit]:
+    """Reading by `num_threads` threads, of memory that no cache holds (`cache_bytes`: the last level)."""
     size = max(_READ_BYTES, _CACHES * cache_bytes)
     size -= size % (num_threads * mmap.PAGESIZE)
-    best = Best(0.0, "")
     # Private: shared memory gets no huge pages, and reads a fifth slower without them.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with (
-        mmap.mmap(-1, size, flags=private) as memory,
-        torch_threads(num_threads),
-        ThreadPoolExecutor(num_threads) as pool,
-    ):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        floats = torch.frombuffer(memory, dtype=torch.float32)
-        floats.fill_(1.0)
-        for way, read in _reads(floats, num_threads, pool):
-            rate = size / min(seconds_of(read, repeats))
-            best = max(best, Best(rate, way), key=lambda one: one.rate)
-        del floats, read
-    return best
+    memory = mmap.mmap(-1, size, flags=private)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    floats = torch.frombuffer(memory, dtype=torch.float32)
+    floats.fill_(1.0)
+    with ThreadPoolExecutor(num_threads) as pool:
+        ways = [Limit(way, size, _with_threads(num_threads, read)) for way, read in _reads(floats, num_threads, pool)]
+        yield max(ways, key=lambda limit: limit.rate(repeats))
 
 
 def _reads(floats: torch.Tensor, num_threads: int, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -84,28 +87,37 @@ def _reads(floats: torch.Tensor, num_threads: int, pool: ThreadPoolExecutor) -> 
     yield "integer sum", floats.view(torch.int64).sum
 
 
-def product_rate(
+def product_limit(
     shapes: Sequence[ProductShape], dtype: str, num_threads: int, operations: Operations, repeats: int = 5
-) -> Best:
-    """Multiplications and additions a second of the best plain product among `shapes`, torch's or ours."""
-    best = Best(0.0, "")
+) -> Limit:
+    """The best plain product among `shapes`, torch's or ours."""
+    best, most = None, 0.0
     for shape in shapes:
-        x = torch.randn(shape.m, shape.k).to(DTYPES[dtype])
-        weight = torch.randn(shape.n, shape.k).to(DTYPES[dtype])
-        packed = operations.pack(weight)
-        for library, times in _product_times(x, weight, packed, num_threads, operations, repeats):
-            way = f"{library}, {shape.m} x {shape.k} x {shape.n}"
-            best = max(best, Best(shape.operations / min(times), way), key=lambda one: one.rate)
+        for limit in _products(shape, dtype, num_threads, operations):
+            rate = limit.rate(repeats)
+            if best is None or rate > most:
+                best, most = limit, rate
+    if best is None:
+        raise ValueError("no shapes")
     return best
 
 
-def _product_times(
-    x: torch.Tensor, weight: torch.Tensor, packed: Any, num_threads: int, operations: Operations, repeats: int
-) -> Iterator[tuple[str, list[float]]]:
-    with torch.inference_mode():
-        with torch_threads(num_threads):
-            yield "torch", seconds_of(lambda: functional.linear(x, weight), repeats)
-        yield "ours", seconds_of(lambda: operations.linear(x, packed), repeats)
+def _products(shape: ProductShape, dtype: str, num_threads: int, operations: Operations) -> Iterator[Limit]:
+    x = torch.randn(shape.m, shape.k).to(DTYPES[dtype])
+    weight = torch.randn(shape.n, shape.k).to(DTYPES[dtype])
+    packed = operations.pack(weight)
+    name = f"{shape.m} x {shape.k} x {shape.n}"
+    torchs = _with_threads(num_threads, lambda: functional.linear(x, weight))
+    yield Limit(f"torch, {name}", shape.operations, torchs)
+    yield Limit(f"ours, {name}", shape.operations, lambda: operations.linear(x, packed))
+
+
+def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch_threads(num_threads), torch.inference_mode():
+            return work()
+
+    return run
 
 
 class UnpaddedOperations:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from baton.errors import NodeLost
-from baton.rpc.messages import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+from baton.rpc.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
 
 
 class FakeStream:
@@ -75,10 +75,12 @@ class FakeNode:
         self.stream = FakeStream(self)
         return self.stream
 
-    def report(self, *deltas: RequestDelta, load: LoadReport | None = None) -> None:
+    def report(
+        self, *deltas: RequestDelta, load: LoadReport | None = None, kv_cache: KVCacheUpdate | None = None
+    ) -> None:
         """One engine step."""
         if self.stream is not None:
-            self.stream.put(StepReport(deltas, load or LoadReport()))
+            self.stream.put(StepReport(deltas, load or LoadReport(), kv_cache))
 
     async def all_read(self) -> None:
         """Return once the router has dealt with every report so far."""

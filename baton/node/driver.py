@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
+from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StepTimes
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import BatonError
@@ -27,6 +28,8 @@ class StepNews:
     events: Sequence[EngineCoreEvent]
     stats: SchedulerStats
     step_times: StepTimes
+    kv_cache: KVEventBatch | KVSnapshot | None = None
+    """What became of the prefix cache since the last news that told, while it is watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +43,17 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _WatchKVCache:
+    begin: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _Add | _Abort | KVTransferOutput | _Stop
+_Order = _Add | _Abort | KVTransferOutput | _WatchKVCache
+_Command = _Order | _Stop
 
 
 class EngineDriver:
@@ -66,6 +75,9 @@ class EngineDriver:
         self._on_crash = on_crash
         self._flush = flush
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._snapshot_due = False
+        self._next_kv_event: int | None = None
+        """Of the prefix cache's events, the first that nobody was told of; None: nobody listens."""
         self._thread = threading.Thread(target=self._run, name="baton-engine", daemon=True)
 
     def start(self) -> None:
@@ -87,6 +99,14 @@ class EngineDriver:
     def tell_transfer(self, news: KVTransferOutput) -> None:
         """Pass on what the transfer side has to say."""
         self._inbox.put(news)
+
+    def watch_kv_cache(self) -> None:
+        """Have the next news tell all that is in the prefix cache, and those that follow what became of it."""
+        self._inbox.put(_WatchKVCache(True))
+
+    def unwatch_kv_cache(self) -> None:
+        """Nobody listens to that any more."""
+        self._inbox.put(_WatchKVCache(False))
 
     def _run(self) -> None:
         try:
@@ -115,11 +135,26 @@ class EngineDriver:
         if self._core.has_work():
             outputs.append(self._core.step())
         core = self._core
-        self._publish(StepNews(_merge(outputs), core.take_events(), core.make_stats(), core.step_times))
+        merged, kv_cache = _merge(outputs), self._kv_cache_news()
+        self._publish(StepNews(merged, core.take_events(), core.make_stats(), core.step_times, kv_cache))
         self._flush()
         return True
 
-    def _obey(self, command: _Add | _Abort | KVTransferOutput) -> dict[int, EngineCoreOutputs]:
+    def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
+        scheduler = self._core.scheduler
+        if self._next_kv_event is not None and not self._snapshot_due:
+            batch = scheduler.kv_events_since(self._next_kv_event)
+            if batch.complete:
+                self._next_kv_event = batch.next_sequence
+                return batch if batch.events else None
+        elif not self._snapshot_due:
+            return None
+        # Somebody new listens, or a single turn had more events than are kept.
+        snapshot = scheduler.kv_snapshot()
+        self._snapshot_due, self._next_kv_event = False, snapshot.next_sequence
+        return snapshot
+
+    def _obey(self, command: _Order) -> dict[int, EngineCoreOutputs]:
         if isinstance(command, _Add):
             try:
                 self._core.add_request(command.request)
@@ -128,6 +163,12 @@ class EngineDriver:
             return {}
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
+        if isinstance(command, _WatchKVCache):
+            self._snapshot_due = command.begin
+            if not command.begin:
+                self._next_kv_event = None
+                self._core.scheduler.stop_kv_events()
+            return {}
         return self._core.update_from_kv_transfer(command)
 
 

@@ -29,6 +29,10 @@ class Port:
         self.live: dict[AttemptKey, AttemptClock] = {}
         self.silent = False
         """No report since the last heartbeat."""
+        self.watches_kv_cache = False
+        """It wants what the prefix cache takes in and loses..."""
+        self.knows_kv_cache = False
+        """... and was told what is in it."""
         self._receive = receive
         self._give_up = give_up
         self._on_close = on_close

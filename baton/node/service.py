@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
+from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, SchedulerStats
 from baton.engine.request import FinishReason, Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
@@ -16,6 +17,7 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
+from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.port import Port
 from baton.node.role import NodeRole
 from baton.node.submit_check import objection
@@ -30,6 +32,7 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
     TraceEvent,
+    WatchKVCache,
 )
 
 _OUTCOMES = {
@@ -119,6 +122,8 @@ class NodeService:
             self._note(event)
         self._set_load(_load_report(news.stats, self._draining))
         self._send({index: outputs.outputs for index, outputs in news.outputs.items()})
+        if news.kv_cache is not None:
+            self._tell_kv_cache(news.kv_cache)
 
     def close(self) -> None:
         """End every router's stream, and take no more of them."""
@@ -129,6 +134,10 @@ class NodeService:
     # Inside.
 
     def _receive(self, port: Port, message: RouterMessage) -> None:
+        if isinstance(message, WatchKVCache):
+            port.watches_kv_cache = True
+            self._driver.watch_kv_cache()
+            return
         owner = self._owner(message.attempt)
         if isinstance(message, Abort):
             if owner in (port, None):
@@ -196,6 +205,8 @@ class NodeService:
         for attempt in port.live:
             self._role.attempt_aborted(attempt)
         port.live.clear()
+        if port.watches_kv_cache and not any(other.watches_kv_cache for other in self._ports.values()):
+            self._driver.unwatch_kv_cache()
 
     def _note(self, event: EngineCoreEvent) -> None:
         request_id, sequence_index = split_sequence_id(event.request_id)
@@ -224,6 +235,15 @@ class NodeService:
             port.push(StepReport(deltas, self._load))
         if outputs:
             self._set_load(self._load)
+
+    def _tell_kv_cache(self, news: KVEventBatch | KVSnapshot) -> None:
+        """After the tokens: nobody waits for this."""
+        updates = kv_cache_updates(news)
+        for port in list(self._ports.values()):
+            port.knows_kv_cache |= port.watches_kv_cache and isinstance(news, KVSnapshot)
+            if port.knows_kv_cache:
+                for update in updates:
+                    port.push(StepReport((), self._load, update))
 
     def _delta(self, port: Port, output: EngineCoreOutput) -> RequestDelta:
         request_id, sequence_index = split_sequence_id(output.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.engine.request import KVSource, Leg
 from baton.errors import InvalidRequest
 from baton.ids import AttemptKey
+from baton.rpc.codec_kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
 from baton.rpc.messages import (
     Abort,
@@ -18,6 +19,7 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
     TraceEvent,
+    WatchKVCache,
 )
 from baton.v1 import node_pb2 as node
 
@@ -54,6 +56,8 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
             attempt=attempt_to_pb(message.attempt), reason=message.reason, sequence_index=message.sequence_index
         )
         return node.AttachRequest(abort=abort)
+    if isinstance(message, WatchKVCache):
+        return node.AttachRequest(watch_kv_cache=node.WatchKVCache())
     submit = node.Submit(
         attempt=attempt_to_pb(message.attempt),
         leg=_LEGS[message.leg],
@@ -76,8 +80,10 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     if kind == "abort":
         index = pb.abort.sequence_index if pb.abort.HasField("sequence_index") else None
         return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason, index)
+    if kind == "watch_kv_cache":
+        return WatchKVCache()
     if kind != "submit":
-        raise InvalidRequest("message", f"expected submit or abort, got {kind}")
+        raise InvalidRequest("message", f"expected submit, abort or watch_kv_cache, got {kind}")
     submit = pb.submit
     if submit.leg not in _LEG_NAMES:
         raise InvalidRequest("submit.leg", "unknown leg")
@@ -200,7 +206,8 @@ def report_to_pb(report: StepReport) -> node.StepReport:
         )
         for delta in report.deltas
     ]
-    return node.StepReport(deltas=deltas, load=load_to_pb(report.load))
+    kv_cache = kv_update_to_pb(report.kv_cache) if report.kv_cache is not None else None
+    return node.StepReport(deltas=deltas, load=load_to_pb(report.load), kv_cache=kv_cache)
 
 
 def report_from_pb(pb: node.StepReport) -> StepReport:
@@ -219,7 +226,8 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
         )
         for delta in pb.deltas
     ]
-    return StepReport(deltas, load_from_pb(pb.load))
+    kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
+    return StepReport(deltas, load_from_pb(pb.load), kv_cache)
 
 
 def trace_to_pb(event: TraceEvent) -> node.TraceEvent:

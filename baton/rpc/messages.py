@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.kv_events import KVCacheEvent
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.ids import AttemptKey
@@ -69,7 +70,12 @@ class Abort:
     """Only this one of its sequences is over."""
 
 
-RouterMessage = Submit | Abort
+@dataclass(frozen=True, slots=True)
+class WatchKVCache:
+    """Router to node: tell from now on what the prefix cache takes in and loses, beginning with all that is in it."""
+
+
+RouterMessage = Submit | Abort | WatchKVCache
 
 
 class Outcome(enum.Enum):
@@ -132,11 +138,26 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class KVCacheUpdate:
+    """What the prefix cache took in and lost, numbered without gaps; without the tokens of what it took in."""
+
+    first_sequence: int
+    """A reader that does not stand here has missed something and asks with WatchKVCache for everything."""
+    next_sequence: int
+    events: Sequence[KVCacheEvent]
+    restart: bool = False
+    """Forget everything: what can be found follows, in this update and maybe in more that have no number of their own.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Node to router, one per engine step; without deltas it is a sign of life (at least every HEARTBEAT_S)."""
 
     deltas: Sequence[RequestDelta]
     load: LoadReport
+    kv_cache: KVCacheUpdate | None = None
+    """Only for routers that watch it."""
 
 
 NodeMessage = NodeDescription | StepReport

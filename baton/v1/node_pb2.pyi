@@ -21,6 +21,12 @@ class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEG_PREFILL: _ClassVar[Leg]
     LEG_DECODE: _ClassVar[Leg]
 
+class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_CACHE_TIER_UNSPECIFIED: _ClassVar[KVCacheTier]
+    KV_CACHE_TIER_DEVICE: _ClassVar[KVCacheTier]
+    KV_CACHE_TIER_HOST: _ClassVar[KVCacheTier]
+
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
@@ -39,6 +45,9 @@ LEG_UNSPECIFIED: Leg
 LEG_WHOLE: Leg
 LEG_PREFILL: Leg
 LEG_DECODE: Leg
+KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
+KV_CACHE_TIER_DEVICE: KVCacheTier
+KV_CACHE_TIER_HOST: KVCacheTier
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_STOP: Outcome
 OUTCOME_LENGTH: Outcome
@@ -70,14 +79,16 @@ class Peer(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "submit", "abort")
+    __slots__ = ("hello", "submit", "abort", "watch_kv_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    WATCH_KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     submit: Submit
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    watch_kv_cache: WatchKVCache
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., watch_kv_cache: _Optional[_Union[WatchKVCache, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("router_id", "incarnation")
@@ -114,6 +125,10 @@ class Abort(_message.Message):
     reason: str
     sequence_index: int
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sequence_index: _Optional[int] = ...) -> None: ...
+
+class WatchKVCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("welcome", "report")
@@ -160,12 +175,60 @@ class NodeDescription(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("deltas", "load")
+    __slots__ = ("deltas", "load", "kv_cache")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[RequestDelta]
     load: LoadReport
-    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+    kv_cache: KVCacheUpdate
+    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ...) -> None: ...
+
+class KVCacheUpdate(_message.Message):
+    __slots__ = ("first_sequence", "next_sequence", "restart", "events")
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    first_sequence: int
+    next_sequence: int
+    restart: bool
+    events: _containers.RepeatedCompositeFieldContainer[KVCacheEvent]
+    def __init__(self, first_sequence: _Optional[int] = ..., next_sequence: _Optional[int] = ..., restart: _Optional[bool] = ..., events: _Optional[_Iterable[_Union[KVCacheEvent, _Mapping]]] = ...) -> None: ...
+
+class KVCacheEvent(_message.Message):
+    __slots__ = ("block_stored", "block_removed", "all_blocks_cleared")
+    BLOCK_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    ALL_BLOCKS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    block_stored: BlockStored
+    block_removed: BlockRemoved
+    all_blocks_cleared: AllBlocksCleared
+    def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ...) -> None: ...
+
+class BlockStored(_message.Message):
+    __slots__ = ("block_hashes", "parent_block_hash", "group", "tier")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    parent_block_hash: bytes
+    group: int
+    tier: KVCacheTier
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_block_hash: _Optional[bytes] = ..., group: _Optional[int] = ..., tier: _Optional[_Union[KVCacheTier, str]] = ...) -> None: ...
+
+class BlockRemoved(_message.Message):
+    __slots__ = ("block_hashes", "tier")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    tier: KVCacheTier
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., tier: _Optional[_Union[KVCacheTier, str]] = ...) -> None: ...
+
+class AllBlocksCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RequestDelta(_message.Message):
     __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "sequence_index")

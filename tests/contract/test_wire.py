@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from baton import errors
+from baton.engine.kv_events import BlockStored
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import (
@@ -39,6 +40,7 @@ from baton.rpc.messages import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    KVCacheUpdate,
     LoadReport,
     ModelCard,
     NodeDescription,
@@ -48,6 +50,7 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
     TraceEvent,
+    WatchKVCache,
 )
 from baton.rpc.node_client import NodeClient
 from baton.rpc.node_service import NodeServicer
@@ -350,6 +353,11 @@ async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
     report = StepReport([RequestDelta(KEY, 3, [9], [TokenLogprobs(9, -0.5, 1, [(9, -0.5)])])], LoadReport(running=1))
     port.queue.put_nowait(report)
     reports = aiter(stream)
+    assert await anext(reports) == report
+    await stream.send(WatchKVCache())
+    assert await port.received.get() == WatchKVCache()
+    report = StepReport([], LoadReport(), KVCacheUpdate(3, 4, [BlockStored((b"k" * 32,), b"p" * 32)], restart=True))
+    port.queue.put_nowait(report)
     assert await anext(reports) == report
     port.close()
     with pytest.raises(NodeLost, match="ended the stream"):

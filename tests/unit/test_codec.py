@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import BatonError, InvalidRequest
@@ -15,17 +16,20 @@ from baton.rpc.messages import (
     Chunk,
     Finished,
     GenerateRequest,
+    KVCacheUpdate,
     LoadReport,
     NodeDescription,
     Outcome,
     Path,
     RequestDelta,
     Role,
+    RouterMessage,
     SequenceFinished,
     StageTimings,
     StepReport,
     Submit,
     TraceEvent,
+    WatchKVCache,
 )
 from baton.v1 import generation_pb2, node_pb2
 
@@ -69,9 +73,10 @@ def test_absent_logprobs_stay_absent() -> None:
         Submit(KEY, Leg.DECODE, [1], PARAMS, -3, "salt", KVSource("p0", "p0.abc", "127.0.0.1:1")),
         Abort(KEY, "client is gone"),
         Abort(KEY, "its text is over", 0),
+        WatchKVCache(),
     ],
 )
-def test_router_messages_keep_every_field(message: Submit | Abort) -> None:
+def test_router_messages_keep_every_field(message: RouterMessage) -> None:
     assert codec_node.router_message_from_pb(codec_node.router_message_to_pb(message)) == message
 
 
@@ -98,6 +103,32 @@ def test_reports_keep_every_field() -> None:
         KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)
     )
     assert again.deltas[2].stop_token_id is None
+
+
+def test_kv_cache_updates_keep_everything_but_tokens() -> None:
+    events = [
+        BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, (1, 2, 3), group=2),
+        BlockStored((b"c" * 32,), tier="host"),
+        BlockRemoved((b"a" * 32,), "host"),
+        BlockRemoved((b"b" * 32,)),
+        AllBlocksCleared(),
+    ]
+    for restart in (False, True):
+        report = StepReport((), LoadReport(), KVCacheUpdate(2**40, 2**40 + 5, events, restart))
+        again = codec_node.report_from_pb(codec_node.report_to_pb(report)).kv_cache
+        bare = events[0]._replace(token_ids=())  # type: ignore[call-arg]
+        assert again == KVCacheUpdate(2**40, 2**40 + 5, [bare, *events[1:]], restart)
+    assert codec_node.report_from_pb(codec_node.report_to_pb(StepReport((), LoadReport()))).kv_cache is None
+
+
+def test_kv_cache_events_of_a_newer_version_are_left_out() -> None:
+    unknown = [
+        node_pb2.KVCacheEvent(),
+        node_pb2.KVCacheEvent(block_stored=node_pb2.BlockStored(block_hashes=[b"x"])),
+        node_pb2.KVCacheEvent(block_removed=node_pb2.BlockRemoved(block_hashes=[b"x"])),
+    ]
+    pb = node_pb2.StepReport(kv_cache=node_pb2.KVCacheUpdate(first_sequence=1, next_sequence=4, events=unknown))
+    assert codec_node.report_from_pb(pb).kv_cache == KVCacheUpdate(1, 4, [])
 
 
 def test_an_outcome_of_a_newer_version_is_an_error_not_progress() -> None:

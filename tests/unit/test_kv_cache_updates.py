@@ -1,0 +1,243 @@
+"""What routers are told of a node's prefix cache: whoever applies the updates knows what the node has."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    KVEventLog,
+    KVSnapshot,
+    Tier,
+)
+from baton.engine.request import Leg, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.ids import AttemptKey
+from baton.node.driver import StepNews
+from baton.node.event_log import EventLog
+from baton.node.fake_role import FakeRole
+from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.manual_driver import ManualDriver
+from baton.node.port import Port
+from baton.node.service import NodeService
+from baton.rpc.messages import KVCacheUpdate, Submit, WatchKVCache
+from tests.support.engine_rig import prompt_of
+from tests.support.router_parts import decode
+
+
+class Rig:
+    """A node without a wire, with so few blocks that its cache forgets."""
+
+    def __init__(self) -> None:
+        runner = ScriptedRunner(13, 4, num_host_blocks=5)
+        limits = SchedulerConfig(13, block_size=4, num_host_blocks=5, max_model_len=48)
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        role, clock = FakeRole(), ManualClock()
+        self.scheduler = Scheduler(limits, fields, clock, role.connector)
+        core = EngineCore(self.scheduler, runner)
+        self.late_news: list[StepNews] | None = None
+        """What the loop has not heard yet, while it is busy."""
+        self.driver = ManualDriver(core, self._publish, lambda error: None)
+        description = decode(block_size=4, max_model_len=48, num_blocks=12, vocab_size=1000)
+        self.service = NodeService(description, role, self.driver, EventLog(), clock, lambda: None)
+        self._number = 0
+
+    def _publish(self, news: StepNews) -> None:
+        if self.late_news is None:
+            self.service.on_step(news)
+        else:
+            self.late_news.append(news)
+
+    def router(self) -> Router:
+        return Router(self.service.open_port("router"))
+
+    def work(self, router: Router, prompt: list[int]) -> None:
+        """Run a request to its end."""
+        self._number += 1
+        key = AttemptKey(f"r{self._number}", 1)
+        router.port.receive(Submit(key, Leg.WHOLE, prompt, SamplingParams(max_tokens=2)))
+        self.driver.run()
+
+    @property
+    def log(self) -> KVEventLog:
+        return self.scheduler.kv_cache_manager.kv_events
+
+    def cached(self) -> dict[Tier, set[bytes]]:
+        """What can be found, from the pools themselves."""
+        manager = self.scheduler.kv_cache_manager
+        assert manager.host is not None
+        return {"device": set(manager.pool.keys), "host": set(manager.host.pool.keys)}
+
+
+class Router:
+    """Keeps a copy of what its node has."""
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+        self.found: dict[Tier, set[bytes]] = {"device": set(), "host": set()}
+        self.sequence = -1
+        self.updates: list[KVCacheUpdate] = []
+        self.num_restarts = 0
+
+    def watch(self) -> None:
+        self.port.receive(WatchKVCache())
+
+    async def listen(self) -> None:
+        """Take in every report so far."""
+        stream = self.port.reports()
+        for _ in range(self.port.num_queued):
+            update = (await anext(stream)).kv_cache
+            if update is not None:
+                self._apply(update)
+
+    def _apply(self, update: KVCacheUpdate) -> None:
+        self.updates.append(update)
+        if update.restart:
+            self.num_restarts += 1
+            self.found = {"device": set(), "host": set()}
+        else:
+            assert update.first_sequence == self.sequence, "something is missing"
+        self.sequence = update.next_sequence
+        for event in update.events:
+            match event:
+                case BlockStored(hashes, tier=tier):
+                    self.found[tier].update(hashes)
+                case BlockRemoved(hashes, tier):
+                    self.found[tier].difference_update(hashes)
+                case AllBlocksCleared():
+                    self.found = {"device": set(), "host": set()}
+
+
+async def test_a_router_that_applies_the_updates_knows_what_the_node_has() -> None:
+    rig, rng = Rig(), Random(4)
+    router = rig.router()
+    rig.work(router, prompt_of(12))
+    router.watch()
+    rig.driver.run()
+    for _ in range(40):
+        rig.work(router, prompt_of(rng.choice([4, 9, 16, 30]), rng.randrange(4)))
+        await router.listen()
+        assert router.found == rig.cached()
+    assert router.num_restarts == 1
+    kinds = {type(event) for update in router.updates for event in update.events}
+    assert kinds == {BlockStored, BlockRemoved}
+    assert rig.scheduler.reset_prefix_cache()
+    rig.work(router, [1])
+    await router.listen()
+    assert router.found == rig.cached() == {"device": set(), "host": set()}
+
+
+async def test_who_does_not_watch_is_told_nothing_and_nothing_is_recorded() -> None:
+    rig = Rig()
+    router = rig.router()
+    rig.work(router, prompt_of(12))
+    await router.listen()
+    assert router.updates == []
+    assert not rig.log.is_recording
+
+
+async def test_a_second_router_begins_with_everything() -> None:
+    rig = Rig()
+    first, second = rig.router(), rig.router()
+    first.watch()
+    rig.work(first, prompt_of(12))
+    second.watch()
+    rig.work(first, prompt_of(12, 3))
+    rig.work(first, prompt_of(12, 4))
+    for router in (first, second):
+        await router.listen()
+        assert router.found == rig.cached()
+    assert second.updates[0].restart
+
+
+async def test_what_happened_before_somebody_asked_is_nothing_to_him() -> None:
+    rig = Rig()
+    first, second = rig.router(), rig.router()
+    first.watch()
+    rig.driver.run()
+    rig.late_news = []
+    rig.work(first, prompt_of(12))
+    late, rig.late_news = rig.late_news, None
+    second.watch()
+    for news in late:
+        rig.service.on_step(news)
+    rig.driver.run()
+    for router in (first, second):
+        await router.listen()
+        assert router.found == rig.cached()
+    assert second.updates[0].restart
+
+
+async def test_asking_again_begins_again() -> None:
+    rig = Rig()
+    router = rig.router()
+    router.watch()
+    rig.work(router, prompt_of(12))
+    router.watch()
+    rig.driver.run()
+    await router.listen()
+    assert router.num_restarts == 2
+    assert router.found == rig.cached()
+
+
+async def test_more_events_in_a_turn_than_are_kept_begin_again() -> None:
+    rig = Rig()
+    rig.scheduler.kv_cache_manager.kv_events = KVEventLog(capacity=2)
+    router = rig.router()
+    router.watch()
+    rig.driver.run()
+    rig.work(router, prompt_of(30))
+    rig.work(router, prompt_of(6, 3))
+    await router.listen()
+    assert router.num_restarts == 2
+    assert router.found == rig.cached()
+
+
+async def test_the_last_router_that_watched_ends_the_recording() -> None:
+    rig = Rig()
+    first, second = rig.router(), rig.router()
+    for router in (first, second):
+        router.watch()
+    rig.driver.run()
+    first.port.close()
+    rig.driver.run()
+    assert rig.log.is_recording
+    second.port.close()
+    third = rig.router()
+    rig.driver.run()
+    assert not rig.log.is_recording
+    rig.work(third, prompt_of(12))
+    third.watch()
+    rig.driver.run()
+    await third.listen()
+    assert third.found == rig.cached()
+
+
+@pytest.mark.parametrize("most_hashes", [1, 2, 3, 100])
+async def test_a_snapshot_that_is_too_much_for_one_message_comes_in_several(most_hashes: int) -> None:
+    keys = [bytes([number]) * 32 for number in range(5)]
+    found: dict[Tier, frozenset[bytes]] = {"device": frozenset(keys[:3]), "host": frozenset(keys[2:])}
+    router = Rig().router()
+    updates = kv_cache_updates(KVSnapshot(found, 7), most_hashes)
+    assert all(len(event.block_hashes) <= most_hashes for update in updates for event in update.events)
+    for update in updates:
+        router._apply(update)
+    assert (router.found, router.sequence, router.num_restarts) == (found, 7, 1)
+
+
+def test_an_empty_cache_begins_with_nothing() -> None:
+    assert kv_cache_updates(KVSnapshot({"device": frozenset()}, 3)) == [KVCacheUpdate(3, 3, [], restart=True)]
+
+
+def test_a_batch_says_from_where_on_it_counts() -> None:
+    events = [BlockRemoved([b"a"]), BlockRemoved([b"b"])]
+    assert kv_cache_updates(KVEventBatch(events, 9, complete=True)) == [KVCacheUpdate(7, 9, events)]

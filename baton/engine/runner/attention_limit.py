@@ -62,6 +62,9 @@ class _Rig:
         # On huge pages, as a runner's cache is.
         self._memory = zeros_for_reading(one.numel() * num_layers, kind)
         self._memory.view(count, num_layers, -1).copy_(one.expand(-1, num_layers, -1))
+        # Gathered into the same memory every time: fresh pages would cost more than the gathering.
+        self._gathered_keys = torch.zeros(count * KV_HEADS, BLOCK_SIZE * HEAD_DIM, dtype=kind)
+        self._gathered_values = torch.zeros_like(self._gathered_keys)
         self._query = torch.randn(REQUESTS, HEADS, HEAD_DIM, generator=generator).to(kind)
         self._tables = torch.randperm(count, generator=generator).view(REQUESTS, _BLOCKS)
         self._num_layers = num_layers
@@ -95,8 +98,9 @@ class _Rig:
         first = (self._tables[:, None, :] * self._num_layers + layer) * 2 * KV_HEADS
         keys = (first + torch.arange(KV_HEADS)[None, :, None]).flatten()
         shape = (REQUESTS, KV_HEADS, LENGTH, HEAD_DIM)
-        key = rows.index_select(0, keys).view(shape)
-        value = rows.index_select(0, keys + KV_HEADS).view(shape)
+        torch.index_select(rows, 0, keys, out=self._gathered_keys)
+        torch.index_select(rows, 0, keys + KV_HEADS, out=self._gathered_values)
+        key, value = self._gathered_keys.view(shape), self._gathered_values.view(shape)
         folded = self._query.view(REQUESTS, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
         out = functional.scaled_dot_product_attention(folded, key, value, scale=HEAD_DIM**-0.5)
         return out.reshape(REQUESTS, HEADS, HEAD_DIM)

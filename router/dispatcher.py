@@ -284,7 +284,7 @@ class Dispatcher:
                 case Place() as place:
                     pending.extend(self._place(run, place))
                 case SubmitLeg(incarnation, submit):
-                    self._view.dispatched(incarnation, submit.attempt)
+                    self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
                     if not self._links.send(incarnation, submit):
                         pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):

@@ -15,7 +15,7 @@ class Candidate:
 
     node: NodeDescription
     load: float
-    """Requests on it, those that it has not reported yet included."""
+    """Sequences on it, those that it has not reported yet included."""
     last_chosen: int
     """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
 

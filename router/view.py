@@ -35,12 +35,18 @@ class _Node:
     attached: bool = False
     load: LoadReport = field(default_factory=LoadReport)
     others: int = 0
-    """Requests of other routers on it, as far as its last report shows."""
-    in_flight: set[AttemptKey] = field(default_factory=set)
+    """Sequences of other routers on it, as far as its last report shows."""
+    in_flight: dict[AttemptKey, int] = field(default_factory=dict)
+    """How many sequences each of our legs on it computes."""
     last_chosen: int = 0
     last_message: float = 0.0
     lost_at: float | None = None
     detail: str = ""
+
+    @property
+    def ours(self) -> int:
+        """Sequences that we sent there and whose legs are not over."""
+        return sum(self.in_flight.values())
 
 
 class ClusterView:
@@ -89,7 +95,7 @@ class ClusterView:
             return
         node.load = load
         # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
-        node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - len(node.in_flight))
+        node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
         node.last_message = now
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
@@ -103,20 +109,20 @@ class ClusterView:
         if node.lost_at is None:
             node.lost_at = now
 
-    def dispatched(self, incarnation: str, attempt: AttemptKey) -> None:
-        """A leg was sent there."""
+    def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
+        """A leg that computes so many sequences at once was sent there."""
         node = self._nodes.get(incarnation)
         if node is None:
             return
         self._chosen += 1
-        node.in_flight.add(attempt)
+        node.in_flight[attempt] = num_sequences
         node.last_chosen = self._chosen
 
     def released(self, incarnation: str, attempt: AttemptKey) -> None:
         """The leg is over. Idempotent."""
         node = self._nodes.get(incarnation)
         if node is not None:
-            node.in_flight.discard(attempt)
+            node.in_flight.pop(attempt, None)
 
     def forget_lost(self, now: float) -> None:
         """Drop nodes that are neither registered nor attached and have been shown long enough."""
@@ -129,7 +135,7 @@ class ClusterView:
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
         return tuple(
-            Candidate(node.description, float(node.others + len(node.in_flight)), node.last_chosen)
+            Candidate(node.description, float(node.others + node.ours), node.last_chosen)
             for _, node in sorted(self._nodes.items())
             if node.description is not None and self._state(node) is NodeState.READY
         )

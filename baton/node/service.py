@@ -274,7 +274,7 @@ class NodeService:
 def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:
     return LoadReport(
         running=stats.num_running,
-        waiting=stats.num_waiting,
+        waiting=stats.num_waiting - stats.num_waiting_for_remote_kvs,
         waiting_for_remote_kvs=stats.num_waiting_for_remote_kvs,
         total_blocks=stats.total_blocks,
         free_blocks=stats.free_blocks,

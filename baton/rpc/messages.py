@@ -59,6 +59,12 @@ class Submit:
     cache_salt: str = ""
     kv_source: KVSource | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many the node computes at once; a prefill leg computes the prompt alone."""
+        params = self.sampling_params
+        return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
+
 
 @dataclass(frozen=True, slots=True)
 class Abort:
@@ -124,6 +130,7 @@ class LoadReport:
 
     running: int = 0
     waiting: int = 0
+    """For anything but remote KV."""
     waiting_for_remote_kvs: int = 0
     total_blocks: int = 0
     free_blocks: int = 0

@@ -12,11 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from baton.engine.beam_search import BeamSearch
+from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.simulated import SimulatedRunner, expected_beams
 from baton.rpc.messages import Chunk, GenerateRequest
 from tests.support.caller import Answer
-from tests.support.mini_cluster import mini_cluster, random_prompt
+from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 from tests.support.tiny_models import TINY_MODELS
 
 NEW_TOKENS = 14
@@ -60,6 +63,20 @@ def _without_padding(tokens: list[int], stops: Sequence[int]) -> list[int]:
 
 def sequences(answer: Answer, search: dict[str, Any]) -> list[list[int]]:
     return [answer.sequence(index).token_ids for index in range(search["n"])]
+
+
+async def test_simulated_nodes_search_too(tmp_path: Path) -> None:
+    spec = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+    simulated_model_dir(tmp_path, 256, 512)
+    async with mini_cluster(lambda _: SimulatedRunner(spec), tmp_path, token_ids_only=True) as cluster:
+        for search in SEARCHES:
+            prompt = random_prompt(Random(search["beam_width"]), 40, 256)
+            answer = await cluster.generate(GenerateRequest(prompt, max_tokens=6, ignore_eos=True, **search))
+            options = {key: value for key, value in search.items() if key not in ("beam_width", "n")}
+            naive = BeamSearch(search["beam_width"], frozenset(), 6, **options)
+            assert sequences(answer, search) == expected_beams(prompt, naive, spec)[: search["n"]]
+            assert answer.end.path.prefill_node == "prefill-0"
+        await cluster.idle()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])

@@ -46,6 +46,17 @@ async def test_sequences_stream_side_by_side() -> None:
         assert (finished.finish_reason, finished.stop_reason, finished.completion_tokens) == ("stop", 33, 6)
 
 
+async def test_placement_counts_the_sequences_and_not_the_request() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        rig.ask(n=3)
+        attempt = (await rig.submitted("d1")).attempt
+        await rig.submitted("p1")
+        loads = {candidate.node.node_id: candidate.load for candidate in rig.view.candidates()}
+        assert loads == {"p1": 1, "d1": 3}
+        rig.tell("p1", attempt, 0, "a", Outcome.ERROR)
+        assert (await rig.aborted("d1")).attempt == attempt
+
+
 async def test_a_stop_string_ends_its_own_sequence() -> None:
     async with router_rig(decode()) as rig:
         reader, attempt = await start(rig, n=2, stop=("END",), max_tokens=8)

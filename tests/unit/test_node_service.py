@@ -445,6 +445,22 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
     assert timings.queue_ms == pytest.approx(500.0)
 
 
+async def test_a_load_report_counts_each_request_once() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router-0")
+    for number in range(6):
+        rig.ask(port, AttemptKey(f"r{number}", 1))
+    rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
+    rig.driver.turn()
+    load = rig.service.load()
+    assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 3, 0), "no seat is left to look behind"
+    port.receive(Abort(AttemptKey("r5", 1), "x"))
+    port.receive(Abort(AttemptKey("r4", 1), "x"))
+    rig.driver.turn()
+    load = rig.service.load()
+    assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
+
+
 async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     rig = Rig()
     port = rig.service.open_port("router-0")

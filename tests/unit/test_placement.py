@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
-from baton.rpc.messages import LoadReport, NodeDescription
+from baton.rpc.messages import LoadReport, NodeDescription, Submit
 from router.placement import Candidate, Demand, Placement, choose
 from router.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of
@@ -156,6 +157,38 @@ def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
     view.released("d1.1", AttemptKey("r1", 1))
     view.released("d1.1", AttemptKey("r1", 1))
     assert load() == 5
+
+
+def test_a_request_of_several_sequences_weighs_as_much_as_they_do() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+
+    def load() -> float:
+        return view.candidates()[0].load
+
+    view.dispatched("d1.1", key(), num_sequences=4)
+    assert load() == 4
+    view.reported("d1.1", LoadReport(running=1), now=2)
+    assert load() == 4, "the others come when the prompt is computed"
+    view.reported("d1.1", LoadReport(running=6), now=3)
+    assert load() == 6, "two of another router"
+    view.released("d1.1", key())
+    assert load() == 2
+
+
+@pytest.mark.parametrize(
+    ("leg", "params", "num_sequences"),
+    [
+        (Leg.WHOLE, SamplingParams(), 1),
+        (Leg.DECODE, SamplingParams(n=3), 3),
+        (Leg.DECODE, SamplingParams(n=2, beam_width=5), 5),
+        (Leg.PREFILL, SamplingParams(n=3), 1),
+        (Leg.PREFILL, SamplingParams(n=2, beam_width=5), 1),
+    ],
+)
+def test_how_many_sequences_a_leg_is(leg: Leg, params: SamplingParams, num_sequences: int) -> None:
+    assert Submit(key(), leg, (1,), params).num_sequences == num_sequences
 
 
 def test_strangers_change_nothing() -> None:

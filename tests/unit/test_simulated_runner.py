@@ -8,10 +8,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from baton.clock import ManualClock
+from baton.engine.beam_search import BeamSearch
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
 from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
-from baton.engine.request import SamplingParams
+from baton.engine.request import Request, SamplingParams
 from baton.engine.runner import SimulatedSpec, StepTime, load
-from baton.engine.runner.simulated import SimulatedRunner, expected_kv, expected_tokens
+from baton.engine.runner.simulated import (
+    SimulatedRunner,
+    expected_beams,
+    expected_kv,
+    expected_tokens,
+    likeliest_tokens,
+)
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequence_group import sequence_id
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
@@ -40,6 +52,40 @@ def test_tokens_and_kv_are_those_of_the_reference(chunk: int, params: SamplingPa
         assert driver.requests[name].output == tokens
         history = [*prompt, *tokens[:-1]]
         assert np.array_equal(read(driver, name, len(history)), expected_kv(history, driver.runner.layout))
+
+
+def test_the_likeliest_tokens_follow_from_the_history_and_begin_with_the_greedy_one() -> None:
+    driver = driven()
+    seen = set()
+    for name, prompt in PROMPTS.items():
+        kv = expected_kv(prompt, driver.runner.layout)
+        likeliest = likeliest_tokens(kv, 6, SPEC.vocab_size)
+        assert likeliest[:3] == likeliest_tokens(kv, 3, SPEC.vocab_size)
+        assert [likeliest[0][0]] == expected_tokens(prompt, replace(GREEDY, max_tokens=1), SPEC), name
+        logprobs = [logprob for _, logprob in likeliest]
+        assert logprobs == sorted(logprobs, reverse=True)
+        assert logprobs[0] < 0
+        assert len({token for token, _ in likeliest}) == 6
+        seen.add(tuple(likeliest))
+    assert len(seen) == len(PROMPTS)
+    assert len(likeliest_tokens(kv, 9, 4)) == 4, "there are no more tokens"
+
+
+@pytest.mark.parametrize("width", [2, 5, 8])
+def test_a_beam_search_finds_what_a_naive_one_finds(width: int) -> None:
+    runner = SimulatedRunner(SPEC)
+    fields = CacheKeyFields.of(runner.model, runner.layout)
+    config = SchedulerConfig(SPEC.num_blocks, block_size=4, max_model_len=256)
+    core = EngineCore(Scheduler(config, fields, ManualClock()), runner)
+    for name, prompt in PROMPTS.items():
+        core.add_request(Request(name, prompt, SamplingParams(beam_width=width, n=width, max_tokens=9)))
+    found: dict[str, list[int]] = {}
+    while core.has_work():
+        for outputs in core.step().values():
+            found.update((output.request_id, list(output.new_token_ids)) for output in outputs.outputs)
+    for name, prompt in PROMPTS.items():
+        expected = expected_beams(prompt, BeamSearch(width, frozenset(), 9), SPEC)
+        assert [found[sequence_id(name, index)] for index in range(width)] == expected
 
 
 def test_every_request_generates_something_else() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from baton.engine.beam_search import BeamSearch
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
@@ -60,6 +61,29 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: Simulat
     return output
 
 
+def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """What the runner says may follow the history kv [tokens, ...]: tokens and log-probabilities, best first.
+
+    The best is what it draws when it is greedy and may draw anything; otherwise they have nothing to do with that.
+    """
+    found: dict[int, float] = {}
+    logprob, number = 0.0, _digest(kv)
+    while len(found) < min(count, vocab_size):
+        logprob -= 0.01 + number % 997 / 1000
+        found.setdefault(number % vocab_size, logprob)
+        number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), seed=len(found))
+    return list(found.items())
+
+
+def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec) -> list[list[int]]:
+    """What a beam search must find, best first."""
+    layout = layout_of(spec)
+    while not search.is_over:
+        histories = [expected_kv([*prompt, *beam.token_ids], layout) for beam in search.running]
+        search.advance([likeliest_tokens(kv, search.num_candidates, spec.vocab_size) for kv in histories])
+    return [list(beam.token_ids) for beam in search.finished]
+
+
 def layout_of(spec: SimulatedSpec) -> KVLayout:
     """The block layout that a specification gives."""
     return KVLayout.uniform(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
@@ -84,9 +108,13 @@ def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int
     return words.view(np.uint8)[:size].reshape(rows)
 
 
+def _digest(kv: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(kv).data)
+
+
 def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
     """Output token `index` after the history kv [tokens, ...]; greedy ignores the seed, anything else follows it."""
-    digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(kv).data)
+    digest = _digest(kv)
     if not params.is_greedy:
         digest ^= int(uniform(params.seed, index) * 2**53) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     token_id = digest % spec.vocab_size
@@ -165,15 +193,13 @@ class SimulatedRunner:
             if not share.samples:
                 continue
             state = share.state
-            token_id = _next_token(
-                self.read(state.block_table, share.stop),
-                state.sampling_params,
-                state.num_output_tokens,
-                self._spec,
-            )
+            kv = self.read(state.block_table, share.stop)
+            token_id = _next_token(kv, state.sampling_params, state.num_output_tokens, self._spec)
             tokens[state.request_id] = token_id
-            if state.sampling_params.logprobs is not None:
-                logprobs[state.request_id] = [TokenLogprobs(token_id, 0.0, 1, ((token_id, 0.0),))]
+            top = state.sampling_params.logprobs
+            if top is not None:
+                likeliest = likeliest_tokens(kv, max(top, 1), self._spec.vocab_size)
+                logprobs[state.request_id] = [TokenLogprobs(token_id, likeliest[0][1], 1, likeliest[:top])]
         self._requests.commit(scheduled, tokens)
         return ModelRunnerOutput(
             {name: [token] for name, token in tokens.items()},

@@ -211,6 +211,10 @@ class Ledger:
         finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
         return finished
 
+    def tell_finished_again(self, request_ids: frozenset[str]) -> None:
+        """The runner may not have heard of these ends. Who lives under such an id by now replaces what it remembers."""
+        self._finished_req_ids.update(request_ids - self.requests.keys())
+
     def prompt_block_ids(self, request: Request) -> list[int]:
         """The blocks of its prompt, without what is reserved behind them."""
         num_blocks = -(-request.num_prompt_tokens // self.config.block_size)

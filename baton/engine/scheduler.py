@@ -335,6 +335,8 @@ class Scheduler:
         outputs, self._pending = self._pending, OutputsByClient()
         num_scheduled = scheduler_output.num_scheduled_tokens
         self._commit.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
+        if runner_output.lost:
+            self._ledger.tell_finished_again(scheduler_output.finished_req_ids)
         plan = self._in_flight.pop(scheduler_output.step, None)
         if plan is not None:
             self._stalled = False

@@ -152,6 +152,11 @@ class ScriptedRunner:
     def num_host_blocks(self) -> int:
         return self._host.num_blocks
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._known)
+
     def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
         """What the first `num_tokens` slots of these blocks hold."""
         return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]

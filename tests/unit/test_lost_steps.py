@@ -1,0 +1,48 @@
+"""A runner that breaks: what it did not hear in that step it is told in the next one."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from baton.engine.request import FinishReason
+from tests.support.engine_rig import EngineRig
+from tests.support.executors import Ahead, executor_for
+
+
+@pytest.mark.parametrize("ahead", get_args(Ahead))
+def test_what_ended_before_a_lost_step_is_forgotten_all_the_same(ahead: Ahead) -> None:
+    rig = EngineRig(executor=executor_for(ahead))
+    rig.add("long", 8, max_tokens=20)
+    rig.add("ends", 8, max_tokens=3)
+    while "ends" not in rig.ends:
+        rig.step()
+    rig.runner.raise_first = RuntimeError("broken")
+    while "long" not in rig.ends:
+        rig.step()
+    assert rig.reason("long") is FinishReason.ERROR
+    rig.run()
+    rig.add("after", 8, max_tokens=6)
+    for _ in range(4):
+        rig.step()
+    assert rig.runner.num_requests == 1
+    rig.run()
+    assert rig.tokens["after"] == rig.expected("after", 6)
+
+
+def test_who_has_taken_such_an_id_meanwhile_is_not_forgotten() -> None:
+    rig = EngineRig(executor=executor_for("late"))
+    rig.add("r", 8, max_tokens=9)
+    rig.add("other", 8, max_tokens=9)
+    rig.step()
+    rig.step()
+    rig.abort("r")
+    rig.step()
+    del rig.ends["r"]
+    rig.runner.raise_first = RuntimeError("broken")
+    rig.add("r", 8, max_tokens=9)
+    rig.run()
+    assert rig.reason("other") is FinishReason.ERROR
+    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.tokens["r"] == rig.expected("r", 9)

@@ -1,0 +1,85 @@
+"""A decode node's load from elsewhere begins when it is decided: the peer computes meanwhile, and so do we."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.config import NodeConfig
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import Leg, Request, SamplingParams
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.engine.runner.step_thread import StepThread
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.ids import AttemptKey
+from baton.node.driver import EngineDriver, StepNews
+from baton.node.outbox import Outbox
+from baton.node.role import RoleContext
+from decode_node.app import DecodeRole
+from kv_transfer.backends.base import TransferBackend
+from tests.support.engine_rig import SOURCE, prompt_of
+from tests.support.step_gate import StepGate
+
+LONG_S = 30.0
+SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)
+
+
+def no_backend(context: RoleContext) -> TransferBackend:
+    raise AssertionError("nothing is to be moved here")
+
+
+class Rig:
+    """A decode node's engine and role, wired as in a node; the loop is a queue that nobody works off."""
+
+    def __init__(self, ahead: bool) -> None:
+        self.gate = StepGate(allowed=0)
+        self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        runner = SimulatedRunner(replace(SPEC, sleep=self.gate))
+        config = NodeConfig.model_validate({"role": "decode", "node_id": "d", "registry": "memory://", "block_size": 4})
+        outbox, clock = Outbox(self.posted.put), SystemClock()
+        context = RoleContext(
+            config, "d.1", runner, clock, self.posted.put, outbox.add, lambda news: None, lambda *event: None
+        )
+        self.role = DecodeRole(context, no_backend)
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, clock, self.role.connector)
+        core = EngineCore(scheduler, runner, StepThread() if ahead else None)
+        self.news: queue.SimpleQueue[StepNews] = queue.SimpleQueue()
+        self.driver = EngineDriver(core, self.news.put, lambda error: None, outbox.flush)
+        self.driver.start()
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(request.param)
+    yield rig
+    rig.gate.allow(None)
+    rig.driver.stop()
+
+
+def pulled() -> Request:
+    params = SamplingParams(max_tokens=3)
+    return Request(str(AttemptKey("pulls", 1)), prompt_of(20), params, leg=Leg.DECODE, kv_source=SOURCE)
+
+
+def test_a_load_begins_while_the_step_in_which_it_was_decided_computes(rig: Rig) -> None:
+    rig.driver.submit(Request(str(AttemptKey("busy", 1)), prompt_of(6, 1), SamplingParams(max_tokens=50)))
+    rig.gate.wait_for_step(1)
+    rig.driver.submit(pulled())
+    assert rig.posted.empty()
+    rig.gate.allow(1)
+    rig.gate.wait_for_step(2)
+    rig.posted.get(timeout=LONG_S)
+    assert rig.role.connector.num_followed == 1
+
+
+def test_a_load_begins_at_once_when_there_is_nothing_to_compute(rig: Rig) -> None:
+    rig.driver.submit(pulled())
+    rig.posted.get(timeout=LONG_S)
+    assert rig.news.get(timeout=LONG_S).stats.num_waiting_for_remote_kvs == 1

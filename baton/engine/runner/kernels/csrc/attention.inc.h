@@ -92,7 +92,7 @@ INLINE void find_rows(const enum dtype dtype, const struct attention_call *call,
 }
 
 /* Asks for some more keys and values of the next tile, which come from memory meanwhile: a few at a time, for a core has only
- * so many lines under way and waits when there are more. */
+ * so many lines under way and waits when there are more; most of them early, since they take longer than a tile of few rows. */
 INLINE void ask_ahead(struct attention_state *state, int64_t count) {
     const struct tile_rows *next = &state->rows[1 - state->here];
     int64_t j = state->asked > next->start ? state->asked : next->start;
@@ -111,7 +111,7 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = (size_t)call->key_dim * size, dim = (size_t)call->value_dim;
     const struct tile_rows *rows = &state->rows[state->here];
     for (int64_t panel = 0; panel < KEY_TILE / LANES; panel++) {
-        ask_ahead(state, 4);
+        ask_ahead(state, 8);
         if (floats)
             for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j++)
                 if (j >= rows->start && j < rows->end) load_values(dtype, state, rows->value[j], dim, (size_t)j);
@@ -187,6 +187,7 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
     const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     float *output = state->output + row * state->out_stride;
     (void)kv;
+    ask_ahead(state, 8);
 #ifdef FEW_SCORES
     if (dtype == DTYPE_BFLOAT16 && state->few)
         few_scores(state, kv, call->key_dim);
@@ -200,7 +201,7 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
                          state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
     int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
     for (size_t r = 0; r < count; r++) {
-        ask_ahead(state, count < 8 ? 6 : 3);
+        ask_ahead(state, count < 8 ? 3 : 1);
         softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r, range);
     }
     if (whole) {

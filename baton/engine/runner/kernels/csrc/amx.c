@@ -28,8 +28,8 @@
 typedef uint32_t bf16_row;
 enum { ROW_ITEMS_PER_PAIR = 1, QUERY_MULTIPLE = BF16_K_MULTIPLE };
 enum { TILE_ROWS = 16, BLOCK_ROWS = 2 * TILE_ROWS, TILE_K = BF16_K_MULTIPLE, TILE_ELEMENTS = TILE_K * LANES, STEP_ELEMENTS = GROUP_PANELS * TILE_ELEMENTS };
-/* Weights of so many k stay in the first cache while rows pass. Up to FEW_ROWS, memory is slower than the products. */
-enum { CACHED_K = 256, FEW_ROWS = 48 };
+/* Weights of so many k stay in the first cache while rows pass. */
+enum { CACHED_K = 256 };
 
 /* Tile registers: 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights. */
 struct tile_config {
@@ -289,5 +289,5 @@ static int supported(void) {
 
 const struct isa isa_amx_bf16 = {
     "amx_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16_and_release},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, TILE_K / 2, BLOCK_ROWS, 512, 1};
 #endif

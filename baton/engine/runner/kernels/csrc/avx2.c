@@ -21,5 +21,5 @@ static int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_
 
 const struct isa isa_avx2 = {
     "avx2", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
 #endif

@@ -22,5 +22,5 @@ static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supp
 
 const struct isa isa_avx512_bf16 = {
     "avx512_bf16", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};
 #endif

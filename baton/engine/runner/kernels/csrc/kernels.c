@@ -27,6 +27,8 @@ int baton_default_isa(void) {
 
 /* What one task's sums may fill of the second cache; the piece of x that they share fills another such part. */
 enum { SUMS_BYTES = 512 << 10 };
+/* From so many groups on a thread's share of few rows is cut, for the threads may be unequally fast. */
+enum { LONG_GROUPS = 64 };
 
 /* Rows are cut into equal parts that a task can keep the sums of, or else so that every thread has something to do; columns
  * into groups, some of which stay together where there are enough of them. */
@@ -39,7 +41,13 @@ static void plan_linear(struct linear_call *call, const struct isa *isa, enum dt
     call->rows_per_task = rows < call->m ? rows : call->m;
     call->groups_per_task = 1;
     parts = (call->m + call->rows_per_task - 1) / call->rows_per_task;
-    if (!keeps_sums || call->m <= step) return;
+    if (!keeps_sums) return;
+    if (call->m <= FEW_ROWS && !isa->groups_take_turns) { /* neighbours, so that what is asked for ahead is the same thread's */
+        size_t shares = n_threads * (groups < LONG_GROUPS ? 1 : 4);
+        call->groups_per_task = (groups + shares - 1) / shares;
+        return;
+    }
+    if (call->m <= step) return;
     size_t together = SUMS_BYTES / (call->rows_per_task * GROUP_COLUMNS * sizeof(float)), most = groups * parts / wanted;
     if (together > most) together = most;
     if (together > 4) together = 4;
@@ -56,8 +64,9 @@ int baton_linear(int isa_index, int dtype, const void *x, const void *packed, co
     if (n_threads < 1 || (double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
     plan_linear(&call, isa, (enum dtype)dtype, (size_t)n_threads);
     size_t across = (column_groups(&call) + call.groups_per_task - 1) / call.groups_per_task;
-    size_t parts = (m + call.rows_per_task - 1) / call.rows_per_task, sums = isa->linear_rows;
-    if (isa->rows_of_sums > 0 && call.rows_per_task * call.groups_per_task > sums) sums = call.rows_per_task * call.groups_per_task;
+    size_t parts = (m + call.rows_per_task - 1) / call.rows_per_task;
+    size_t sums = call.rows_per_task * (isa->groups_take_turns ? call.groups_per_task : 1);
+    if (sums < isa->linear_rows) sums = isa->linear_rows;
     size_t scratch = (sums * GROUP_COLUMNS + isa->linear_rows * k) * sizeof(float);
     return run_tasks(isa->linear[dtype], &call, across * parts, n_threads, scratch);
 }

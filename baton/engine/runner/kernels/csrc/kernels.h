@@ -105,6 +105,9 @@ struct attention_job {
     const struct attention_task *tasks;
 };
 
+/* Up to so many rows memory is slower than their products. */
+enum { FEW_ROWS = 48 };
+
 typedef void (*task_function)(const void *job, size_t task, void *scratch);
 
 /* One instruction set: its kernels, indexed by enum dtype, and how they like their rows. */
@@ -117,7 +120,8 @@ struct isa {
     task_function rotate[2];
     size_t step_pairs;   /* of packed bfloat16 weights */
     size_t linear_rows;  /* rows of x in scratch at once, for the vectors */
-    size_t rows_of_sums; /* the most rows of a bfloat16 task, which keeps all its sums in scratch */
+    size_t rows_of_sums; /* the most rows of a bfloat16 task, which keeps all their sums in scratch */
+    int groups_take_turns; /* a bfloat16 task goes through all its groups with one piece of k after the other */
 };
 
 extern const struct isa isa_amx_bf16, isa_avx512_bf16, isa_avx512, isa_avx2, isa_portable;

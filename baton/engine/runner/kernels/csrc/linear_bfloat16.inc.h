@@ -6,8 +6,8 @@ TARGET static void linear_bfloat16(const void *job, size_t task, void *scratch) 
     size_t pieces = (all + most - 1) / most, depth = pieces > 0 ? (all + pieces - 1) / pieces : 0;
     const uint16_t *packed = (const uint16_t *)call->packed;
     float *sums = scratch;
-    bf16_row *widened = (bf16_row *)(sums + rows * (part.group_end - part.group) * GROUP_COLUMNS);
-    for (size_t group = part.group; group < part.group_end; group++, sums += rows * GROUP_COLUMNS) {
+    bf16_row *widened = (bf16_row *)(sums + rows * GROUP_COLUMNS);
+    for (size_t group = part.group; group < part.group_end; group++) {
         struct epilogue epilogue;
         open_epilogue(&epilogue, call, DTYPE_BFLOAT16, group);
         size_t from = 0;

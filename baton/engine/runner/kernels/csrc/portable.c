@@ -20,4 +20,4 @@ static int supported(void) { return 1; }
 
 const struct isa isa_portable = {
     "portable", supported, {linear_float32, linear_bfloat16}, {attention_float32, attention_bfloat16},
-    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512};
+    {rms_norm_float32, rms_norm_bfloat16}, {rotate_float32, rotate_bfloat16}, 1, TALL_ROWS, 512, 0};

@@ -2,7 +2,7 @@
 
 /* A piece of k: up to FEW_ROWS its weights, one group's, stay in the first cache while the rows pass block after block, and come
  * from memory one such piece ahead; with more rows they stay in the second cache. */
-enum { FEW_ROWS = 48, FEW_PAIRS = 64, MANY_PAIRS = 512, AHEAD_BYTES = FEW_PAIRS * GROUP_COLUMNS * 4 };
+enum { FEW_PAIRS = 64, MANY_PAIRS = 512, AHEAD_BYTES = FEW_PAIRS * GROUP_COLUMNS * 4 };
 enum { ROW_ITEMS_PER_PAIR = 2, QUERY_MULTIPLE = 2 };
 #ifdef DPBF16
 typedef uint16_t bf16_row; /* as they lie in memory */

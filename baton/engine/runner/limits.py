@@ -91,15 +91,9 @@ def product_limit(
     shapes: Sequence[ProductShape], dtype: str, num_threads: int, operations: Operations, repeats: int = 5
 ) -> Limit:
     """The best plain product among `shapes`, torch's or ours."""
-    best, most = None, 0.0
-    for shape in shapes:
-        for limit in _products(shape, dtype, num_threads, operations):
-            rate = limit.rate(repeats)
-            if best is None or rate > most:
-                best, most = limit, rate
-    if best is None:
-        raise ValueError("no shapes")
-    return best
+    # One after the other: of all their matrices only the best one's stay.
+    limits = (limit for shape in shapes for limit in _products(shape, dtype, num_threads, operations))
+    return max(limits, key=lambda limit: limit.rate(repeats))
 
 
 def _products(shape: ProductShape, dtype: str, num_threads: int, operations: Operations) -> Iterator[Limit]:

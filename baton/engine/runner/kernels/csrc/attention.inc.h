@@ -136,8 +136,8 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 /* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and bfloat16 ones where
  * the row sees the whole tile. The reference is a maximum that the row has seen; it, the sum and the output change
  * only for a score that is 2^REFERENCE_SLACK times as much, which float32 holds as exactly. */
-INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *probabilities, size_t row,
-                        struct key_range range) {
+INLINE void softmax_row(const struct attention_call *call, struct attention_state *state, float *scores, uint16_t *probabilities,
+                        size_t row, struct key_range range) {
     float *output = state->output + row * state->out_stride;
     const v16 scale = v_set1(call->softcap != 0.0f ? call->scale : call->scale * LOG2_E);
     v16 s[KEY_TILE / LANES];
@@ -208,8 +208,9 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
         product_pairs(count, state->value_panels, state->probabilities, state->pairs, output, state->out_stride);
         return;
     }
-    product_float32(count, state->value_panels, state->scores + range.start, KEY_TILE, state->values + (size_t)range.start * state->out_stride,
-                    LANES, state->out_stride, (size_t)(range.end - range.start), output, state->out_stride, 1);
+    product_float32(count, state->value_panels, state->scores + range.start, KEY_TILE,
+                    state->values + (size_t)range.start * state->out_stride, LANES, state->out_stride,
+                    (size_t)(range.end - range.start), output, state->out_stride, 1);
 }
 
 INLINE void attend_tile(const enum dtype dtype, const struct attention_call *call, const struct attention_task *task,

@@ -74,8 +74,10 @@ static void take_row(const void *job, size_t task, void *scratch) {
 }
 
 /* out[i] is row index[i] of the weight; not for gated ones */
-int baton_take_rows(int isa, int dtype, const void *packed, const int64_t *index, void *out, size_t rows, size_t n, size_t k, int n_threads) {
-    struct take_call call = {.packed = packed, .index = index, .out = out, .k = k, .step = 2 * isas[isa]->step_pairs, .dtype = dtype};
+int baton_take_rows(int isa, int dtype, const void *packed, const int64_t *index, void *out, size_t rows, size_t n, size_t k,
+                    int n_threads) {
+    size_t step = 2 * isas[isa]->step_pairs;
+    struct take_call call = {.packed = packed, .index = index, .out = out, .k = k, .step = step, .dtype = dtype};
     for (size_t i = 0; i < rows; i++)
         if (index[i] < 0 || (size_t)index[i] >= n) return STATUS_BAD_INDEX;
     return run_tasks(take_row, &call, rows, rows < 32 ? 1 : n_threads, 0);

@@ -93,8 +93,8 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
             for (; panel < panels; panel += WIDE_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
-                      c + panel * LANES, ldc, accumulate);                                                                           \
+        tile_bfloat16(MM, WIDE_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,               \
+                      c + panel * LANES, ldc, accumulate);                                                               \
         break;
                     WIDE_CASES(CASE)
 #undef CASE
@@ -103,8 +103,8 @@ TARGET static void product_bfloat16(size_t rows, size_t panels, const bf16_row *
             for (; panel < panels; panel += TALL_PANELS) switch (block) {
 #define CASE(MM)                                                                                                         \
     case MM:                                                                                                             \
-        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,            \
-                      c + panel * LANES, ldc, accumulate);                                                                           \
+        tile_bfloat16(MM, TALL_PANELS, x, ldx, w + panel * panel_stride, panel_stride, pair_stride, pairs,               \
+                      c + panel * LANES, ldc, accumulate);                                                               \
         break;
                     TALL_CASES(CASE)
 #undef CASE

@@ -70,8 +70,10 @@ class Run:
 
     def state(self, name: str, shared: Sequence[int] = ()) -> RequestState:
         tokens = self._tokens[name]
-        blocks = [*shared, *self._blocks(-(-len(tokens) // BLOCK_SIZE) - len(shared))]
-        return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, len(shared) * BLOCK_SIZE))
+        groups = len(self.transformer.layout.groups)
+        blocks = [*shared, *self._blocks(-(-len(tokens) // BLOCK_SIZE) * groups - len(shared))]
+        num_computed = len(shared) // groups * BLOCK_SIZE
+        return RequestState(NewRequestData(name, tokens, (), SamplingParams(), blocks, num_computed))
 
     def mates(self, count: int) -> list[RequestState]:
         return [self.state(f"mate-{mate}") for mate in range(count)]
@@ -109,7 +111,7 @@ class Run:
             others = [Scheduled(state, self._left(state, self._rng.randint(1, 40))) for state in mates]
             place = self._rng.randint(0, len(others))
             step = [s for s in (*others[:place], share, *others[place:]) if s.count]
-            batch = flatten(step, BLOCK_SIZE, self.transformer.row_quantum)
+            batch = flatten(step, self.transformer.layout, self.transformer.row_quantum)
             first = int(batch.query_start[step.index(share)])
             collected.append(self.transformer.compute(batch, np.arange(first, first + share.count)))
             self._commit(step)
@@ -121,7 +123,7 @@ class Run:
         """Compute as an engine does: the logits of the last position alone, those before it skipped."""
         while True:
             step = [Scheduled(main, self._left(main, chunk))]
-            logits = self.transformer.compute(flatten(step, BLOCK_SIZE, self.transformer.row_quantum))
+            logits = self.transformer.compute(flatten(step, self.transformer.layout, self.transformer.row_quantum))
             self._commit(step)
             if main.num_computed_tokens == main.num_tokens:
                 return logits
@@ -137,10 +139,12 @@ class Run:
         return min(count, len(state.token_ids) - state.num_computed_tokens)
 
     def _kv(self, state: RequestState) -> torch.Tensor:
-        rows = []
-        for cache in cache_views(self.transformer.kv_cache, self.transformer.layout):
-            for view in keys_and_values(cache):
-                by_token = view[state.block_table.tolist()].transpose(1, 2).flatten(0, 1)
+        rows, layout = [], self.transformer.layout
+        caches = cache_views(self.transformer.kv_cache, layout)
+        for index, group in enumerate(layout.groups):
+            blocks = state.block_table[index :: len(layout.groups)].tolist()
+            for view in (view for layer in group.layers for view in keys_and_values(caches[layer])):
+                by_token = view[blocks].transpose(1, 2).flatten(0, 1)
                 rows.append(by_token[:LENGTH].flatten(1))
         return torch.cat(rows, dim=1)
 
@@ -168,7 +172,7 @@ def load(
     torch.set_num_threads(elementwise_threads(num_threads))
     loaded = load_model(directory, dtype)
     chosen = operations or choose_operations(num_threads)
-    transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSize(num_blocks=300), num_threads)
+    transformer = Transformer(loaded, chosen, BLOCK_SIZE, CacheSize(num_blocks=800), num_threads)
     return Run(transformer, loaded.config.vocab_size), why_not_bit_exact(loaded, transformer)
 
 
@@ -201,14 +205,15 @@ def test_bits_depend_on_the_sequence_alone(models: Path, name: str, dtype: str) 
     again = run.state("main")
     assert run.compute(again, [LENGTH]).equals(expected)
     tail = Bits(expected.logits[CACHED:], expected.kv)
-    cached = list(again.block_table[: CACHED // BLOCK_SIZE])
+    num_cached = CACHED // BLOCK_SIZE * len(run.transformer.layout.groups)
+    cached = list(again.block_table[:num_cached])
     assert run.compute(run.state("main", shared=cached), [50]).equals(tail), "with a cached prefix"
 
     other, reason = load(models, name, dtype, num_threads=2)
     assert reason is None
     assert other.compute(other.state("main"), [LENGTH]).equals(expected), "on two threads"
     assert other.compute(other.state("main"), [1, 200, 7], other.mates(5)).equals(expected), "on two threads, in chunks"
-    moved = other.state("main").block_table[: CACHED // BLOCK_SIZE].tolist()
+    moved = other.state("main").block_table[:num_cached].tolist()
     other.kv_blocks[moved] = run.kv_blocks[cached]
     assert other.compute(other.state("main", shared=moved), [1]).equals(tail), "continued by another runner"
 

@@ -61,25 +61,27 @@ class Attend(Protocol):
 class StepLayout:
     """Which rows of a step belong to whom; rows past the last sequence's are padding.
 
-    query_start int32 [B + 1], seq_lens int32 [B] (keys of the sequence, this step's included), block_tables int32
-    [B, W], slots int64 [T] (block * block_size + offset; negative for padding), sample_start int32 [B + 1] (as
-    query_start, of the rows that sample: one or none a sequence).
+    query_start int32 [B + 1], seq_lens int32 [B] (keys of the sequence, this step's included), sample_start int32
+    [B + 1] (as query_start, of the rows that sample: one or none a sequence); and for each group of layers block_tables
+    int32 [B, W] and slots int64 [T] (block * block_size + offset; negative for padding).
     """
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    slots: torch.Tensor
+    block_tables: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
     sample_start: torch.Tensor
 
 
 def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
-    """Every layer's share of a flat block-major cache [num_blocks * block_elements]."""
-    views, offset = [], 0
-    for layer in layout.layers:
-        key_elements = layer.num_kv_heads * layout.block_size * layer.key_dim
-        views.append(
-            CacheView(
+    """Every layer's share of the blocks of its group, in a flat block-major cache [num_blocks * block_elements]."""
+    views: dict[int, CacheView] = {}
+    for group in layout.groups:
+        offset = 0
+        for index in group.layers:
+            layer = layout.layers[index]
+            key_elements = layer.num_kv_heads * layout.block_size * layer.key_dim
+            views[index] = CacheView(
                 memory=memory,
                 num_blocks=memory.numel() // layout.block_elements,
                 block_stride=layout.block_elements,
@@ -90,17 +92,18 @@ def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
                 key_dim=layer.key_dim,
                 value_dim=layer.value_dim,
             )
-        )
-        offset += layout.block_size * layer.token_elements
-    return views
+            offset += layout.block_size * layer.token_elements
+    return [views[index] for index in range(layout.num_layers)]
 
 
 class PagedAttention:
     """Stores a step's keys and values in the cache and reads the history back from it."""
 
-    def __init__(self, operations: Operations, caches: Sequence[CacheView]) -> None:
+    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout) -> None:
+        """`memory`: the cache, flat, [num_blocks * block_elements]."""
         self._operations = operations
-        self._caches = caches
+        self._caches = cache_views(memory, layout)
+        self._groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         self.layout: StepLayout | None = None
 
     def attend(
@@ -116,14 +119,14 @@ class PagedAttention:
         layout = self.layout
         if layout is None:
             raise RuntimeError("attention outside of a step")
-        cache = self._caches[layer]
-        self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots)
+        cache, group = self._caches[layer], self._groups[layer]
+        self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots[group])
         return self._operations.paged_attention(
             _dense_rows(query),
             cache,
             layout.sample_start if sampling else layout.query_start,
             layout.seq_lens,
-            layout.block_tables,
+            layout.block_tables[group],
             scale=how.scale,
             window=how.window,
             softcap=how.softcap,
@@ -143,12 +146,6 @@ class ProbeAttention:
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
-
-    @property
-    def widest_window(self) -> int | None:
-        """Keys that a query sees at most in the layer that sees most; None when one sees them all."""
-        windows = [window for window in self.windows.values() if window is not None]
-        return max(windows) if windows and len(windows) == len(self.layers) else None
 
     def attend(
         self,

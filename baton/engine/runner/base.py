@@ -27,8 +27,6 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     bit_exact: bool
     bit_exact_reason: str = ""
-    attention_window: int | None = None
-    """Keys that a query sees at most, itself included, in the layer that sees most; None when one sees them all."""
     """Why not, when it is not."""
 
 
@@ -49,16 +47,38 @@ class LayerGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV is kept together, for as long as one of their queries may look at it."""
+
+    layers: tuple[int, ...]
+    """Their indices, in order."""
+    window: int | None = None
+    """Keys that a query sees at most, itself included; None: all of them."""
+
+    def __str__(self) -> str:
+        return f"{self.window or 'all'}@{','.join(map(str, self.layers))}"
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Shape of one block: what both sides of a hand-off must agree on.
 
-    The cache is one piece of memory, block-major. In a block the layers follow each other, each with its keys
-    [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads, block_size, value_dim].
+    The cache is one piece of memory, block-major. A block holds `block_size` tokens of one group of layers, which follow
+    each other in it, each with its keys [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads,
+    block_size, value_dim]. All blocks have one size, so any group can have any of them.
     """
 
     block_size: int
     layers: tuple[LayerGeometry, ...]
     dtype: str
+    groups: tuple[LayerGroup, ...] = ()
+    """Every layer is in one of them. Left out: one group, all layers of which see everything."""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            object.__setattr__(self, "groups", (LayerGroup(tuple(range(len(self.layers)))),))
+        if sorted(layer for group in self.groups for layer in group.layers) != list(range(len(self.layers))):
+            raise ValueError(f"groups {[str(group) for group in self.groups]} don't have each layer once")
 
     @classmethod
     def uniform(cls, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str) -> KVLayout:
@@ -70,8 +90,15 @@ class KVLayout:
         return len(self.layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the groups."""
+        return tuple(group.window for group in self.groups)
+
+    @property
     def block_elements(self) -> int:
-        return self.block_size * sum(layer.token_elements for layer in self.layers)
+        return self.block_size * max(
+            sum(self.layers[layer].token_elements for layer in group.layers) for group in self.groups
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -79,9 +106,13 @@ class KVLayout:
 
     @property
     def geometry(self) -> str:
-        """The layers in order, equal neighbours counted: `24*2x(64+64)`. Equal texts mean equal blocks."""
+        """The layers in order, equal neighbours counted: `24*2x(64+64)`. Equal texts mean equal blocks.
+
+        Groups follow when there are several: `2*2x(64+64) in all@1 512@0`.
+        """
         runs = [(geometry, len(list(run))) for geometry, run in groupby(self.layers)]
-        return ",".join(f"{count}*{geometry}" for geometry, count in runs)
+        layers = ",".join(f"{count}*{geometry}" for geometry, count in runs)
+        return layers if len(self.groups) == 1 else f"{layers} in {' '.join(map(str, self.groups))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
+from baton.engine.runner.base import KVLayout
 
 _ROOM = 256
 """Output tokens that a request has room for at first."""
@@ -70,6 +71,7 @@ class RequestState:
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
+        """Int32 [blocks]: for each block of its tokens one of every group of layers, in their order."""
         return self._blocks[: self._num_blocks]
 
     def set_blocks(self, block_ids: Sequence[int]) -> None:
@@ -114,8 +116,8 @@ class Scheduled:
 class RequestTable:
     """Every request the runner knows, kept in step with the scheduler."""
 
-    def __init__(self, block_size: int, num_blocks: int, vocab_size: int, max_model_len: int) -> None:
-        self._block_size = block_size
+    def __init__(self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int) -> None:
+        self._layout = layout
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -170,9 +172,9 @@ class RequestTable:
             return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
         if stop > self._max_model_len:
             return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
-        table = state.block_table
-        if stop > table.size * self._block_size:
-            return f"{table.size} blocks don't hold {stop} tokens"
+        size = state.block_table.size
+        if stop > size // len(self._layout.groups) * self._layout.block_size:
+            return f"{size} blocks don't hold {stop} tokens"
         if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
             return "a block id is out of range"
         tokens = state.token_ids[start:stop]
@@ -185,9 +187,8 @@ class RequestTable:
 class FlatBatch:
     """A step's requests as rows, padding at the end; int64 unless said otherwise.
 
-    token_ids, positions and slots [padded], query_start int32 [B + 1], sample_start int32 [B + 1] (the same, counting
-    only rows that sample), seq_lens int32 [B], block_tables int32
-    [B, W], logits_rows [samplers].
+    token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1] (the
+    same, counting only rows that sample), seq_lens int32 [B], block_tables int32 [groups, B, W], logits_rows [samplers].
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -200,9 +201,9 @@ class FlatBatch:
     logits_rows: npt.NDArray[np.int64]
 
 
-def flatten(scheduled: Sequence[Scheduled], block_size: int, row_quantum: int) -> FlatBatch:
+def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) -> FlatBatch:
     """Lay the shares of a step side by side and pad to a multiple of `row_quantum` rows."""
-    size = len(scheduled)
+    size, block_size, groups = len(scheduled), layout.block_size, len(layout.groups)
     counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
     starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)
     sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=size)
@@ -211,18 +212,19 @@ def flatten(scheduled: Sequence[Scheduled], block_size: int, row_quantum: int) -
     np.cumsum(sampling, out=sample_start[1:])
     seq_lens = starts + counts
     widths = (-(-seq_lens // block_size)).tolist()
-    block_tables = np.zeros((size, max(widths, default=0)), dtype=np.int32)
+    block_tables = np.zeros((groups, size, max(widths, default=0)), dtype=np.int32)
     for index, share in enumerate(scheduled):
-        block_tables[index, : widths[index]] = share.state.block_table[: widths[index]]
+        width = widths[index]
+        block_tables[:, index, :width] = share.state.block_table[: width * groups].reshape(width, groups).T
 
     num_rows = int(query_start[-1])
     padded = -(-num_rows // row_quantum) * row_quantum
     token_ids, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
-    slots = np.full(padded, NO_SLOT, dtype=np.int64)
+    slots = np.full((groups, padded), NO_SLOT, dtype=np.int64)
     owners = np.repeat(np.arange(size), counts)
     at = np.arange(num_rows) - (query_start[:-1] - starts)[owners]
     positions[:num_rows] = at
-    slots[:num_rows] = block_tables[owners, at // block_size].astype(np.int64) * block_size + at % block_size
+    slots[:, :num_rows] = block_tables[:, owners, at // block_size].astype(np.int64) * block_size + at % block_size
     if size:
         pieces = [share.state.token_ids[share.state.num_computed_tokens : share.stop] for share in scheduled]
         np.concatenate(pieces, out=token_ids[:num_rows])

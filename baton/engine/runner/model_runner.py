@@ -42,7 +42,7 @@ class TorchModelRunner:
         )
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
         self._requests = RequestTable(
-            transformer.layout.block_size, transformer.num_blocks, model.vocab_size, model.max_model_len
+            transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len
         )
 
     @property
@@ -80,7 +80,7 @@ class TorchModelRunner:
             )
         if not scheduled:
             return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
-        batch = flatten(scheduled, self.layout.block_size, self._transformer.row_quantum)
+        batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         logits = self._transformer.compute(batch)
         samplers = [share.state for share in scheduled if share.samples]
         results = sample(
@@ -172,5 +172,4 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
-        attention_window=transformer.attention_window,
     )

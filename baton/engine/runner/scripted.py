@@ -3,7 +3,8 @@
 Each slot of its cache holds 8 bytes: a digest of the slot before it (read through the block table, as attention would)
 and of the token there. The token drawn is a function of the last slot, so one lost, stale, overwritten or foreign block
 anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real memory, so KV can
-be moved between processes as with any runner.
+be moved between processes as with any runner. Of several groups of layers each has slots of its own, and all that its
+window shows is looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from baton.engine.beam_search import BeamSearch
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
-from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
 from baton.engine.runner.host_blocks import HostBlocks
 
 _MASK = (1 << 64) - 1
@@ -48,13 +49,17 @@ def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, 
     return list(found.items())
 
 
-def prompt_slots(token_ids: Sequence[int]) -> list[int]:
-    """What a correct cache holds after these tokens, one number a slot."""
+def prompt_slots(token_ids: Sequence[int], group: int = 0) -> list[int]:
+    """What a correct cache holds after these tokens for one group of layers, one number a slot."""
     slots, before = [], _START
     for token_id in token_ids:
         before = _mix(before, token_id)
-        slots.append(before)
+        slots.append(_of_group(before, group))
     return slots
+
+
+def _of_group(slot: int, group: int) -> int:
+    return slot ^ group * _START & _MASK
 
 
 def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int) -> list[int]:
@@ -104,9 +109,12 @@ class ScriptedRunner:
         max_model_len: int = 4096,
         num_host_blocks: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
+        windows: Sequence[int | None] = (None,),
         name: str = "scripted",
     ) -> None:
-        self._layout = KVLayout.uniform(block_size, num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+        """`windows`: one for each group of layers, at least 2 keys."""
+        groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
+        self._layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
         self._model = ModelInfo(
             name=name,
             fingerprint=f"scripted-{vocab_size}",
@@ -157,14 +165,17 @@ class ScriptedRunner:
         """Requests that the runner has not forgotten."""
         return len(self._known)
 
-    def read_slots(self, block_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """What the first `num_tokens` slots of these blocks hold."""
-        return [self._slots[self._slot(block_ids, position)] for position in range(num_tokens)]
+    def read_slots(self, block_ids: Sequence[int], num_tokens: int, group: int = 0) -> list[int]:
+        """What the first `num_tokens` slots of these blocks hold, 0 where a group has none."""
+        places = [self._slot(block_ids, position, group) for position in range(num_tokens)]
+        return [self._slots[place] if place >= self._layout.block_size else 0 for place in places]
 
-    def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0) -> None:
-        """Overwrite the slots from position `start` on, as a transfer would."""
+    def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0, group: int = 0) -> None:
+        """Overwrite the slots from position `start` on, as a transfer would; those in the null block are skipped."""
         for position, value in enumerate(slots, start):
-            self._slots[self._slot(block_ids, position)] = value
+            place = self._slot(block_ids, position, group)
+            if place >= self._layout.block_size:
+                self._slots[place] = value
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
@@ -238,15 +249,28 @@ class ScriptedRunner:
 
     def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
         start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
-        if stop > len(known.token_ids) or stop > len(known.block_ids) * self._layout.block_size:
+        num_groups = len(self._layout.groups)
+        if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self._layout.block_size:
             raise RuntimeError(f"{request_id}: no token or no slot at position {stop - 1}")
         before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
+        if num_groups > 1 and not self._sees_its_history(known, start):
+            before ^= _MASK
         for position in range(start, stop):
             before = _mix(before, known.token_ids[position])
-            self._slots[self._slot(known.block_ids, position)] = before
+            for group in range(num_groups):
+                self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
         known.num_computed_tokens = stop
         return before
 
-    def _slot(self, block_ids: Sequence[int], position: int) -> int:
+    def _sees_its_history(self, known: _Known, position: int) -> bool:
+        """Whether all that a query at `position` sees in its groups' slots is right."""
+        for group, window in enumerate(self._layout.windows):
+            first = max(0, position - window + 1) if window else 0
+            expected = prompt_slots(known.token_ids[:position], group)[first:]
+            if self.read_slots(known.block_ids, position, group)[first:] != expected:
+                return False
+        return True
+
+    def _slot(self, block_ids: Sequence[int], position: int, group: int = 0) -> int:
         block, offset = divmod(position, self._layout.block_size)
-        return block_ids[block] * self._layout.block_size + offset
+        return block_ids[block * len(self._layout.groups) + group] * self._layout.block_size + offset

@@ -42,8 +42,9 @@ def _rope_types(parameters: object) -> set[str]:
 def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:
     block_size = transformer.layout.block_size
     length, mate_length = min(sum(_CHUNKS), max_model_len), min(sum(_MATE_CHUNKS), max_model_len)
-    blocks = -(-length // block_size)
-    mate_blocks = -(-mate_length // block_size)
+    groups = len(transformer.layout.groups)
+    blocks = -(-length // block_size) * groups
+    mate_blocks = -(-mate_length // block_size) * groups
     if transformer.num_blocks < 1 + 2 * blocks + mate_blocks:
         return "the cache is too small for the check at start"
     tokens = [(7919 * (position + 1)) % vocab_size for position in range(length)]
@@ -75,7 +76,7 @@ def _state(name: str, tokens: list[int], first_block: int, blocks: int) -> Reque
 def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -> list[npt.NDArray[np.float32]]:
     """Compute one step; returns the last row's logits of every share."""
     scheduled = [Scheduled(state, count) for state, count in shares]
-    batch = flatten(scheduled, transformer.layout.block_size, transformer.row_quantum)
+    batch = flatten(scheduled, transformer.layout, transformer.row_quantum)
     logits = transformer.compute(batch, batch.query_start[1:].astype(np.int64) - 1)
     for share in scheduled:
         share.state.num_computed_tokens = share.stop

@@ -154,7 +154,7 @@ class SimulatedRunner:
             eos_token_ids=spec.eos_token_ids,
             bit_exact=True,
         )
-        self._requests = RequestTable(spec.block_size, spec.num_blocks, spec.vocab_size, spec.max_model_len)
+        self._requests = RequestTable(self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len)
 
     @property
     def model(self) -> ModelInfo:

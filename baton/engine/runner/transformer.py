@@ -17,13 +17,13 @@ from baton.engine.runner.attention import (
     StepLayout,
     UnsupportedAttention,
     bind,
-    cache_views,
 )
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.decoder import Decoder
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.kernels.huge_pages import zeros_for_reading
+from baton.engine.runner.layer_groups import group_layers
 from baton.engine.runner.layers import ProductWatch, replace_products
 from baton.engine.runner.mapped_files import MappedFiles
 from baton.engine.runner.operations import Operations
@@ -93,12 +93,12 @@ class Transformer:
                 "attention; layers without attention are not supported"
             )
         self.missed_products = frozenset(watch.missed)
-        self.attention_window = probe.widest_window
-        self.layout = KVLayout(block_size, tuple(probe.layers[layer] for layer in sorted(probe.layers)), model.dtype)
+        layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
+        self.layout = KVLayout(block_size, layers, model.dtype, group_layers(layers, probe.windows))
         self.num_blocks = cache_size.blocks(self.layout.block_bytes)
         self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)
         self._decoder = self._own_loop(DTYPES[model.dtype])
-        self._attention = PagedAttention(operations, cache_views(self.kv_cache, self.layout))
+        self._attention = PagedAttention(operations, self.kv_cache, self.layout)
         bind(model.module, self._attention)
         if self._decoder is not None and self._decoder.is_fused:
             self.row_quantum = 1
@@ -116,8 +116,8 @@ class Transformer:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
-            block_tables=self._tensor(batch.block_tables),
-            slots=self._tensor(batch.slots),
+            block_tables=[self._tensor(tables) for tables in batch.block_tables],
+            slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
         )
         rows = self._tensor(batch.logits_rows if logits_rows is None else logits_rows)

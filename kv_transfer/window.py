@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.backends.base import ReadRange
+from kv_transfer.backends.base import ReadRange, cut_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class FairWindow:
             if not peer.queue or room < 1:
                 continue
             queued = peer.queue.popleft()
-            ranges = _cut(queued.ranges, min(room, self._piece_blocks))
+            ranges = cut_ranges(queued.ranges, min(room, self._piece_blocks))
             if queued.ranges:
                 peer.queue.append(queued)
             piece = Piece(queued.read_id, incarnation, ranges, sum(r.count for r in ranges))
@@ -120,17 +120,3 @@ class FairWindow:
         if not peer.queue and not peer.posts:
             del self._peers[incarnation]
             self._turns.remove(incarnation)
-
-
-def _cut(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
-    """Remove up to `num_blocks` blocks from the front, splitting a range if need be."""
-    taken: list[ReadRange] = []
-    while ranges and num_blocks:
-        first = ranges.popleft()
-        count = min(first.count, num_blocks)
-        taken.append(ReadRange(first.local_block, first.remote_block, count))
-        if count < first.count:
-            rest = ReadRange(first.local_block + count, first.remote_block + count, first.count - count)
-            ranges.appendleft(rest)
-        num_blocks -= count
-    return tuple(taken)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
@@ -141,6 +142,20 @@ def coalesce(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[
     if count:
         ranges.append(ReadRange(start_local, start_remote, count))
     return ranges
+
+
+def cut_ranges(ranges: deque[ReadRange], num_blocks: int) -> tuple[ReadRange, ...]:
+    """Remove up to `num_blocks` blocks from the front, splitting a range if need be."""
+    taken: list[ReadRange] = []
+    while ranges and num_blocks:
+        first = ranges.popleft()
+        count = min(first.count, num_blocks)
+        taken.append(ReadRange(first.local_block, first.remote_block, count))
+        if count < first.count:
+            rest = ReadRange(first.local_block + count, first.remote_block + count, first.count - count)
+            ranges.appendleft(rest)
+        num_blocks -= count
+    return tuple(taken)
 
 
 def check_ranges(ranges: Sequence[ReadRange], num_local_blocks: int, num_remote_blocks: int) -> None:

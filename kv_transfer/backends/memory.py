@@ -1,8 +1,8 @@
-"""An in-process fake of one-sided reads, with NIXL's hazards and faults on demand.
+"""An in-process fake of one-sided reads, with NIXL's hazards. What else can go wrong is `faulty.FaultyBackend`'s.
 
 Nothing moves by itself: every `poll` and `pump` of the receiver is one step, in which each of its reads may copy. A
 read that was given up goes on writing. With `sender_must_pump`, a read takes a step only after the sender pumped, as
-with NIXL. Faults are drawn per read, in the order of posting, from a seed.
+with NIXL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 from baton.engine.runner.base import KVMemory
 from baton.errors import TransferCause, TransferFailed
@@ -24,27 +23,6 @@ from kv_transfer.backends.base import (
     ReadState,
     check_ranges,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFaults:
-    """What goes wrong with the reads of one receiver. Probabilities are per read."""
-
-    seed: int = 0
-    delay_polls: int = 0
-    """Steps before the first byte of every read."""
-    blocks_per_step: int | None = None
-    """How fast a read copies; None: all at once."""
-    stall: float = 0.0
-    """Stops in the middle until `resume_stalled`."""
-    drop: float = 0.0
-    """Says DONE without the bytes of its last block."""
-    corrupt: float = 0.0
-    """Says DONE with one bit flipped."""
-    disconnect: float = 0.0
-    """Raises PeerGone in the middle."""
-    duplicate: float = 0.0
-    """Says DONE again after it was released."""
 
 
 @dataclass(slots=True)
@@ -98,14 +76,7 @@ class _Read:
     peer: PeerMemory
     blocks: list[tuple[int, int]]
     """Pairs of local and remote blocks, in order."""
-    delay: int
     seen_pumps: int
-    stall_at: int | None = None
-    disconnect_at: int | None = None
-    drop: bool = False
-    corrupt: bool = False
-    duplicate: bool = False
-    copied: int = 0
     state: ReadState = ReadState.IN_PROGRESS
     failure: PeerGone | None = None
 
@@ -126,18 +97,13 @@ class MemoryBackend:
 
     name = "memory"
 
-    def __init__(
-        self, fabric: MemoryFabric, incarnation: str, memory: KVMemory, faults: MemoryFaults | None = None
-    ) -> None:
+    def __init__(self, fabric: MemoryFabric, incarnation: str, memory: KVMemory) -> None:
         self._fabric = fabric
         self._incarnation = incarnation
         self._memory = memory
-        self._faults = faults or MemoryFaults()
-        self._rng = Random(self._faults.seed)
         self._agent = fabric.join(incarnation, memory)
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
-        self._released_twice: set[ReadHandle] = set()
         self._last_handle = 0
 
     @property
@@ -170,29 +136,11 @@ class MemoryBackend:
         blocks = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
         self._last_handle += 1
         handle = ReadHandle(self._last_handle)
-        self._reads[handle] = self._new_read(peer, blocks)
+        self._reads[handle] = _Read(peer.agent, peer.memory, blocks, peer.agent.pumps)
         peer.reads.add(handle)
         return handle
 
-    def _new_read(self, peer: _Peer, blocks: list[tuple[int, int]]) -> _Read:
-        faults, chance = self._faults, self._rng.random
-        middle = self._rng.randrange(len(blocks))
-        return _Read(
-            sender=peer.agent,
-            peer=peer.memory,
-            blocks=blocks,
-            delay=faults.delay_polls,
-            seen_pumps=peer.agent.pumps,
-            stall_at=middle if chance() < faults.stall else None,
-            disconnect_at=middle if chance() < faults.disconnect else None,
-            drop=chance() < faults.drop,
-            corrupt=chance() < faults.corrupt,
-            duplicate=chance() < faults.duplicate,
-        )
-
     def poll(self, handle: ReadHandle) -> ReadState:
-        if handle in self._released_twice:
-            return ReadState.DONE
         read = self._reads[handle]
         self._step()
         if read.failure is not None:
@@ -203,11 +151,6 @@ class MemoryBackend:
         with self._fabric.lock:
             self._agent.pumps += 1
         self._step()
-
-    def resume_stalled(self) -> None:
-        """Let stalled reads go on: late writes, for owners who did not wait."""
-        for read in self._reads.values():
-            read.stall_at = None
 
     def _step(self) -> None:
         with self._fabric.lock:
@@ -225,46 +168,20 @@ class MemoryBackend:
             if read.seen_pumps == read.sender.pumps:
                 return
             read.seen_pumps = read.sender.pumps
-        if read.delay:
-            read.delay -= 1
-            return
-        self._copy(read)
-
-    def _copy(self, read: _Read) -> None:
-        limit = self._faults.blocks_per_step or len(read.blocks)
-        for _ in range(min(limit, len(read.blocks) - read.copied)):
-            if read.copied == read.stall_at:
-                return
-            if read.copied == read.disconnect_at:
-                read.failure = PeerGone(f"{read.peer.incarnation} disconnected")
-                return
-            last = read.copied == len(read.blocks) - 1
-            if not (last and read.drop):
-                self._copy_block(read, *read.blocks[read.copied])
-            read.copied += 1
-        if read.copied == len(read.blocks):
-            read.state = ReadState.DONE
-            if read.corrupt:
-                self._flip_a_bit(read)
+        for local, remote in read.blocks:
+            self._copy_block(read, local, remote)
+        read.state = ReadState.DONE
 
     def _copy_block(self, read: _Read, local: int, remote: int) -> None:
         size = self._memory.block_bytes
         source = read.peer.base_address + remote * size
         ctypes.memmove(self._memory.base_address + local * size, source, size)
 
-    def _flip_a_bit(self, read: _Read) -> None:
-        local, _ = read.blocks[self._rng.randrange(len(read.blocks))]
-        size = self._memory.block_bytes
-        address = self._memory.base_address + local * size + self._rng.randrange(size)
-        ctypes.c_ubyte.from_address(address).value ^= 1 << self._rng.randrange(8)
-
     def release(self, handle: ReadHandle) -> None:
         read = self._reads[handle]
         if read.may_write:
             raise ReadsInFlight(f"read {handle} of {read.peer.incarnation} may still write")
         del self._reads[handle]
-        if read.duplicate:
-            self._released_twice.add(handle)
         self._peers[read.peer.incarnation].reads.discard(handle)
 
     def disconnect(self, incarnation: str) -> None:

@@ -1,4 +1,5 @@
-"""One suite over every transfer backend: the in-process fake, NIXL over shared memory, NIXL over TCP.
+"""One suite over every transfer backend: the in-process fake, NIXL over shared memory, NIXL over TCP, and two of them
+under the decorator that makes faults, with none set.
 
 NIXL's senders are processes of their own. A sender that does not pump has not even shaken hands with a new receiver, so
 a first read from it stays in flight for as long as a test likes, over any transport.
@@ -31,6 +32,7 @@ from kv_transfer.backends.base import (
     TransferBackend,
     coalesce,
 )
+from kv_transfer.backends.faulty import FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
@@ -41,7 +43,8 @@ NUM_BLOCKS = 96
 BLOCK_BYTES = 4096
 WITHIN_S = 30.0
 MANY_POLLS = 500
-TLS = {"nixl": None, "nixl-tcp": "tcp,self"}
+KINDS = ("memory", "memory-decorated", "nixl", "nixl-decorated", "nixl-tcp")
+TLS = {"nixl-tcp": "tcp,self"}
 
 
 class AnySender(Protocol):
@@ -99,17 +102,24 @@ class Rig:
 
     def new_backend(self, memory: KVMemory | None = None) -> TransferBackend:
         name = next(self._names)
-        if self._kind == "memory":
-            return MemoryBackend(self._fabric, name, memory or self.local)
-        return NixlBackend(name, memory or self.local)
+        backend: TransferBackend
+        if self._is_local:
+            backend = MemoryBackend(self._fabric, name, memory or self.local)
+        else:
+            backend = NixlBackend(name, memory or self.local)
+        return FaultyBackend(backend) if self._kind.endswith("-decorated") else backend
+
+    @property
+    def _is_local(self) -> bool:
+        return self._kind.startswith("memory")
 
     def new_sender(self, pump: bool = True) -> AnySender:
         name = next(self._names)
         sender: AnySender
-        if self._kind == "memory":
+        if self._is_local:
             sender = LocalSender(self._fabric, name)
         else:
-            sender = Sender(TLS[self._kind], name, NUM_BLOCKS, BLOCK_BYTES)
+            sender = Sender(TLS.get(self._kind), name, NUM_BLOCKS, BLOCK_BYTES)
         self._senders.append(sender)
         sender.pump(pump)
         return sender
@@ -128,7 +138,7 @@ class Rig:
             sender.close()
 
 
-@pytest.fixture(scope="module", params=["memory", "nixl", "nixl-tcp"])
+@pytest.fixture(scope="module", params=KINDS)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
         tls = TLS.get(request.param)

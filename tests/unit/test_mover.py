@@ -13,7 +13,8 @@ import pytest
 from baton.clock import ManualClock, SystemClock
 from baton.errors import ConfigError, TransferCause
 from kv_transfer.backends.base import BadRange, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
-from kv_transfer.backends.memory import MemoryBackend, MemoryFabric, MemoryFaults
+from kv_transfer.backends.faulty import Faults, FaultyBackend
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.mover import (
     LEASE_PUMP_S,
     LONGEST_PAUSE_S,
@@ -77,13 +78,14 @@ class WatchedBackend(MemoryBackend):
 class Bench:
     """A mover, the fabric it reads over, and its events."""
 
-    def __init__(self, faults: MemoryFaults | None = None) -> None:
+    def __init__(self, faults: Faults | None = None) -> None:
         self.fabric = MemoryFabric()
         self.local, _ = new_memory(NUM_BLOCKS, BLOCK_BYTES)
         self.events: queue.SimpleQueue[MoverEvent] = queue.SimpleQueue()
         self.clock = SystemClock()
-        self.backend = WatchedBackend(self.fabric, "receiver", self.local, faults)
-        self.mover = Mover(lambda: self.backend, self.events.put, self.clock, SMALL)
+        self.backend = WatchedBackend(self.fabric, "receiver", self.local)
+        self.faulty = FaultyBackend(self.backend, faults)
+        self.mover = Mover(lambda: self.faulty if faults else self.backend, self.events.put, self.clock, SMALL)
 
     def add_sender(self, name: str) -> PeerMemory:
         memory, buffer = new_memory(NUM_BLOCKS, BLOCK_BYTES)
@@ -121,10 +123,10 @@ def bench() -> Iterator[Bench]:
 
 
 @pytest.fixture
-def faulty() -> Iterator[Callable[[MemoryFaults], Bench]]:
+def faulty() -> Iterator[Callable[[Faults], Bench]]:
     made: list[Bench] = []
 
-    def make(faults: MemoryFaults) -> Bench:
+    def make(faults: Faults) -> Bench:
         made.append(Bench(faults))
         made[-1].mover.start()
         return made[-1]
@@ -352,8 +354,8 @@ def test_a_read_that_may_still_write_is_never_answered(bench: Bench) -> None:
 # Faults of the transport
 
 
-def test_a_disconnect_in_the_middle_fails_the_read_once(faulty: Callable[[MemoryFaults], Bench]) -> None:
-    bench = faulty(MemoryFaults(disconnect=1.0))
+def test_a_disconnect_in_the_middle_fails_the_read_once(faulty: Callable[[Faults], Bench]) -> None:
+    bench = faulty(Faults(disconnect=1.0))
     peer = bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
     assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
@@ -361,8 +363,8 @@ def test_a_disconnect_in_the_middle_fails_the_read_once(faulty: Callable[[Memory
     bench.assert_silent()
 
 
-def test_slow_reads_arrive_whole(faulty: Callable[[MemoryFaults], Bench]) -> None:
-    bench = faulty(MemoryFaults(delay_polls=5, blocks_per_step=1, duplicate=1.0))
+def test_slow_reads_arrive_whole(faulty: Callable[[Faults], Bench]) -> None:
+    bench = faulty(Faults(delay=1.0, slow=1.0, late=1.0, duplicate=1.0))
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 40)])
     assert isinstance(bench.next(), ReadDone)
@@ -370,8 +372,8 @@ def test_slow_reads_arrive_whole(faulty: Callable[[MemoryFaults], Bench]) -> Non
     bench.assert_silent()
 
 
-@pytest.mark.parametrize("faults", [MemoryFaults(drop=1.0), MemoryFaults(corrupt=1.0)])
-def test_silent_damage_is_damage_and_looks_done(faulty: Callable[[MemoryFaults], Bench], faults: MemoryFaults) -> None:
+@pytest.mark.parametrize("faults", [Faults(drop=1.0), Faults(corrupt=1.0)])
+def test_silent_damage_is_damage_and_looks_done(faulty: Callable[[Faults], Bench], faults: Faults) -> None:
     bench = faulty(faults)
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
@@ -379,14 +381,14 @@ def test_silent_damage_is_damage_and_looks_done(faulty: Callable[[MemoryFaults],
     assert [bench.block(i) == pattern(i, 1, BLOCK_BYTES) for i in range(4)].count(False) == 1
 
 
-def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[MemoryFaults], Bench]) -> None:
-    bench = faulty(MemoryFaults(stall=1.0))
+def test_a_stalled_read_is_counted_and_writes_late(faulty: Callable[[Faults], Bench]) -> None:
+    bench = faulty(Faults(stall=1.0))
     bench.attach("sender")
     bench.mover.read(1, "sender", [ReadRange(0, 0, 4)])
     until(lambda: bench.mover.stuck == 1)
     bench.mover.disconnect("sender")
     assert bench.block(3) == bytes(BLOCK_BYTES)
-    bench.backend.resume_stalled()
+    bench.faulty.resume_stalled()
     assert isinstance(bench.next(), ReadDone)
     assert bench.block(3) == pattern(3, 1, BLOCK_BYTES)
     until(lambda: bench.mover.stuck == 0)

@@ -255,7 +255,9 @@ class Admission:
         None: a sibling is about to have it.
         """
         if request.parent_id and self._manager.has_table(request.parent_id):
-            return self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
+            shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
+            if shared is not None:
+                return shared
         decoding = self._ledger.decodes.request_ids
         sibling = request.group.running_sibling(request, decoding) if request.group is not None else None
         if sibling is None:
@@ -264,8 +266,10 @@ class Admission:
             return None
         num_tokens = min(request.num_prompt_tokens, request.num_tokens - 1)
         shared = self._manager.shared_prefix(sibling.request_id, num_tokens)
-        cached = self._manager.get_computed_blocks(request) if request.output_token_ids else NO_COMPUTED_BLOCKS
-        return max(shared, cached, key=lambda computed: computed.num_tokens)
+        if shared is not None and not request.output_token_ids:
+            return shared
+        cached = self._manager.get_computed_blocks(request)
+        return max(shared or NO_COMPUTED_BLOCKS, cached, key=lambda computed: computed.num_tokens)
 
     def _has_seat(self, plan: StepPlan) -> bool:
         return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
@@ -297,8 +301,7 @@ class Admission:
         if allocation.answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
-        if allocation.copy is not None:
-            plan.blocks_to_copy.append(allocation.copy)
+        plan.blocks_to_copy += allocation.copies
         self._run(request, num_tokens, plan)
         return _Tried.ADMITTED
 
@@ -324,7 +327,7 @@ class Admission:
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
         try:
             self._ledger.connector.update_state_after_alloc(
-                request, self._ledger.prompt_block_ids(request), num_external_tokens
+                request, self._manager.prompt_block_ids(request), num_external_tokens
             )
         except Exception as exc:
             return self._fail(request, exc, outputs)
@@ -361,7 +364,7 @@ class Admission:
         error = (
             f"a prompt of {request.num_prompt_tokens} tokens leaves no room to generate: this engine holds at most "
             f"{self._ledger.max_model_len} tokens of a request (max_model_len {self._config.max_model_len}, "
-            f"KV cache {self._manager.pool.num_total_blocks * self._config.block_size})"
+            f"KV cache {self._config.num_slots})"
         )
         self._times_passed.pop(request.request_id, None)
         self._ledger.end(request, RequestStatus.IGNORED, outputs, error=error)

@@ -43,6 +43,11 @@ class CacheKeyFields:
         return cls(model.fingerprint, layout.dtype, f"{layout.geometry}/{layout.block_size}/{model.numerics}")
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """The name of one group's block under a key: the key itself for the first group, one byte more for the others."""
+    return key + bytes((group,)) if group else key
+
+
 class BlockHasher:
     """Computes the keys of an engine's blocks. Token ids are unsigned 32-bit; others raise struct.error."""
 

@@ -85,11 +85,13 @@ class Commit:
         limit = min(most_outputs(request, self._ledger.max_model_len), num_output_tokens + to_full_block) - 1
         return 0 if num_output_tokens < _FIRST_FIGURES else limit
 
-    def _drop_unseen(self, request: Request, num_computed_tokens: int, window: int) -> None:
-        # A prefill leg's blocks are on offer, and siblings and beams share what another one computed.
-        if request.leg is not Leg.PREFILL and request.group is None and request.beams is None:
-            first_seen = num_computed_tokens - window + 1
-            self._ledger.kv_cache_manager.drop_before(request.request_id, first_seen)
+    def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
+        # Siblings and beams share what another one computed.
+        if request.group is None and request.beams is None:
+            # What a prefill leg offers is what the last token of its prompt sees.
+            is_prefill = request.leg is Leg.PREFILL
+            next_query = min(num_computed_tokens, request.num_prompt_tokens - 1) if is_prefill else num_computed_tokens
+            self._ledger.kv_cache_manager.drop_unseen(request.request_id, next_query)
 
     def _one(
         self,
@@ -106,12 +108,11 @@ class Commit:
             ledger.end(request, RequestStatus.ERROR, outputs, error=failure)
             return
         ledger.kv_cache_manager.cache_blocks(request, num_computed_tokens)
-        if self._config.sliding_window is not None:
-            self._drop_unseen(request, num_computed_tokens, self._config.sliding_window)
+        self._drop_unseen(request, num_computed_tokens)
         if num_scheduled_tokens > 1 or not request.output_token_ids:
             ledger.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)
         if request.leg is Leg.PREFILL:
-            block_ids = ledger.kv_cache_manager.block_ids(request_id)
+            block_ids = ledger.kv_cache_manager.prompt_block_ids(request)
             try:
                 ledger.connector.blocks_computed(request, block_ids, num_computed_tokens)
             except Exception as exc:

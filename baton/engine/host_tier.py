@@ -41,28 +41,30 @@ class HostTier:
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self._tables: dict[str, list[Block]] = {}
+        self._tables: dict[str, list[Block | None]] = {}
         self._next = StepCopies()
         self._unsettled: dict[int, StepCopies] = {}
 
-    def put(self, request_id: str, blocks: Sequence[Block], keys: Sequence[bytes]) -> bool:
+    def put(self, request_id: str, blocks: Sequence[Block | None], keys: Sequence[bytes]) -> bool:
         """Copy a request's blocks out in the coming step; False, and nothing changes, when there is no room.
 
-        `keys`: names of the first of them. What is here under its name is not copied again.
+        `blocks`: its table, None where it has none. `keys`: names of the first of them. What is here under its name is
+        not copied again.
         """
         found = [self.pool.get_cached_block(key) for key in keys]
         found += [None] * (len(blocks) - len(found))
+        found = [None if source is None else host for source, host in zip(blocks, found, strict=True)]
         here = [block for block in found if block is not None]
-        missing = len(blocks) - len(here)
+        missing = sum([block is not None for block in blocks]) - len(here)
         if missing + sum([block.is_on_free_list for block in here]) > self.pool.num_free_blocks:
             return False
         self.pool.touch(here)
         taken = self.pool.get_new_blocks(missing)
         self.hold(taken)
         fresh = iter(taken)
-        table: list[Block] = []
+        table: list[Block | None] = []
         for index, (source, host) in enumerate(zip(blocks, found, strict=True)):
-            if host is None:
+            if source is not None and host is None:
                 host = next(fresh)
                 self._copy_out(source, host, keys[index] if index < len(keys) else None)
             table.append(host)
@@ -71,16 +73,23 @@ class HostTier:
 
     def num_blocks(self, request_id: str) -> int:
         """How many blocks a request has here."""
-        return len(self._tables.get(request_id, ()))
+        return sum(block is not None for block in self._tables.get(request_id, ()))
 
-    def fetch(self, request_id: str, blocks: Sequence[Block], start: int) -> None:
-        """Copy a request's blocks from index `start` on to those of `blocks` in the coming step; it has none here then.
+    def table(self, request_id: str) -> Sequence[Block | None]:
+        """A request's blocks here, None where it had none; for looking only."""
+        return self._tables[request_id]
 
-        `blocks`: the request's new table, at least as long as what it has here.
+    def fetch(self, request_id: str, targets: Sequence[Block | None]) -> None:
+        """Copy a request's blocks to these in the coming step; it has none here then.
+
+        `targets`: one for each entry of its table; None: not to be copied.
         """
         table = self._tables.pop(request_id)
-        self.copy_in(table[start:], blocks[start:])
-        self._next.held += table
+        for host, target in zip(table, targets, strict=True):
+            if host is not None:
+                self._next.held.append(host)
+                if target is not None:
+                    self._next.swap_in.append(BlockCopy(host.block_id, target.block_id))
 
     def keep(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
         """Copy out, in the coming step, what the device's cache lost and is not here; idle blocks make room for it."""
@@ -116,7 +125,7 @@ class HostTier:
         """Forget a request's blocks; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
-            self.pool.free_blocks(table)
+            self.pool.free_blocks([block for block in table if block is not None])
 
     def begin_step(self, step: int) -> StepCopies:
         """What the step about to be computed has to copy. Ends with `settle`."""
@@ -143,7 +152,7 @@ class HostTier:
     def check_invariant(self) -> None:
         """The pool's books, and its counts against tables and steps; raises BlockInvariantBroken. O(blocks)."""
         self.pool.check_invariant()
-        holds = Counter(block.block_id for table in self._tables.values() for block in table)
+        holds = Counter(block.block_id for table in self._tables.values() for block in table if block is not None)
         for copies in (self._next, *self._unsettled.values()):
             holds.update(block.block_id for block in copies.held)
         problems = [

@@ -1,5 +1,10 @@
 """Which blocks each request has, how it gets them, and what becomes of them when it ends.
 
+A request's table has, for each `block_size` of its tokens, a stripe: one block of every group of layers, in the order of
+the groups (see LayerGroup). Where nobody looks at a group's block any more, since its window has moved on, the table has
+the null block. What follows here speaks of entries of a table where it counts blocks, and of stripes where it counts
+their tokens.
+
 Two rules keep wrong KV out of reach:
   - a block enters the prefix cache's index only after its KV was computed or has arrived (`cache_blocks` is called
     at commit, never at allocation), so a failed step or transfer leaves nothing to be found;
@@ -10,10 +15,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from baton.engine.block_hash import BlockHasher
+from baton.engine.block_hash import BlockHasher, group_key
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
 from baton.engine.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
@@ -37,7 +42,7 @@ class Allocation:
 
     answer: AllocationAnswer
     new_block_ids: Sequence[int] = ()
-    copy: BlockCopy | None = None
+    copies: Sequence[BlockCopy] = ()
     """What must be copied before anything is computed in these blocks."""
 
 
@@ -46,9 +51,10 @@ class ComputedBlocks:
     """A prefix of a request that the cache has. Valid until the next call that takes blocks; not held yet."""
 
     blocks: Sequence[Block]
+    """The first entries of its table."""
     num_tokens: int
-    copy_from: Block | None = None
-    """Holds the last of these tokens, and others write behind them: it is copied, not shared."""
+    copy_from: Sequence[Block] = ()
+    """The stripe that holds the last of these tokens, if others write behind them: it is copied, not shared."""
     host_blocks: Sequence[Block] = ()
     """What follows the blocks, in the host tier; copied back."""
     num_host_tokens: int = 0
@@ -65,17 +71,18 @@ _NEVER = Allocation(AllocationAnswer.NEVER)
 class _BlockTable:
     """One live request's blocks in token order."""
 
-    __slots__ = ("blocks", "num_cached_blocks", "num_dropped_blocks", "num_filling_blocks", "num_hit_blocks")
+    __slots__ = ("blocks", "num_cached_stripes", "num_dropped_stripes", "num_filling_entries", "num_hit_entries")
 
-    def __init__(self, num_hit_blocks: int, num_filling_blocks: int) -> None:
-        self.blocks: list[Block] = []
-        """Those it still has: all but the first `num_dropped_blocks`, which nobody looks at any more."""
-        self.num_dropped_blocks = 0
-        self.num_hit_blocks = num_hit_blocks
-        self.num_filling_blocks = num_filling_blocks
-        """Blocks right after the hits that a transfer writes to."""
-        self.num_cached_blocks = num_hit_blocks
-        """Leading blocks that have been offered to the index."""
+    def __init__(self, blocks: list[Block], num_groups: int, num_filling_stripes: int) -> None:
+        """`blocks`: cache hits. `num_filling_stripes`: right after them; a transfer writes to those."""
+        self.blocks = blocks
+        """Its entries; the null block where it has none."""
+        self.num_hit_entries = len(blocks)
+        self.num_filling_entries = num_filling_stripes * num_groups
+        self.num_cached_stripes = len(blocks) // num_groups
+        """Leading stripes that have been offered to the index."""
+        self.num_dropped_stripes = [0] * num_groups
+        """For each group: leading stripes in which it has nothing, as far as they were looked through."""
 
 
 class KVCacheManager:
@@ -87,12 +94,17 @@ class KVCacheManager:
         hasher: BlockHasher,
         block_size: int,
         *,
+        windows: Sequence[int | None] = (None,),
         enable_caching: bool,
         host: HostTier | None = None,
     ) -> None:
+        """`windows`: for each group of layers, how many keys its queries see, themselves included; None: all."""
         self.pool = pool
         self.host = host
         self.block_size = block_size
+        self.num_groups = len(windows)
+        self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
+        self._sees_all = [group for group, window in enumerate(windows) if window is None]
         self._hasher = hasher
         self._enable_caching = enable_caching
         self._tables: dict[str, _BlockTable] = {}
@@ -105,45 +117,47 @@ class KVCacheManager:
             host.pool.on_evict = self._evicted_from_host
 
     def get_computed_blocks(self, request: Request, *, with_host: bool = True) -> ComputedBlocks:
-        """The longest cached chain of full blocks, at most num_tokens - 1 tokens: something is left to compute.
+        """The longest cached prefix of full blocks, at most num_tokens - 1 tokens: something is left to compute.
 
-        `with_host`: what the chain lacks here may be in the host tier.
+        Of a group with a window only the blocks are needed that the next query sees.
+        `with_host`: what the prefix lacks here may be in the host tier, in all groups.
         """
         if not self._enable_caching:
             return NO_COMPUTED_BLOCKS
         self._hasher.extend_request(request, request.num_tokens)
-        blocks: list[Block] = []
         num_full = (request.num_tokens - 1) // self.block_size
-        for key in request.block_hashes[:num_full]:
-            block = self.pool.get_cached_block(key)
-            if block is None:
-                break
-            blocks.append(block)
-        if self.host is None or not with_host or len(blocks) == num_full:
-            return ComputedBlocks(blocks, len(blocks) * self.block_size)
-        host_blocks = self.host.find(request.block_hashes[len(blocks) : num_full])
+        keys = request.block_hashes[:num_full]
+        blocks = self._find_in_windows(keys) if self._windows else self._find_chain(keys)
+        num_stripes = len(blocks) // self.num_groups
+        if self.host is None or not with_host or num_stripes == num_full:
+            return ComputedBlocks(blocks, num_stripes * self.block_size)
+        host_blocks = self.host.find(self._entry_keys(keys[num_stripes:]))
+        num_host_stripes = len(host_blocks) // self.num_groups
         return ComputedBlocks(
             blocks,
-            (len(blocks) + len(host_blocks)) * self.block_size,
-            host_blocks=host_blocks,
-            num_host_tokens=len(host_blocks) * self.block_size,
+            (num_stripes + num_host_stripes) * self.block_size,
+            host_blocks=host_blocks[: num_host_stripes * self.num_groups],
+            num_host_tokens=num_host_stripes * self.block_size,
         )
 
     def has_table(self, request_id: str) -> bool:
         """Whether blocks are owned under this id."""
         return request_id in self._tables
 
-    def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks:
+    def shared_prefix(self, request_id: str, num_tokens: int) -> ComputedBlocks | None:
         """The first `num_tokens` tokens of a live request, which has computed them, for another with the same ones.
 
-        Full blocks are shared; the one that the other would append to is copied.
+        Full blocks are shared; those that the other would append to are copied. None: some that the other would look at
+        are gone, since the one that computed them does not see them any more.
         """
-        if self._tables[request_id].num_dropped_blocks:
-            raise ValueError(f"{request_id} has dropped blocks of its prefix: it can't be shared")
-        blocks = self._tables[request_id].blocks
-        num_full = num_tokens // self.block_size
-        copy_from = blocks[num_full] if num_tokens % self.block_size else None
-        return ComputedBlocks(blocks[:num_full], num_tokens, copy_from)
+        blocks, groups = self._tables[request_id].blocks, self.num_groups
+        full = num_tokens // self.block_size * groups
+        end = full + groups if num_tokens % self.block_size else full
+        for group, window in self._windows:
+            first = self._first_seen(num_tokens, window) * groups + group
+            if self.pool.null_block in blocks[first:end:groups]:
+                return None
+        return ComputedBlocks(blocks[:full], num_tokens, blocks[full:end])
 
     def allocate_slots(
         self,
@@ -164,48 +178,46 @@ class KVCacheManager:
         table = self._tables.get(request.request_id)
         num_tokens = request.num_computed_tokens + computed.num_tokens + num_external_tokens
         num_tokens += num_new_tokens + num_lookahead_tokens
-        num_blocks = -(-num_tokens // self.block_size)
-        if table is not None:
-            missing = num_blocks - len(table.blocks) - table.num_dropped_blocks
-            if missing <= 0:
-                return _NOTHING_NEEDED
-        else:
-            missing = num_blocks - len(computed.blocks)
-        if num_blocks > self.pool.num_total_blocks:
+        num_entries = -(-num_tokens // self.block_size) * self.num_groups
+        missing = num_entries - len(table.blocks if table is not None else computed.blocks)
+        if missing <= 0 and table is not None:
+            return _NOTHING_NEEDED
+        if num_entries > self.pool.num_total_blocks:
             return _NEVER
+        unseen: Collection[int] = ()
+        if num_external_tokens and self._windows:
+            unseen = self._unseen_entries(range(num_entries - missing, num_entries), request.num_prompt_tokens)
+            missing -= len(unseen)
         idle_hits = sum([block.is_on_free_list for block in computed.blocks])
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
             return _LATER
         if table is None:
-            table = self._open_table(request.request_id, computed, num_external_tokens)
+            table = self._open_table(request.request_id, computed.blocks, num_external_tokens)
         if self.host is not None:
             # Before anything is taken: what that evicts may take their place.
             self.host.hold(computed.host_blocks)
             # A transfer may write at once, before the step has copied out what was evicted.
             self._keeps_evicted = self._enable_caching and num_external_tokens == 0
         taken = self.pool.get_new_blocks(missing, after=table.blocks[-1] if table.blocks else None)
-        table.blocks += taken
+        self._append(table, taken, num_entries, unseen)
         if self.host is not None:
             self._keeps_evicted = self._enable_caching
             self.host.copy_in(computed.host_blocks, taken)
-        copy_from = computed.copy_from
-        copy = BlockCopy(copy_from.block_id, taken[0].block_id) if copy_from is not None else None
-        return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copy)
+        copies = [
+            BlockCopy(block.block_id, new.block_id) for block, new in zip(computed.copy_from, taken, strict=False)
+        ]
+        return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copies)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens have KV: their full blocks may be found from now on."""
         table = self._tables[request.request_id]
         num_full = num_computed_tokens // self.block_size
-        if num_full <= table.num_cached_blocks or not self._enable_caching:
+        if num_full <= table.num_cached_stripes or not self._enable_caching:
             return
         self._hasher.extend_request(request, num_computed_tokens)
-        first, table.num_cached_blocks = table.num_cached_blocks, num_full
-        keys, is_new = request.block_hashes, False
-        for index in range(first, num_full):
-            is_new |= self.pool.cache_block(table.blocks[index - table.num_dropped_blocks], keys[index])
-        if is_new and self.kv_events.is_recording:
-            tokens = request.token_ids(first * self.block_size, num_full * self.block_size)
-            self.kv_events.record(BlockStored(keys[first:num_full], keys[first - 1] if first else None, tokens))
+        first, table.num_cached_stripes = table.num_cached_stripes, num_full
+        for group in range(self.num_groups):
+            self._cache_group(request, table, group, first, num_full)
 
     def kv_snapshot(self) -> KVSnapshot:
         """Everything that can be found now; from here on `kv_events` are recorded. O(blocks)."""
@@ -228,70 +240,91 @@ class KVCacheManager:
 
     def num_slots(self, request_id: str) -> int:
         """Tokens that a live request's blocks hold."""
-        table = self._tables[request_id]
-        return (len(table.blocks) + table.num_dropped_blocks) * self.block_size
+        return len(self._tables[request_id].blocks) // self.num_groups * self.block_size
 
-    def drop_before(self, request_id: str, position: int) -> None:
-        """Let go of a live request's blocks whose tokens all lie before `position`: it looks at none of them again."""
-        table = self._tables[request_id]
-        count = position // self.block_size - table.num_dropped_blocks
-        if count > 0:
-            self.pool.free_blocks(table.blocks[:count])
-            del table.blocks[:count]
-            table.num_dropped_blocks += count
+    def drop_unseen(self, request_id: str, num_computed_tokens: int) -> None:
+        """Let go of a live request's blocks that no query from `num_computed_tokens` on sees."""
+        table, null, groups = self._tables[request_id], self.pool.null_block, self.num_groups
+        for group, window in self._windows:
+            first, end = table.num_dropped_stripes[group], self._first_seen(num_computed_tokens, window)
+            if end > first:
+                dropped = self._there(table.blocks[first * groups + group : end * groups : groups])
+                table.blocks[first * groups + group : end * groups : groups] = [null] * (end - first)
+                table.num_dropped_stripes[group] = end
+                self.pool.free_blocks(dropped)
 
     def block_ids(self, request_id: str) -> list[int]:
-        """A live request's table, with the null block in the place of dropped ones; empty when it has none."""
+        """A live request's table, with the null block where it has none; empty when it has no table."""
         table = self._tables.get(request_id)
-        if table is None:
-            return []
-        return [self.pool.null_block.block_id] * table.num_dropped_blocks + [block.block_id for block in table.blocks]
+        return [block.block_id for block in table.blocks] if table is not None else []
+
+    def prompt_block_ids(self, request: Request) -> list[int]:
+        """Its table up to the end of its prompt; the null block stands for what nobody sees who goes on from there.
+
+        Whoever does may compute the last token of the prompt again.
+        """
+        num_entries = -(-request.num_prompt_tokens // self.block_size) * self.num_groups
+        block_ids = self.block_ids(request.request_id)[:num_entries]
+        for entry in self._unseen_entries(range(len(block_ids)), request.num_prompt_tokens):
+            block_ids[entry] = self.pool.null_block.block_id
+        return block_ids
 
     def free(self, request_id: str) -> None:
         """Let go of a live request's blocks, here or in the host tier; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
-            self.pool.free_blocks(table.blocks)
+            self.pool.free_blocks(self._there(table.blocks))
         elif self.host is not None:
             self.host.drop(request_id)
 
     def num_computed_blocks(self, request: Request) -> int:
-        """Blocks with KV in them."""
-        return -(-request.num_computed_tokens // self.block_size)
+        """Blocks with KV in them, as far as its windows have not moved on."""
+        num_stripes = -(-request.num_computed_tokens // self.block_size)
+        unseen = sum(self._first_seen(request.num_computed_tokens, window) for _, window in self._windows)
+        return num_stripes * self.num_groups - unseen
 
     def swap_out(self, request: Request) -> bool:
         """Move a request's KV to the host tier in the coming step; False, and nothing changes, without room there."""
-        table, num_blocks = self._tables[request.request_id], self.num_computed_blocks(request)
-        if self.host is None or num_blocks == 0 or table.num_dropped_blocks:
-            # Of a window's sequence only the tail is left; computing it again is cheap beside its length.
+        table, null = self._tables[request.request_id], self.pool.null_block
+        num_stripes = -(-request.num_computed_tokens // self.block_size)
+        if self.host is None or num_stripes == 0:
             return False
-        keys = request.block_hashes[: min(table.num_cached_blocks, num_blocks)]
-        if not self.host.put(request.request_id, table.blocks[:num_blocks], keys):
+        entries = table.blocks[: num_stripes * self.num_groups]
+        keys = self._entry_keys(request.block_hashes[: min(table.num_cached_stripes, num_stripes)])
+        if not self.host.put(request.request_id, [None if block is null else block for block in entries], keys):
             return False
         del self._tables[request.request_id]
-        self.pool.free_blocks(table.blocks)
+        self.pool.free_blocks(self._there(table.blocks))
         return True
 
     def swap_in(self, request: Request, *, num_spared_blocks: int = 0) -> AllocationAnswer:
         """Move a request's KV back in the coming step, and make room for all its tokens; all or nothing.
 
-        Leading blocks that are still in the prefix cache here are not copied.
+        Blocks that are still in the prefix cache here are not copied.
         """
         if self.host is None:
             raise ValueError("there is no host tier")
-        found: list[Block] = []
-        for key in request.block_hashes[: request.num_computed_tokens // self.block_size]:
-            block = self.pool.get_cached_block(key)
-            if block is None:
-                break
-            found.append(block)
-        missing = -(-request.num_tokens // self.block_size) - len(found)
-        idle = sum([block.is_on_free_list for block in found])
+        swapped, null = self.host.table(request.request_id), self.pool.null_block
+        num_full = request.num_computed_tokens // self.block_size
+        found: list[Block | None] = [
+            self.pool.get_cached_block(key) for key in self._entry_keys(request.block_hashes[:num_full])
+        ]
+        found += [None] * (len(swapped) - len(found))
+        here = [null if host is None else block for host, block in zip(swapped, found, strict=True)]
+        kept = [block for block in here if block is not None and block is not null]
+        num_entries = -(-request.num_tokens // self.block_size) * self.num_groups
+        missing = num_entries - sum([block is not None for block in here])
+        idle = sum([block.is_on_free_list for block in kept])
         if missing + idle + num_spared_blocks > self.pool.num_free_blocks:
             return AllocationAnswer.LATER
-        table = self._open_table(request.request_id, ComputedBlocks(found, len(found) * self.block_size), 0)
-        table.blocks += self.pool.get_new_blocks(missing, after=found[-1] if found else None)
-        self.host.fetch(request.request_id, table.blocks, start=len(found))
+        table = self._open_table(request.request_id, (), 0)
+        self.pool.touch(kept)
+        taken = iter(self.pool.get_new_blocks(missing))
+        table.blocks += [next(taken) if block is None else block for block in here]
+        self.host.fetch(
+            request.request_id, [new if old is None else None for new, old in zip(table.blocks, here, strict=True)]
+        )
+        table.blocks += taken
         return AllocationAnswer.OK
 
     def take_copies(self, step: int) -> StepCopies:
@@ -313,8 +346,8 @@ class KVCacheManager:
         """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
-            self.pool.lease(table.blocks)
-            self._leased[request_id] = table.blocks
+            blocks = self._leased[request_id] = self._there(table.blocks)
+            self.pool.lease(blocks)
 
     def quarantine(self, request_id: str) -> None:
         """The request ended, but a transfer may write to its blocks until `release`; nothing when it has none.
@@ -324,10 +357,10 @@ class KVCacheManager:
         table = self._tables.pop(request_id, None)
         if table is None:
             return
-        end = table.num_hit_blocks + table.num_filling_blocks
-        filling = table.blocks[table.num_hit_blocks : end]
+        end = table.num_hit_entries + table.num_filling_entries
+        filling = self._there(table.blocks[table.num_hit_entries : end])
         self.pool.quarantine(filling)
-        self.pool.free_blocks(table.blocks[: table.num_hit_blocks] + table.blocks[end:])
+        self.pool.free_blocks(self._there(table.blocks[: table.num_hit_entries] + table.blocks[end:]))
         self._quarantined[request_id] = filling
 
     def release(self, request_id: str) -> bool:
@@ -351,7 +384,7 @@ class KVCacheManager:
         self.pool.check_invariant()
         if self.host is not None:
             self.host.check_invariant()
-        owners = Counter(block.block_id for table in self._tables.values() for block in table.blocks)
+        owners = Counter(block.block_id for table in self._tables.values() for block in self._there(table.blocks))
         owners.update(block.block_id for block in self.pool.fenced)
         leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
         held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)
@@ -382,10 +415,107 @@ class KVCacheManager:
             *(request_id for request_id, blocks in self._quarantined.items() if block in blocks),
         ]
 
-    def _open_table(self, request_id: str, computed: ComputedBlocks, num_external_tokens: int) -> _BlockTable:
-        num_filling = -(-num_external_tokens // self.block_size)
-        table = _BlockTable(len(computed.blocks), num_filling)
-        self.pool.touch(computed.blocks)
-        table.blocks += computed.blocks
+    def _open_table(self, request_id: str, hits: Sequence[Block], num_external_tokens: int) -> _BlockTable:
+        blocks = list(hits)
+        table = _BlockTable(blocks, self.num_groups, -(-num_external_tokens // self.block_size))
+        self.pool.touch(self._there(blocks))
         self._tables[request_id] = table
         return table
+
+    def _append(self, table: _BlockTable, taken: Sequence[Block], num_entries: int, unseen: Collection[int]) -> None:
+        """Extend a table to `num_entries`, with nothing at those `unseen`."""
+        if not unseen:
+            table.blocks += taken
+            return
+        blocks, null = iter(taken), self.pool.null_block
+        table.blocks += [null if entry in unseen else next(blocks) for entry in range(len(table.blocks), num_entries)]
+
+    def _there(self, blocks: list[Block]) -> list[Block]:
+        """These entries without those that have no block."""
+        if not self._windows:
+            return blocks
+        null = self.pool.null_block
+        return [block for block in blocks if block is not null]
+
+    def _first_seen(self, position: int, window: int) -> int:
+        """The first stripe with a key that a query at `position` sees."""
+        return max(0, position - window + 1) // self.block_size
+
+    def _unseen_entries(self, entries: range, num_prompt_tokens: int) -> set[int]:
+        """Which of these entries nobody sees who goes on from the end of a prompt, or computes its last token again."""
+        unseen: set[int] = set()
+        for group, window in self._windows:
+            end = self._first_seen(num_prompt_tokens - 1, window) * self.num_groups
+            first = entries.start + (group - entries.start) % self.num_groups
+            unseen.update(range(first, min(end, entries.stop), self.num_groups))
+        return unseen
+
+    def _entry_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Names of the entries in stripes with these keys."""
+        if self.num_groups == 1:
+            return keys
+        return [group_key(key, group) for key in keys for group in range(self.num_groups)]
+
+    def _find_chain(self, keys: Sequence[bytes]) -> list[Block]:
+        """The entries of the leading stripes that are all in the cache."""
+        blocks: list[Block] = []
+        for key in self._entry_keys(keys):
+            block = self.pool.get_cached_block(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks[: len(blocks) // self.num_groups * self.num_groups]
+
+    def _find_in_windows(self, keys: Sequence[bytes]) -> list[Block]:
+        """The same, without what a query behind them does not see: the null block is in its place."""
+        num_stripes = self._longest_seen(keys)
+        blocks = [self.pool.null_block] * (num_stripes * self.num_groups)
+        first_seen = [0] * self.num_groups
+        for group, window in self._windows:
+            first_seen[group] = self._first_seen(num_stripes * self.block_size, window)
+        for group, first in enumerate(first_seen):
+            for stripe in range(first, num_stripes):
+                block = self.pool.get_cached_block(group_key(keys[stripe], group))
+                assert block is not None
+                blocks[stripe * self.num_groups + group] = block
+        return blocks
+
+    def _longest_seen(self, keys: Sequence[bytes]) -> int:
+        """How many leading stripes have in the cache all that a query behind them sees."""
+        num_stripes = len(keys)
+        for group in self._sees_all:
+            cached = (self.pool.get_cached_block(group_key(key, group)) is not None for key in keys[:num_stripes])
+            num_stripes = next((stripe for stripe, here in enumerate(cached) if not here), num_stripes)
+        before = -1
+        while num_stripes != before:
+            before = num_stripes
+            for group, window in self._windows:
+                num_stripes = self._longest_in_window(keys, group, window, num_stripes)
+        return num_stripes
+
+    def _longest_in_window(self, keys: Sequence[bytes], group: int, window: int, num_stripes: int) -> int:
+        """The same for one group, at most `num_stripes`. Looks from the end: what is cached is seldom all of it."""
+        end = num_stripes
+        for stripe in range(num_stripes - 1, -1, -1):
+            if stripe < self._first_seen(end * self.block_size, window):
+                return end
+            if self.pool.get_cached_block(group_key(keys[stripe], group)) is None:
+                end = stripe
+        return end
+
+    def _cache_group(self, request: Request, table: _BlockTable, group: int, first: int, end: int) -> None:
+        """Enter a group's blocks of these stripes into the index."""
+        keys, null, groups, is_new = request.block_hashes, self.pool.null_block, self.num_groups, False
+        stored: list[bytes] = []
+        for stripe in range(first, end):
+            block = table.blocks[stripe * groups + group]
+            if block is not null:
+                key = group_key(keys[stripe], group)
+                stored.append(key)
+                is_new |= self.pool.cache_block(block, key)
+        if is_new and self.kv_events.is_recording:
+            # Those without a block are the first ones: windows only move on.
+            first = end - len(stored)
+            parent = group_key(keys[first - 1], group) if first else None
+            tokens = request.token_ids(first * self.block_size, end * self.block_size)
+            self.kv_events.record(BlockStored(stored, parent, tokens, group))

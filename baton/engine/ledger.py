@@ -71,6 +71,7 @@ class Ledger:
             BlockPool(config.num_blocks),
             BlockHasher(key_fields, config.block_size),
             config.block_size,
+            windows=config.windows,
             enable_caching=config.enable_prefix_caching,
             host=HostTier(config.num_host_blocks) if config.num_host_blocks else None,
         )
@@ -215,11 +216,6 @@ class Ledger:
         """The runner may not have heard of these ends. Who lives under such an id by now replaces what it remembers."""
         self._finished_req_ids.update(request_ids - self.requests.keys())
 
-    def prompt_block_ids(self, request: Request) -> list[int]:
-        """The blocks of its prompt, without what is reserved behind them."""
-        num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
-        return self.kv_cache_manager.block_ids(request.request_id)[:num_blocks]
-
     def _leave_beams(self, request: Request, beams: BeamGroup) -> bool:
         """One of its beams ended before its time, so all of it does; whether this is the first that did."""
         self.free_retired()
@@ -240,9 +236,8 @@ class Ledger:
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:
         manager, request_id = self.kv_cache_manager, request.request_id
-        block_ids = self.prompt_block_ids(request) if transferring else manager.block_ids(request_id)
         try:
-            fate = self.connector.request_finished(request, block_ids, transferring)
+            fate = self.connector.request_finished(request, manager.prompt_block_ids(request), transferring)
         except Exception:
             self.num_connector_errors += 1
             # Nobody knows who still touches them, and a lost block is better than wrong KV.

@@ -246,7 +246,8 @@ class Scheduler:
         if ledger.beams or any(plan.swapped_out for plan in self._in_flight.values()):
             return False
         # So many blocks at most does the next step take before anything else; with fewer it would preempt.
-        return ledger.decodes.num_needy <= ledger.kv_cache_manager.pool.num_free_blocks
+        manager = ledger.kv_cache_manager
+        return ledger.decodes.num_needy * manager.num_groups <= manager.pool.num_free_blocks
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Requests that can never run end here; their outputs come with the step's.

@@ -28,8 +28,9 @@ class SchedulerConfig:
     """Most tokens of one request in one step; 0: no such limit."""
     watermark: float = 0.01
     """Share of the blocks that a newcomer must leave free while others run."""
-    sliding_window: int | None = None
-    """Keys that any query of the model sees at most, itself included: blocks before them are let go of. None: all."""
+    windows: tuple[int | None, ...] = (None,)
+    """For each group of layers, keys that a query sees at most, itself included: blocks before them are let go of.
+    None: all."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -50,6 +51,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_blocks < 2 or self.max_num_seqs < 1 or self.max_model_len < 2:
             raise ConfigError("block_size and max_num_seqs must be positive, num_blocks and max_model_len at least 2")
+        if not self.windows or any(window is not None and window < 1 for window in self.windows):
+            raise ConfigError(f"windows must be at least 1 key or None for each group, not {self.windows}")
+        if not self.num_slots:
+            raise ConfigError(f"{self.num_blocks} blocks are not one for each of {len(self.windows)} groups of layers")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -64,8 +69,6 @@ class SchedulerConfig:
             raise ConfigError(f"num_host_blocks must be 0 or at least 2, not {self.num_host_blocks}")
         if self.preemption_mode == "swap" and not self.num_host_blocks:
             raise ConfigError("preemption_mode swap needs a host tier: num_host_blocks of at least 2")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be at least 1 key or None, not {self.sliding_window}")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark must be a share from 0 to below 1, not {self.watermark}")
         if not 0.0 <= self.priority_ageing_s < math.inf:
@@ -76,7 +79,12 @@ class SchedulerConfig:
     @property
     def effective_max_model_len(self) -> int:
         """max_model_len, or what the pool can hold: the KV of a request's last token is never computed."""
-        return min(self.max_model_len, (self.num_blocks - 1) * self.block_size + 1)
+        return min(self.max_model_len, self.num_slots + 1)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the pool holds."""
+        return (self.num_blocks - 1) // len(self.windows) * self.block_size
 
     @property
     def watermark_blocks(self) -> int:

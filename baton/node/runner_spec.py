@@ -65,7 +65,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or longest,
-        sliding_window=runner.layout.windows[0] if len(runner.layout.windows) == 1 else None,
+        windows=runner.layout.windows,
         policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
         num_host_blocks=runner.num_host_blocks,

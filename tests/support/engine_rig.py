@@ -37,7 +37,12 @@ class EngineRig:
     ) -> None:
         limits = {"block_size": 4, "max_num_batched_tokens": 64, "max_num_seqs": 8, "watermark": 0.0} | limits
         self.config = SchedulerConfig(num_blocks=num_blocks, **limits)
-        self.runner = ScriptedRunner(num_blocks, self.config.block_size, num_host_blocks=self.config.num_host_blocks)
+        self.runner = ScriptedRunner(
+            num_blocks,
+            self.config.block_size,
+            num_host_blocks=self.config.num_host_blocks,
+            windows=self.config.windows,
+        )
         self.connector = connector if connector is not None else FakeConnector()
         self.clock = ManualClock()
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
@@ -115,8 +120,20 @@ class EngineRig:
     def fill(self, request_id: str) -> None:
         """Write the right KV where the request's load waits for it, and nowhere else."""
         load = self.connector.loads[request_id]
-        slots = prompt_slots(self.requests[request_id].prompt_token_ids)
-        self.runner.write_slots(load.block_ids, slots[load.num_local_tokens :], start=load.num_local_tokens)
+        start = load.num_local_tokens
+        for group in range(len(self.config.windows)):
+            slots = prompt_slots(self.requests[request_id].prompt_token_ids, group)
+            self.runner.write_slots(load.block_ids, slots[start:], start, group)
+
+    def check_offered(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
+        """A prefill leg's blocks hold the right KV of so many tokens, and all that whoever goes on from them sees."""
+        prompt, size = self.requests[request_id].prompt_token_ids, self.config.block_size
+        for group, window in enumerate(self.config.windows):
+            first_seen = max(0, len(prompt) - window) // size * size if window is not None else 0
+            blocks = block_ids[group :: len(self.config.windows)]
+            assert [block != 0 for block in blocks] == [stripe * size >= first_seen for stripe in range(len(blocks))]
+            slots = self.runner.read_slots(block_ids, num_tokens, group)
+            assert slots[first_seen:] == prompt_slots(prompt, group)[first_seen:num_tokens]
 
     def deliver(self, request_id: str) -> list[EngineCoreOutput]:
         """A transfer that went well: the KV is here, with the token that the prefill node sampled."""

@@ -34,6 +34,7 @@ TINY_MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         **_BASE,
         "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "head_dim": 16,
         "sliding_window": 16,
         "tie_word_embeddings": False,

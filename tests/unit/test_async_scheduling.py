@@ -105,7 +105,7 @@ def test_a_lease_that_ends_in_flight_frees_its_blocks_no_earlier() -> None:
 
 def test_blocks_dropped_in_flight_come_free_with_the_step() -> None:
     """The window is that of what was computed, not of what was decided."""
-    rig = rig_with_one_in_flight(sliding_window=5, max_num_batched_tokens=8, enable_prefix_caching=False)
+    rig = rig_with_one_in_flight(windows=(5,), max_num_batched_tokens=8, enable_prefix_caching=False)
     rig.add("r", 24, max_tokens=1)
     rig.step()
     rig.step()

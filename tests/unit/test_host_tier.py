@@ -21,7 +21,7 @@ def test_blocks_go_out_and_come_back() -> None:
     assert tier.begin_step(1).swap_out == [BlockCopy(5, 1), BlockCopy(7, 2)]
     tier.settle(1, lost=False)
     assert tier.num_blocks("r") == 2
-    tier.fetch("r", device(3, 4, 6), start=1)
+    tier.fetch("r", [None, *device(4)])
     assert tier.begin_step(2).swap_in == [BlockCopy(2, 4)]
     assert tier.pool.num_free_blocks == 6, "the step has not read them yet"
     tier.check_invariant()
@@ -60,7 +60,7 @@ def test_what_is_here_under_its_name_is_shared_and_not_copied_again() -> None:
     assert tier.begin_step(2).swap_out == [BlockCopy(5, 3)]
     tier.settle(2, lost=False)
     tier.drop("first")
-    tier.fetch("second", device(6, 7, 8), start=0)
+    tier.fetch("second", device(6, 7, 8))
     assert tier.begin_step(3).swap_in == [BlockCopy(1, 6), BlockCopy(2, 7), BlockCopy(3, 8)]
 
 

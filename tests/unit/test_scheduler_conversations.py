@@ -30,8 +30,14 @@ _WORDS = ("leg", "like", "preemption_mode", "policy")
 
 
 def pairs(words: Sequence[str]) -> dict[str, Any]:
-    """`max_tokens 3 leg decode` as keywords."""
-    return {name: value if name in _WORDS else int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    """`max_tokens 3 leg decode` as keywords; of `windows all,5` each is one group of layers."""
+    return {name: _value(name, value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _value(name: str, value: str) -> Any:
+    if name == "windows":
+        return tuple(None if window == "all" else int(window) for window in value.split(","))
+    return value if name in _WORDS else int(value)
 
 
 class Conversation:

@@ -13,7 +13,7 @@ from baton.engine.beam_search import BeamSearch
 from baton.engine.connector_fake import FakeLoad
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
-from baton.engine.runner.scripted import expected_beams, prompt_slots
+from baton.engine.runner.scripted import expected_beams
 from baton.engine.scheduler_config import PreemptionMode
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -55,7 +55,8 @@ class EngineMachine(RuleBasedStateMachine):
     rig: EngineRig
 
     @initialize(
-        num_blocks=st.integers(5, 14),
+        num_stripes=st.integers(4, 13),
+        windows=st.sampled_from([(None,), (None,), (6,), (None, 6), (2, 9, None), (3, 3)]),
         budget=st.integers(5, 24),
         seats=st.integers(1, 5),
         threshold=st.sampled_from([0, 3]),
@@ -72,7 +73,8 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        num_blocks: int,
+        num_stripes: int,
+        windows: tuple[int | None, ...],
         budget: int,
         seats: int,
         threshold: int,
@@ -88,7 +90,8 @@ class EngineMachine(RuleBasedStateMachine):
         reads_at_once: bool,
     ) -> None:
         self.rig = EngineRig(
-            num_blocks,
+            1 + num_stripes * len(windows),
+            windows=windows,
             max_num_batched_tokens=budget if chunked else 100,
             max_num_seqs=seats,
             max_model_len=64,
@@ -178,9 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_peer_reads_early(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.rig.connector.offers)))
-        block_ids, num_tokens = self.rig.connector.offers[name]
-        slots = prompt_slots(self.rig.requests[name].prompt_token_ids)[:num_tokens]
-        assert self.rig.runner.read_slots(block_ids, num_tokens) == slots
+        self.rig.check_offered(name, *self.rig.connector.offers[name])
 
     @rule(names=st.lists(st.sampled_from(["r0", "r1", "r2", "stranger"]), max_size=2))
     def a_stale_report(self, names: list[str]) -> None:
@@ -242,9 +243,8 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def leased_kv_is_intact(self) -> None:
         if hasattr(self, "rig"):
-            for name, (block_ids, num_tokens) in self.rig.connector.leased.items():
-                slots = prompt_slots(self.rig.requests[name].prompt_token_ids)[:num_tokens]
-                assert self.rig.runner.read_slots(block_ids, num_tokens) == slots
+            for name, offer in self.rig.connector.leased.items():
+                self.rig.check_offered(name, *offer)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -289,7 +289,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def scribble(self, load: FakeLoad) -> None:
         """What a read that is under way may leave, from the moment it is asked for."""
-        self.rig.runner.write_slots(load.block_ids, [GARBAGE] * load.num_external_tokens, start=load.num_local_tokens)
+        for group in range(len(self.rig.config.windows)):
+            garbage = [GARBAGE] * load.num_external_tokens
+            self.rig.runner.write_slots(load.block_ids, garbage, load.num_local_tokens, group)
 
     def loading(self) -> list[str]:
         """Requests that wait for remote KV."""

@@ -1,15 +1,19 @@
-"""Sequences of a model whose layers all have a window: what no query sees any more is let go of."""
+"""Sequences of a model whose layers have windows, all or some of them: what no query sees any more is let go of."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.block_hash import BlockHasher, CacheKeyFields, group_key
+from baton.engine.block_pool import Block, BlockPool
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache_manager import KVCacheManager
+from baton.engine.kv_events import BlockStored
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
@@ -24,7 +28,7 @@ def held(rig: EngineRig) -> int:
 
 
 def test_a_long_sequence_holds_no_more_than_its_window() -> None:
-    rig = EngineRig(sliding_window=10)
+    rig = EngineRig(windows=(10,))
     rig.add("long", 4, max_tokens=60)
     most = 0
     while "long" not in rig.ends:
@@ -36,7 +40,7 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
 
 
 def test_blocks_go_once_the_last_query_that_sees_them_is_computed() -> None:
-    rig = EngineRig(sliding_window=5)
+    rig = EngineRig(windows=(5,))
     rig.add("one", 8, max_tokens=8)
     rig.step()
     # 8 tokens are computed; the next query, at 8, sees 4 to 8.
@@ -47,7 +51,7 @@ def test_blocks_go_once_the_last_query_that_sees_them_is_computed() -> None:
 
 
 def test_prompts_are_dropped_chunk_by_chunk_and_stay_in_the_cache() -> None:
-    rig = EngineRig(sliding_window=5, max_num_batched_tokens=8)
+    rig = EngineRig(windows=(5,), max_num_batched_tokens=8)
     prompt = list(range(100, 132))
     rig.add("first", prompt, max_tokens=1)
     rig.step()
@@ -56,51 +60,196 @@ def test_prompts_are_dropped_chunk_by_chunk_and_stay_in_the_cache() -> None:
     rig.add("again", prompt, max_tokens=1)
     rig.run()
     assert rig.requests["again"].num_cached_tokens == 28
+    assert rig.tokens["again"] == rig.expected("again", 1)
 
 
-def test_a_prefill_leg_keeps_what_it_offers() -> None:
-    rig = EngineRig(sliding_window=4)
+def test_a_group_with_a_window_lets_go_alone() -> None:
+    rig = EngineRig(windows=(None, 10))
+    rig.add("long", 4, max_tokens=60)
+    most = 0
+    while "long" not in rig.ends:
+        rig.step()
+        tokens = rig.requests["long"].num_tokens
+        most = max(most, held(rig) - -(-tokens // 4))
+    assert most <= 4
+    assert rig.tokens["long"] == rig.expected("long", 60)
+
+
+def test_what_one_group_lets_go_of_another_request_gets() -> None:
+    # 12 stripes of both groups hold two sequences of 24 tokens; of 40 tokens each, only without what is out of sight.
+    rig = EngineRig(num_blocks=2 * 12 + 1, windows=(None, 4), max_num_seqs=2)
+    for name in ("one", "other"):
+        rig.add(name, 4, max_tokens=36)
+    rig.run()
+    assert not rig.core.make_stats().num_preemptions
+    for name in ("one", "other"):
+        assert rig.tokens[name] == rig.expected(name, 36)
+
+
+@pytest.mark.parametrize("windows", [(4,), (None, 4)], ids=["alone", "mixed"])
+def test_a_prefill_leg_offers_what_a_continuation_sees(windows: tuple[int | None, ...]) -> None:
+    rig = EngineRig(windows=windows, max_num_batched_tokens=8)
     rig.add("offered", 16, leg=Leg.PREFILL, max_tokens=4)
+    rig.step()
+    rig.check_offered("offered", *rig.connector.offers["offered"])
+    assert held(rig) == 4 * len(windows) - 1, "the first stripe is out of the window's sight"
     rig.run()
     assert rig.requests["offered"].status is RequestStatus.HANDED_OFF
-    block_ids, num_tokens = rig.connector.leased["offered"]
-    assert (len(block_ids), num_tokens) == (4, 16)
-    assert 0 not in block_ids
+    rig.check_offered("offered", *rig.connector.leased["offered"])
+    # The query at 15 sees 12 to 15, should the last token be computed again.
+    leased = rig.core.make_stats().leased_blocks
+    assert leased == (1 if len(windows) == 1 else 4 + 1)
+    rig.transfer(released=["offered"])
+    assert rig.core.make_stats().leased_blocks == 0
 
 
+@pytest.mark.parametrize(("windows", "reserved"), [((6,), 2 + 1), ((None, 6), 5 + 1 + 2 + 1)], ids=["alone", "mixed"])
+def test_a_decode_leg_takes_in_what_it_sees(windows: tuple[int | None, ...], reserved: int) -> None:
+    rig = EngineRig(windows=windows)
+    rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
+    rig.step()
+    load = rig.connector.loads["taken"]
+    # The query at 19 sees 14 to 19, in stripes 3 and 4.
+    of_window = load.block_ids[len(windows) - 1 :: len(windows)]
+    assert [block != 0 for block in of_window] == [False, False, False, True, True]
+    assert held(rig) == reserved, "and the slot of the first generated token"
+    rig.deliver("taken")
+    rig.run()
+    assert rig.tokens["taken"] == rig.expected("taken", 12)[1:]
+
+
+def test_an_aborted_load_quarantines_what_it_was_to_fill() -> None:
+    rig = EngineRig(windows=(None, 6))
+    rig.add("taken", 20, leg=Leg.DECODE, max_tokens=12)
+    rig.step()
+    rig.abort("taken")
+    assert rig.core.make_stats().quarantined_blocks == 5 + 2
+    rig.transfer(released=["taken"])
+    assert rig.core.make_stats().free_blocks == 64
+
+
+def forget(pool: BlockPool, block: Block) -> None:
+    """Evict one idle cached block, as an allocation would that gets to it."""
+    key = block.block_hash
+    assert key is not None
+    pool._free.remove(block)
+    pool._free.prepend(block)
+    pool.free_blocks(pool.get_new_blocks(1))
+    assert pool.get_cached_block(key) is None
+
+
+def test_a_prefix_is_found_by_what_its_next_query_sees() -> None:
+    rig = EngineRig(windows=(None, 5))
+    prompt = list(range(100, 132))
+    rig.add("first", prompt, max_tokens=4)
+    rig.run()
+    pool = rig.scheduler.kv_cache_manager.pool
+    for key in rig.requests["first"].block_hashes[:6]:
+        block = pool.get_cached_block(group_key(key, 1))
+        assert block is not None
+        forget(pool, block)
+    rig.add("again", prompt, max_tokens=4)
+    rig.run()
+    assert rig.requests["again"].num_cached_tokens == 28
+    assert rig.tokens["again"] == rig.expected("again", 4)
+
+
+@pytest.mark.parametrize("windows", [(7,), (None, 7), (None, 5, 12)])
+def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[int | None, ...]) -> None:
+    pool = BlockPool(100)
+    manager = KVCacheManager(
+        pool, BlockHasher(CacheKeyFields("m", "d", "l"), 4), 4, windows=windows, enable_caching=True
+    )
+    request = Request("r", list(range(41)), SamplingParams())
+    manager.allocate_slots(request, 41)
+    manager.cache_blocks(request, 41)
+    manager.free("r")
+    rng = Random(5)
+    groups = len(windows)
+    entries = [
+        pool.get_cached_block(group_key(request.block_hashes[i // groups], i % groups)) for i in range(10 * groups)
+    ]
+    while True:
+        here = [block is not None and block.block_hash is not None for block in entries]
+        found = manager.get_computed_blocks(request)
+        # By trying all lengths, longest first.
+        expected = next(
+            stripes
+            for stripes in range(10, -1, -1)
+            if all(
+                here[stripe * groups + group]
+                for group, window in enumerate(windows)
+                for stripe in range(0 if window is None else max(0, stripes * 4 - window + 1) // 4, stripes)
+            )
+        )
+        assert found.num_tokens == expected * 4
+        for entry, block in enumerate(found.blocks):
+            window = windows[entry % groups]
+            seen = window is None or entry // groups * 4 + 3 >= expected * 4 - window + 1
+            assert block is (entries[entry] if seen else pool.null_block)
+        left = [block for block in entries if block is not None and block.block_hash is not None]
+        if not left:
+            return
+        forget(pool, rng.choice(left))
+
+
+def test_the_events_name_the_group() -> None:
+    rig = EngineRig(windows=(None, 4))
+    rig.scheduler.kv_snapshot()
+    rig.add("r", 8, max_tokens=1)
+    rig.run()
+    first, second = rig.requests["r"].block_hashes
+    stored = [event for event in rig.scheduler.kv_events_since(0).events if isinstance(event, BlockStored)]
+    assert [(event.group, list(event.block_hashes)) for event in stored] == [
+        (0, [first, second]),
+        (1, [first + b"\1", second + b"\1"]),
+    ]
+
+
+@pytest.mark.parametrize("windows", [(12,), (None, 5), (6, None, 12)])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preempted_ones_come_back_whole(mode: str) -> None:
-    host_blocks = 20 if mode == "swap" else 0
-    rig = EngineRig(num_blocks=9, sliding_window=12, preemption_mode=mode, num_host_blocks=host_blocks)
+def test_preempted_ones_come_back_whole(mode: str, windows: tuple[int | None, ...]) -> None:
+    host_blocks = 60 if mode == "swap" else 0
+    rig = EngineRig(num_blocks=8 * len(windows) + 1, windows=windows, preemption_mode=mode, num_host_blocks=host_blocks)
     names = ("old", "middle", "new")
     for place, name in enumerate(names):
         rig.add(name, 8 - place, max_tokens=20)
     rig.run()
-    assert rig.core.make_stats().num_preemptions
+    assert rig.core.make_stats().num_preemptions_by_mode[mode]
     assert all(rig.tokens[name] == rig.expected(name, 20) for name in names)
 
 
 @pytest.mark.parametrize("window", [0, -3])
 def test_a_window_is_at_least_the_query_itself(window: int) -> None:
-    with pytest.raises(ConfigError, match="sliding_window"):
-        EngineRig(sliding_window=window)
+    with pytest.raises(ConfigError, match="windows must be at least 1 key"):
+        EngineRig(windows=(window,))
 
 
-@pytest.mark.parametrize(("architecture", "window"), [("mistral", 16), ("gemma2", None), ("llama", None)])
-def test_a_model_says_how_far_it_sees(tmp_path: Path, architecture: str, window: int | None) -> None:
+MIXED = ["gemma2", "gemma3_text", "gpt_oss"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "groups"),
+    [("mistral", ["16@0,1,2"]), ("llama", ["all@0,1,2"])] + [(name, ["all@1", "16@0", "16@2"]) for name in MIXED],
+)
+def test_a_model_says_how_far_its_layers_see(tmp_path: Path, architecture: str, groups: list[str]) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
-    assert load_runner(tmp_path, dtype="float32", num_blocks=16).model.attention_window == window
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    assert [str(group) for group in runner.layout.groups] == groups
 
 
-def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path) -> None:
-    write_random_model(tmp_path, TINY_MODELS["mistral"], 0)
+@pytest.mark.parametrize("architecture", ["mistral", *MIXED])
+def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path, architecture: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     outputs = []
-    # With a window the pool is too small for three whole sequences: what was let go of is overwritten.
-    for window, num_blocks in ((None, 60), (16, 24)):
+    # The second pool is too small for three whole sequences: what was let go of is overwritten.
+    for drops, num_stripes in ((False, 60), (True, 34)):
+        layout = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64).layout
+        windows = layout.windows if drops else (None,) * len(layout.windows)
+        mixed = len(windows) > 1
+        num_blocks = 1 + (num_stripes * len(windows) if mixed or not drops else 23)
         runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
-        config = SchedulerConfig(
-            num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=4, sliding_window=window
-        )
+        config = SchedulerConfig(num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=4, windows=windows)
         scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
         core = EngineCore(scheduler, runner)
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -120,7 +269,7 @@ def test_with_a_real_model_the_tokens_are_those_without_dropping(tmp_path: Path)
 def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
     tokens = []
     for window in (None, 5):
-        rig = EngineRig(sliding_window=window)
+        rig = EngineRig(windows=(window,))
         rig.add("r", list(range(200, 214)), max_tokens=12, **many)
         rig.run()
         tokens.append(rig.tokens)
@@ -129,8 +278,12 @@ def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
 
 
 def test_a_prefix_with_holes_is_not_shared() -> None:
-    rig = EngineRig(sliding_window=4)
+    rig = EngineRig(windows=(None, 4))
     rig.add("r", 12, max_tokens=4)
     rig.step()
-    with pytest.raises(ValueError, match="r has dropped blocks of its prefix"):
-        rig.scheduler.kv_cache_manager.shared_prefix("r", 8)
+    manager = rig.scheduler.kv_cache_manager
+    assert manager.block_ids("r")[1::2][:2] == [0, 0], "the next query, at 12, sees 9 to 12"
+    assert manager.shared_prefix("r", 8) is None
+    shared = manager.shared_prefix("r", 12)
+    assert shared is not None
+    assert [block.block_id for block in shared.blocks] == manager.block_ids("r")[:6]

@@ -41,9 +41,7 @@ class TorchModelRunner:
             owner=cache,
         )
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
-        self._requests = RequestTable(
-            transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len
-        )
+        self._requests = RequestTable(transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len)
 
     @property
     def model(self) -> ModelInfo:

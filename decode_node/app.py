@@ -31,7 +31,7 @@ class DecodeRole:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
         self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post)
-        self._connector = IntakeConnector(self.intake, config.block_size, context.post)
+        self._connector = IntakeConnector(self.intake, runner.layout, context.post)
 
     @property
     def connector(self) -> IntakeConnector:

@@ -17,6 +17,7 @@ import grpc
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request
+from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
@@ -208,10 +209,10 @@ class Intake:
 class IntakeConnector:
     """Plans the transfers of decode legs with `Intake`. Called from the engine's thread alone."""
 
-    def __init__(self, intake: Intake, block_size: int, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, intake: Intake, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._intake = intake
-        self._block_size = block_size
+        self._layout = layout
         self._post = post
         self._planned: set[str] = set()
 
@@ -237,8 +238,8 @@ class IntakeConnector:
             attempt=AttemptKey.parse(request.request_id),
             source=request.kv_source,
             num_prompt_tokens=request.num_prompt_tokens,
-            block_ids=tuple(block_ids[: -(-request.num_prompt_tokens // self._block_size)]),
-            first_block=num_local // self._block_size,
+            block_ids=tuple(block_ids),
+            first_block=num_local // self._layout.block_size * len(self._layout.groups),
         )
         self._planned.add(request.request_id)
         self._post(lambda: self._intake.plan(plan))

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
@@ -42,7 +43,10 @@ from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be filled: the whole prompt's blocks in prompt order; those before `first_block` are valid already."""
+    """What is to be filled: the whole prompt's blocks in prompt order; those before `first_block` are valid already.
+
+    The null block stands where nothing is wanted: what a group of layers has left behind with its window.
+    """
 
     attempt: AttemptKey
     source: KVSource
@@ -321,12 +325,13 @@ class TransferBook:
         attempt = transfer.plan.attempt
         transfer.machine.feed(TransferEvent.OFFER)
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
-        local_blocks = transfer.plan.block_ids[offer.first_block : end]
+        pairs = zip(transfer.plan.block_ids[offer.first_block : end], offer.block_ids, strict=True)
+        wanted = [pair for pair in pairs if pair[0] != NULL_BLOCK]
         transfer.next_block = end
         transfer.closing = offer.closing
-        transfer.remote_blocks.update(offer.block_ids)
-        if local_blocks:
-            effects += self._read(transfer, coalesce(local_blocks, offer.block_ids), len(local_blocks))
+        transfer.remote_blocks.update(remote for _, remote in wanted)
+        if wanted:
+            effects += self._read(transfer, coalesce(*zip(*wanted, strict=True)), len(wanted))
         return effects + self._confirm(transfer)
 
     def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
@@ -339,8 +344,13 @@ class TransferBook:
         outside = [b for b in offer.block_ids if not 0 <= b < pool]
         if outside:
             return f"block {outside[0]} offered out of a pool of {pool}"
-        fresh = set(offer.block_ids)
-        if len(fresh) < len(offer.block_ids) or fresh & transfer.remote_blocks:
+        wanted = plan.block_ids[offer.first_block : end]
+        pairs = zip(wanted, offer.block_ids, strict=True)
+        if any(remote == NULL_BLOCK and local != NULL_BLOCK for local, remote in pairs):
+            return "a block that is wanted is not offered"
+        there = [b for b in offer.block_ids if b != NULL_BLOCK]
+        fresh = set(there)
+        if len(fresh) < len(there) or fresh & transfer.remote_blocks:
             return "the same block offered twice"
         closing = offer.closing
         if closing is None:

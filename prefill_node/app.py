@@ -30,7 +30,7 @@ class PrefillRole:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
         self.handoff = HandOff(identity, runner.memory, make_mover, context.tell_engine, context.record, context.clock)
-        self._connector = OfferConnector(self.handoff, config.block_size, context.post_after_step)
+        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step)
 
     @property
     def connector(self) -> OfferConnector:

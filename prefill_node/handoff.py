@@ -17,7 +17,7 @@ from typing import Any
 from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import Leg, Request, RequestStatus
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner.base import KVLayout, KVMemory
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.effects import Recorded, Released
@@ -180,10 +180,10 @@ class _Offered:
 class OfferConnector:
     """Tells `HandOff` what the engine computes of prefill legs. Called from the engine's thread alone."""
 
-    def __init__(self, handoff: HandOff, block_size: int, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, handoff: HandOff, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
         """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._handoff = handoff
-        self._block_size = block_size
+        self._layout = layout
         self._post = post
         self._offered: dict[str, _Offered] = {}
 
@@ -205,7 +205,7 @@ class OfferConnector:
         # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
         if offered.withdrawn or num_computed_tokens >= request.num_prompt_tokens:
             return
-        full = num_computed_tokens // self._block_size
+        full = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if full > offered.num_blocks:
             attempt, first = AttemptKey.parse(request.request_id), offered.num_blocks
             new = tuple(block_ids[first:full])
@@ -232,10 +232,9 @@ class OfferConnector:
         return BlockFate.LEASED
 
     def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
-        num_blocks = -(-request.num_prompt_tokens // self._block_size)
         ended = request.status is not RequestStatus.HANDED_OFF
         closing = Closing(request.num_prompt_tokens, tuple(request.output_token_ids), ended)
-        self._post(lambda: self._handoff.offer(attempt, first, block_ids[first:num_blocks], closing))
+        self._post(lambda: self._handoff.offer(attempt, first, block_ids[first:], closing))
         self._post(lambda: self._handoff.ended(attempt))
 
     def _follow(self, request: Request) -> _Offered:

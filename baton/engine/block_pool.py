@@ -22,6 +22,9 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 
+NULL_BLOCK = 0
+"""The id that stands for no block."""
+
 
 class BlockInvariantBroken(BatonError):
     """The pool's books don't agree; the message lists every disagreement."""
@@ -146,7 +149,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError("a pool needs the null block and at least one more")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.null_block = self.blocks[0]
+        self.null_block = self.blocks[NULL_BLOCK]
         self._free = FreeBlockQueue(self.blocks[1:])
         self._index: dict[bytes, Block] = {}
         self._num_cached_idle = 0

@@ -61,7 +61,11 @@ class KVTransferOutput:
 
 
 class KVConnector(Protocol):
-    """Implemented by the prefill node (it offers) and by the decode node (it takes in)."""
+    """Implemented by the prefill node (it offers) and by the decode node (it takes in).
+
+    The blocks that it is told of are those of the prompt: for each block of its tokens one of every group of layers, in
+    the order of the groups; the null block where whoever goes on from the end of the prompt sees nothing any more.
+    """
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits)."""
@@ -70,7 +74,7 @@ class KVConnector(Protocol):
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from elsewhere.
 
-        The first `num_computed_tokens // block_size` of them came from the local cache and must not be written.
+        Those of the tokens before came from the local cache and must not be written.
         """
         ...
 

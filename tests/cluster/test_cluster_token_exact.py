@@ -40,3 +40,26 @@ async def test_greedy_tokens_equal_generate(tmp_path: Path, name: str) -> None:
         path = answer.end.path
         assert (path.prefill_node, path.decode_node, path.attempts) == ("prefill-0", "decode-0", 1)
         assert answer.end.kv_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+async def test_what_windows_have_left_behind_does_not_travel(tmp_path: Path, name: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[name], seed=5)
+    runners: list[TorchModelRunner] = []
+
+    def make_runner(node_id: str) -> TorchModelRunner:
+        runners.append(load_runner(tmp_path, dtype="float32", block_size=BLOCK_SIZE, num_blocks=96))
+        return runners[-1]
+
+    prompt = [7 * position % 250 for position in range(150)]
+    expected = generate_with_transformers(tmp_path, {"long": prompt})
+    async with mini_cluster(make_runner, tmp_path, max_num_batched_tokens=CHUNK, max_num_seqs=8) as cluster:
+        request = GenerateRequest(prompt, temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        answer = await cluster.generate(request)
+        await cluster.idle()
+    assert answer.token_ids == expected["long"]
+    layout = runners[0].layout
+    assert 16 in layout.windows
+    # Ten stripes; the query at 149 sees 134 to 149 of a window, in the last two.
+    num_blocks = sum(10 if window is None else 2 for window in layout.windows)
+    assert answer.end.kv_bytes == num_blocks * layout.block_bytes

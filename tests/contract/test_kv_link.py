@@ -116,7 +116,7 @@ async def test_the_same_over_nixl() -> None:
 
 async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
     keys = [f"r{i}#1" for i in range(240)]
-    theirs = {key: [5 * i + j for j in range(5)] for i, key in enumerate(keys)}
+    theirs = {key: [1 + 5 * i + j for j in range(5)] for i, key in enumerate(keys)}
     ours = {key: [NUM_BLOCKS - 1 - 5 * i - j for j in range(5)] for i, key in enumerate(keys)}
     for key in keys:
         rig.receiver.take(key, 18, rig.sender.source, ours[key])

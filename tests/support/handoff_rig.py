@@ -13,7 +13,7 @@ import grpc
 from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner.base import KVLayout, KVMemory
 from baton.ids import AttemptKey
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
@@ -28,6 +28,7 @@ BLOCK_BYTES = 64
 NUM_BLOCKS = 1280
 HEARTBEAT_S = 0.05
 WITHIN_S = 20.0
+KV_LAYOUT = KVLayout.uniform(BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 LAYOUT = LayoutFingerprint("model-1", "cpu-1", "float32", BLOCK_SIZE, "1*1x(2+2)", BLOCK_BYTES, "memory")
 
 
@@ -137,7 +138,7 @@ class SenderHalf:
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
         )
-        self.connector = OfferConnector(self.handoff, BLOCK_SIZE, asyncio.get_running_loop().call_soon_threadsafe)
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, asyncio.get_running_loop().call_soon_threadsafe)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -205,7 +206,7 @@ class ReceiverHalf:
             post,
             heartbeat_s=HEARTBEAT_S,
         )
-        self.connector = IntakeConnector(self.intake, BLOCK_SIZE, post)
+        self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 
     async def start(self) -> None:
         await self.intake.start()

@@ -366,3 +366,31 @@ def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(see
     assert released
     assert len(told) <= 1
     assert book.counts().live == book.counts().quarantined == 0
+
+
+def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) -> None:
+    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
+    book.peer_ready("p0.x", 100)
+    # The second is offered and not wanted, the fourth neither.
+    assert lines(book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000))) == [
+        "StartRead 1 p0.x [(ReadRange 40 5 1), (ReadRange 41 7 1)]"
+    ]
+    assert lines(book.received("p0.x", Offer(A, 3, (0, 9), 1000, CLOSING))) == ["StartRead 2 p0.x [(ReadRange 43 9 1)]"]
+    book.read_done(1, 128)
+    assert lines(book.read_done(2, 64))[-1] == "TellSender p0.x (ConfirmRead a#1)"
+
+
+def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> None:
+    book.plan(Plan(A, SOURCE, 18, (0, 0, 0, 0, 43), 0))
+    book.peer_ready("p0.x", 100)
+    assert lines(book.received("p0.x", Offer(A, 0, (0, 0), 1000))) == []
+    assert lines(book.received("p0.x", Offer(A, 2, (0, 0, 9), 1000, CLOSING))) == [
+        "StartRead 1 p0.x [(ReadRange 43 9 1)]"
+    ]
+
+
+def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
+    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
+    book.peer_ready("p0.x", 100)
+    effects = book.received("p0.x", Offer(A, 0, (5, 0, 0), 1000))
+    assert Failed(A, TransferCause.REFUSED, "a block that is wanted is not offered") in effects

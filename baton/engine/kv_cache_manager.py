@@ -1,9 +1,9 @@
 """Which blocks each request has, how it gets them, and what becomes of them when it ends.
 
-A request's table has, for each `block_size` of its tokens, a stripe: one block of every group of layers, in the order of
-the groups (see LayerGroup). Where nobody looks at a group's block any more, since its window has moved on, the table has
-the null block. What follows here speaks of entries of a table where it counts blocks, and of stripes where it counts
-their tokens.
+A request's table has, for each `block_size` of its tokens, a stripe: one block of every group of layers, in the order
+of the groups (see LayerGroup). Where nobody looks at a group's block any more, since its window has moved on, the table
+has the null block. What follows here speaks of entries of a table where it counts blocks, and of stripes where it
+counts their tokens.
 
 Two rules keep wrong KV out of reach:
   - a block enters the prefix cache's index only after its KV was computed or has arrived (`cache_blocks` is called

@@ -63,8 +63,8 @@ class LayerGroup:
 class KVLayout:
     """Shape of one block: what both sides of a hand-off must agree on.
 
-    The cache is one piece of memory, block-major. A block holds `block_size` tokens of one group of layers, which follow
-    each other in it, each with its keys [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads,
+    The cache is one piece of memory, block-major. A block holds `block_size` tokens of one group of layers. These
+    follow each other in it, each with its keys [num_kv_heads, block_size, key_dim] and then its values [num_kv_heads,
     block_size, value_dim]. All blocks have one size, so any group can have any of them.
     """
 

@@ -187,8 +187,9 @@ class RequestTable:
 class FlatBatch:
     """A step's requests as rows, padding at the end; int64 unless said otherwise.
 
-    token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1] (the
-    same, counting only rows that sample), seq_lens int32 [B], block_tables int32 [groups, B, W], logits_rows [samplers].
+    token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1]
+    (the same, counting only rows that sample), seq_lens int32 [B], block_tables int32 [groups, B, W], logits_rows
+    [samplers].
     """
 
     token_ids: npt.NDArray[np.int64]

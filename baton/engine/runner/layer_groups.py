@@ -14,8 +14,8 @@ from baton.engine.runner.base import LayerGeometry, LayerGroup
 def group_layers(layers: Sequence[LayerGeometry], windows: Mapping[int, int | None]) -> tuple[LayerGroup, ...]:
     """The groups of a model, those that see everything first. `windows`: of each layer, by its index.
 
-    Of all group sizes the one that costs least is taken, where a wasted layer costs as much as a group; of two that cost
-    the same, the one that wastes less.
+    Of all group sizes the one that costs least is taken, where a wasted layer costs as much as a group; of two that
+    cost the same, the one that wastes less.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer in range(len(layers)):

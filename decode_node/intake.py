@@ -35,6 +35,7 @@ from kv_transfer.transfer import (
     Failed,
     OpenLink,
     Plan,
+    ReopenLink,
     StartRead,
     TellSender,
     TransferBook,
@@ -45,6 +46,7 @@ from kv_transfer.transfer import (
 
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
+_REOPEN_S = 1.0
 
 
 class Intake:
@@ -70,6 +72,7 @@ class Intake:
         self._make_channel = make_channel
         self._book = TransferBook(max_quarantined_blocks)
         self._links: dict[str, LinkClient] = {}
+        self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._num_blocks: dict[str, int] = {}
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._stopped = False
@@ -81,6 +84,8 @@ class Intake:
     async def stop(self) -> None:
         """End the links and the agent. Transfers that were not done are not reported any more."""
         self._stopped = True
+        for timer in self._reopening.values():
+            timer.cancel()
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()
@@ -171,6 +176,14 @@ class Intake:
             self._identity, source, self, self._heartbeat_s, make_channel=self._make_channel
         )
 
+    def _reopen_later(self, source: KVSource) -> None:
+        def reopen() -> None:
+            del self._reopening[source.incarnation]
+            self._carry_out(self._book.reopen(source))
+
+        if source.incarnation not in self._reopening:
+            self._reopening[source.incarnation] = asyncio.get_running_loop().call_later(_REOPEN_S, reopen)
+
     def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
         if self._stopped:
             return
@@ -178,6 +191,8 @@ class Intake:
             match effect:
                 case OpenLink(source):
                     self._open(source)
+                case ReopenLink(source):
+                    self._reopen_later(source)
                 case TellSender(incarnation, message):
                     if (link := self._links.get(incarnation)) is not None:
                         link.send(message)

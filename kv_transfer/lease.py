@@ -11,7 +11,9 @@ Rules that it keeps:
    holds the blocks). From the subscription on the reader's heartbeats renew it.
 4. A reader that can't be heard any more is SUSPECT, not gone: its reads may still run. The grace after its link's end
    bounds that. A read that outlives the grace can hurt the reader's own blocks alone, and rule 2 covers those.
-5. Late, duplicate and unknown messages change nothing and are counted.
+5. While a reader says that reads of it go on, the transfer agent makes progress, leases or not: otherwise those reads
+   would never end, and their reader could never use the blocks that they write to.
+6. Late, duplicate and unknown messages change nothing and are counted.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class TellReader:
 
 @dataclass(frozen=True, slots=True)
 class OpenLeases:
-    """So many leases may be read from now on: the sender's transfer agent must make progress while there are any."""
+    """So many leases may be read from now on, those included that are over and still read: the sender's transfer agent
+    must make progress while there are any."""
 
     count: int
 
@@ -130,6 +133,8 @@ class LeaseBook:
         self._leases: dict[AttemptKey, _Lease] = {}
         self._over: OrderedDict[AttemptKey, None] = OrderedDict()
         self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
+        self._outlived: dict[AttemptKey, str] = {}
+        """Reads that outlived their leases, and whose they are."""
         self._links: dict[int, _Reader] = {}
         self._open = 0
         self.counters: Counter[str] = Counter()
@@ -209,6 +214,8 @@ class LeaseBook:
             return []
         self._early = OrderedDict((k, early) for k, early in self._early.items() if early.link != link)
         effects: list[LeaseEffect] = []
+        for attempt in [key for key, incarnation in self._outlived.items() if incarnation == reader.incarnation]:
+            effects += self._reads_over(attempt)
         for lease in self._leases_of(reader.incarnation):
             effects += self._advance(lease, LeaseEvent.LINK_LOST, "link lost")
             lease.deadline = self._clock.monotonic() + self._times.grace_s
@@ -333,11 +340,30 @@ class LeaseBook:
             del self._early[attempt]
             self._remember(attempt)
             return []
+        if attempt in self._outlived:
+            return [] if reads else self._reads_over(attempt)
         lease = self._read_by(reader, attempt, "abandon")
         if lease is None:
-            return []
+            return self._reads_go_on(attempt, reader) if reads else []
+        if reads:
+            # Its link's end may have set one, but here it is, on a new link.
+            lease.deadline = None
         event = LeaseEvent.ABANDON_READING if reads else LeaseEvent.ABANDON
         return self._advance(lease, event, "abandoned")
+
+    def _reads_go_on(self, attempt: AttemptKey, reader: _Reader) -> list[LeaseEffect]:
+        if attempt in self._leases or len(self._outlived) >= self._times.max_early:
+            return []
+        self._outlived[attempt] = reader.incarnation
+        return [self._opened(+1), Recorded("reads_outlive_lease", attempt)]
+
+    def _reads_over(self, attempt: AttemptKey) -> list[LeaseEffect]:
+        del self._outlived[attempt]
+        return [self._opened(-1)]
+
+    def _opened(self, more: int) -> OpenLeases:
+        self._open += more
+        return OpenLeases(self._open)
 
     def _renew(self, reader: _Reader) -> list[LeaseEffect]:
         for lease in self._leases_of(reader.incarnation):
@@ -380,16 +406,14 @@ class LeaseBook:
         effects: list[LeaseEffect] = []
         match lease.machine.state:
             case LeaseState.READING:
-                self._open += 1
-                effects.append(OpenLeases(self._open))
+                effects.append(self._opened(+1))
             case LeaseState.SUSPECT:
                 lease.deadline = None
                 effects.append(Recorded("lease_suspect", attempt, blocks, why))
             case LeaseState.RELEASED | LeaseState.EXPIRED as final:
                 effects.append(Recorded(f"lease_{final.name.lower()}", attempt, blocks, why))
                 if before is not LeaseState.GRANTED:
-                    self._open -= 1
-                    effects.append(OpenLeases(self._open))
+                    effects.append(self._opened(-1))
                 del self._leases[attempt]
                 self._remember(attempt)
                 if lease.ended:

@@ -201,10 +201,7 @@ class Mover:
 
     def _run(self) -> None:
         try:
-            self._backend = self._backend_factory()
-            self.agent_metadata = self._backend.agent_metadata()
-            self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
-            self._accepting = True
+            self._begin()
         except Exception as error:
             self._start_error = error
             return
@@ -217,6 +214,12 @@ class Mover:
             _log.exception("the mover ended by a fault")
             self.fault = error
         self._end()
+
+    def _begin(self) -> None:
+        self._backend = self._backend_factory()
+        self.agent_metadata = self._backend.agent_metadata()
+        self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
+        self._accepting = True
 
     def _turn(self) -> bool:
         """Take commands, post one piece, look at all; says whether to go on."""

@@ -7,7 +7,8 @@ Rules that it keeps:
 2. While a read is in flight its destination blocks are nobody's: a transfer that fails or is given up waits in
    QUARANTINED until its last read has ended. `Released` follows once, when the engine has ended the request, too.
 3. Numbers that a peer sent are checked against the peer's pool and against the plan before anything is read.
-4. Whoever gives up tells the sender in the same breath.
+4. Whoever gives up tells the sender in the same breath, and tells it again on a new link while its reads go on: a
+   sender that believes nobody reads lets its transfer agent sleep, and then the reads never end.
 5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end.
 6. Late, duplicate and unknown messages change nothing and are counted.
 """
@@ -73,6 +74,13 @@ class OpenLink:
 
 
 @dataclass(frozen=True, slots=True)
+class ReopenLink:
+    """Reads outlive their link, and may not move unless their sender knows of them: call `reopen` after a while."""
+
+    source: KVSource
+
+
+@dataclass(frozen=True, slots=True)
 class TellSender:
     """Send a message on the link to this incarnation, if there still is one."""
 
@@ -122,7 +130,9 @@ class Failed:
     story: str
 
 
-TransferEffect = OpenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
+TransferEffect = (
+    OpenLink | ReopenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +235,16 @@ class TransferBook:
         for transfer in self._transfers_of(incarnation):
             if transfer.machine.state is TransferState.PLANNED:
                 effects += self._subscribe(transfer)
+            elif transfer.machine.state is TransferState.QUARANTINED:
+                effects += self._tell(transfer, Abandon(transfer.plan.attempt, True))
         return effects
+
+    def reopen(self, source: KVSource) -> list[TransferEffect]:
+        """Some time after `ReopenLink`: whether a link is still wanted for nothing but reads that go on."""
+        if source.incarnation in self._peers or not self._quarantined_blocks(source.incarnation):
+            return []
+        self._peers[source.incarnation] = _Peer()
+        return [OpenLink(source)]
 
     def peer_lost(self, incarnation: str, cause: TransferCause, story: str) -> list[TransferEffect]:
         """The link could not be opened, or it ended: whatever it carried has failed."""
@@ -234,7 +253,8 @@ class TransferBook:
         for transfer in self._transfers_of(incarnation):
             if transfer.machine.state is not TransferState.QUARANTINED:
                 effects += self._fail(transfer, cause, story)
-        return effects
+        left = self._transfers_of(incarnation)
+        return [*effects, ReopenLink(left[0].plan.source)] if left else effects
 
     def received(self, incarnation: str, message: SenderMessage) -> list[TransferEffect]:
         """A message came on the link to this incarnation."""

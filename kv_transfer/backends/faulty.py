@@ -54,7 +54,7 @@ class Faults:
     corrupt: float = 0.0
     """It says DONE with one bit flipped."""
     disconnect: float = 0.0
-    """It raises PeerGone in the middle."""
+    """It raises PeerGone in the middle, and so does every other read of that peer until it is connected again."""
     duplicate: float = 0.0
     """It says DONE again after it was released."""
 
@@ -89,6 +89,7 @@ class _Read:
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    gone: bool = False
     reads: set[ReadHandle] = field(default_factory=set)
 
 
@@ -125,7 +126,7 @@ class FaultyBackend:
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
         peer = self._peers.get(incarnation)
-        if peer is None:
+        if peer is None or peer.gone:
             raise PeerGone(f"{incarnation} is not connected")
         check_ranges(ranges, self.memory.num_blocks, peer.memory.num_blocks)
         read = self._new_read(incarnation, tuple(ranges))
@@ -176,6 +177,8 @@ class FaultyBackend:
         """Let the posted part move, or take the next step when none is."""
         if read.inner is not None:
             self._poll_part(read, read.inner)
+        elif self._peers[read.incarnation].gone:
+            read.failure = PeerGone(f"{read.incarnation} disconnected")
         elif read.script and read.script[0] is not _Step.STALL:
             step = read.script.popleft()
             if not isinstance(step, _Step):
@@ -201,6 +204,7 @@ class FaultyBackend:
 
     def _end(self, read: _Read) -> None:
         if "disconnect" in read.struck:
+            self._peers[read.incarnation].gone = True
             read.failure = PeerGone(f"{read.incarnation} disconnected")
             return
         if "corrupt" in read.struck:
@@ -217,6 +221,11 @@ class FaultyBackend:
         """Let stalled reads go on: late writes, for owners who did not wait."""
         for read in self._reads.values():
             read.script = deque(step for step in read.script if step is not _Step.STALL)
+
+    def heal(self) -> None:
+        """No read that is posted from now on has a fault, and stalled ones go on."""
+        self._faults = Faults()
+        self.resume_stalled()
 
     def release(self, handle: ReadHandle) -> None:
         read = self._reads[handle]

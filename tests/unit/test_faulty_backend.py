@@ -32,7 +32,8 @@ class Bench:
         fill(buffer, memory, salt=1)
         sender = MemoryBackend(self.fabric, "sender", memory)
         self.backend = FaultyBackend(MemoryBackend(self.fabric, "receiver", self.local), replace(faults, polls=POLLS))
-        self.backend.connect(PeerMemory.of(memory, "sender", sender.agent_metadata()))
+        self.sender = PeerMemory.of(memory, "sender", sender.agent_metadata())
+        self.backend.connect(self.sender)
 
     def right(self) -> list[int]:
         """Local blocks that hold what the sender's do."""
@@ -114,16 +115,20 @@ def test_memory_out_of_reach_is_not_damaged() -> None:
         FaultyBackend(MemoryBackend(MemoryFabric(), "receiver", device), Faults(corrupt=0.1))
 
 
-def test_a_disconnected_read_writes_half_and_then_never_again() -> None:
-    bench = Bench(Faults(disconnect=1.0))
-    handle = bench.backend.post_read("sender", WHOLE)
-    for _ in range(2):
+def test_a_disconnected_read_writes_half_and_then_never_again_and_takes_the_others_along() -> None:
+    bench = Bench(Faults(disconnect=1.0, slow=1.0))
+    handles = [bench.backend.post_read("sender", WHOLE), bench.backend.post_read("sender", [ReadRange(12, 12, 4)])]
+    for handle in handles * 2:
         with pytest.raises(PeerGone):
             bench.polls_until_done(handle)
-    assert bench.right() == TARGETS[:4]
-    bench.backend.release(handle)
+    assert bench.right() == [*TARGETS[:4], 12]
+    with pytest.raises(PeerGone):
+        bench.backend.post_read("sender", WHOLE)
+    for handle in handles:
+        bench.backend.release(handle)
     bench.backend.disconnect("sender")
-    bench.backend.close()
+    bench.backend.connect(bench.sender)
+    assert bench.backend.poll(bench.backend.post_read("sender", WHOLE)) is ReadState.IN_PROGRESS
 
 
 def test_a_duplicate_says_done_again() -> None:
@@ -152,6 +157,8 @@ def ending(seed: int) -> tuple[list[str], list[int]]:
     """How many reads with all faults at once end, and the blocks that are right then. Checks what must always hold."""
     bench, rng, ends = Bench(everything(seed)), Random(seed), []
     for number in range(12):
+        bench.backend.disconnect("sender")
+        bench.backend.connect(bench.sender)
         count = rng.randrange(1, NUM_BLOCKS)
         blocks = rng.sample(range(NUM_BLOCKS), count)
         handle = bench.backend.post_read("sender", coalesce(blocks, blocks))

@@ -201,12 +201,25 @@ def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: Tra
     assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == [
         "Failed a#1 PEER_GONE cut",
         "CancelRead 1",
+        "ReopenLink (KVSource p0 p0.x host:1)",
     ]
     assert book.state(A) is S.QUARANTINED
     assert book.state(B) is S.PLANNED
-    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == []
     book.read_failed(1, TransferCause.PEER_GONE, "gone")
     assert book.state(A) is None
+
+
+def test_reads_that_outlive_their_link_are_told_on_a_new_one(book: TransferBook) -> None:
+    _reading(book)
+    book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")
+    assert lines(book.reopen(SOURCE)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.reopen(SOURCE)) == [], "it is being opened"
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "refused")) == ["ReopenLink (KVSource p0 p0.x host:1)"]
+    book.reopen(SOURCE)
+    assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Abandon a#1 True)"]
+    assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)"]
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == []
+    assert lines(book.reopen(SOURCE)) == []
 
 
 def test_a_link_that_can_not_be_opened_fails_its_plans_and_the_next_tries_again(book: TransferBook) -> None:

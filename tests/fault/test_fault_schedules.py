@@ -1,0 +1,245 @@
+"""A thousand schedules of faults, drawn from seeds, over a whole cluster in virtual time.
+
+Whatever dies, stops, gets cut off or stalls: each request ends once, with the tokens that an undisturbed run gives or
+with an error that says what happened; afterwards every block of every node is free again. A failure names its seed, and
+`BATON_FAULT_SEED=N` runs that schedule alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import pytest
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.errors import BatonError, Cancelled, DeadlineExceeded
+from baton.rpc.messages import GenerateRequest
+from kv_transfer.backends.faulty import Faults
+from kv_transfer.window import WindowLimits
+from tests.support.simulated_cluster import (
+    Answer,
+    SimulatedCluster,
+    SimulatedLimits,
+    SimulatedNode,
+    simulated_cluster,
+)
+from tests.support.virtual_time import run_virtually
+
+NUM_SCHEDULES = 1000
+PER_TEST = 100
+HAPPENING_S = 3.0
+"""Requests and faults come within so many seconds."""
+PATIENCE_S = 300.0
+"""Nothing takes longer once everything is healed. Far beyond every lease, grace and deadline."""
+
+
+HAPPENS = {
+    *("kill", "stop", "link cut", "one way", "cut from the router", "reads frozen", "cancel"),
+    *("delay", "slow", "late", "stall", "disconnect", "duplicate"),
+    *("quarantined", "lease_suspect", "left or late", "finished after a failover"),
+}
+"""What each hundred of schedules has at least once."""
+
+
+class Schedule:
+    """One cluster, a few requests, and what befalls them. Everything follows from the seed."""
+
+    def __init__(self, seed: int, struck: Counter[str]) -> None:
+        self.rng = Random(seed)
+        self.struck = struck
+        """How often each fault was really there."""
+        self.limits = SimulatedLimits(
+            num_blocks=self.rng.choice([17, 24, 48]),
+            chunk=self.rng.choice([4, 8, 24]),
+            window=WindowLimits(1 << 10, 2, self.rng.choice([64, 256, 1024])),
+            max_quarantined_blocks=self.rng.choice([0, 8, 1024]),
+        )
+        self.prefixes = [self._tokens(12) for _ in range(2)]
+        self.cluster: SimulatedCluster
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(self.limits.spec.vocab_size) for _ in range(count)]
+
+    def faults(self) -> Faults:
+        """What a new node's reads suffer from: nothing, or anything but silent damage (nobody compares digests)."""
+        rng = self.rng
+        if rng.random() < 0.4:
+            return Faults()
+        chances = {kind: rng.choice([0.0, 0.0, 0.2, 0.6]) for kind in ("delay", "slow", "late", "duplicate")}
+        chances |= {kind: rng.choice([0.0, 0.0, 0.0, 0.15]) for kind in ("stall", "disconnect")}
+        return Faults(rng.randrange(1 << 30), rng.choice([2, 10, 60]), **chances)
+
+    async def run(self) -> None:
+        rng = self.rng
+        kinds = [rng.randint(1, 2), rng.randint(1, 2)]
+        async with simulated_cluster(
+            rng, prefill=kinds[0], decode=kinds[1], limits=self.limits, faults=self.faults
+        ) as self.cluster:
+            asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(2, 5))]
+            doing = [asyncio.create_task(self._disturb()) for _ in range(rng.randint(1, 4))]
+            await asyncio.gather(*doing)
+            self.cluster.heal()
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*asking)
+            await self.cluster.idle(PATIENCE_S)
+            for node in self.cluster.nodes.values():
+                node.assert_nothing_is_left()
+                self._count(node)
+            assert self.cluster.dispatcher.num_live == 0
+
+    def _count(self, node: SimulatedNode) -> None:
+        if node.backend is not None:
+            self.struck.update(node.backend.counters)
+        self.struck.update({event.name for event in node.log.after(0)} & {"quarantined", "lease_suspect"})
+
+    async def _ask(self, number: int) -> None:
+        rng = self.rng
+        prompt = rng.choice([[], *self.prefixes]) + self._tokens(rng.randint(1, 30))
+        await asyncio.sleep(rng.uniform(0, HAPPENING_S / 3))
+        temperature, seed = rng.choice([(0.0, 0), (1.0, 5)])
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=rng.randint(1, 12))
+        request = GenerateRequest(
+            prompt, f"r{number}", temperature=temperature, seed=seed, max_tokens=params.max_tokens
+        )
+        timeout_s = rng.choice([None, None, None, rng.uniform(0.01, 4.0)])
+        answering = asyncio.create_task(self.cluster.generate(request, timeout_s))
+        if rng.random() < 0.2:
+            await asyncio.sleep(rng.expovariate(5.0))
+            if not answering.done():
+                self._leave(request.request_id)
+        self._judge(await answering, expected_tokens(prompt, params, self.limits.spec))
+
+    def _leave(self, request_id: str) -> None:
+        try:
+            self.cluster.dispatcher.cancel(request_id)
+            self.struck["cancel"] += 1
+        except BatonError:
+            return
+
+    def _judge(self, answer: Answer, expected: list[int]) -> None:
+        assert (answer.finished is None) != (answer.error is None), "it ends once"
+        assert answer.token_ids == expected[: len(answer.token_ids)], "somebody else's tokens"
+        if answer.finished is not None:
+            assert answer.token_ids == expected
+            self.struck["finished"] += 1
+            self.struck["finished after a failover"] += answer.finished.path.attempts > 1
+            self.struck["finished with KV of another node"] += answer.finished.kv_bytes > 0
+            return
+        assert answer.error is not None
+        assert type(answer.error) is not BatonError, f"not a fault that anybody foresaw: {answer.error}"
+        kind = type(answer.error)
+        self.struck["left or late" if kind in (Cancelled, DeadlineExceeded) else "failed"] += 1
+
+    async def _disturb(self) -> None:
+        acts: list[Callable[[], Awaitable[None]]] = [
+            self._kill,
+            self._stop,
+            self._cut_a_link,
+            self._hold_one_way,
+            self._cut_from_router,
+            self._freeze_reads,
+        ]
+        await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))
+        await self.rng.choice(acts)()
+
+    def _any_node(self) -> SimulatedNode | None:
+        nodes = sorted(self.cluster.nodes)
+        return self.cluster.nodes[self.rng.choice(nodes)] if nodes else None
+
+    async def _kill(self) -> None:
+        node = self._any_node()
+        if node is None:
+            return
+        self.struck["kill"] += 1
+        await self.cluster.kill(node.node_id)
+        await asyncio.sleep(self.rng.choice([0.0, 0.2, 1.0, 3.0]))
+        await self.cluster.start(node.node_id)
+
+    async def _stop(self) -> None:
+        node = self._any_node()
+        if node is None:
+            return
+        self.struck["stop"] += 1
+        self.cluster.stop(node)
+        await asyncio.sleep(self.rng.uniform(0.1, 9.0))
+        self.cluster.go_on(node)
+
+    def _pair(self) -> tuple[str, str] | None:
+        nodes = [node.incarnation for node in self.cluster.nodes.values()]
+        one = [name for name in nodes if name.startswith("prefill")]
+        other = [name for name in nodes if name.startswith("decode")]
+        return (self.rng.choice(one), self.rng.choice(other)) if one and other else None
+
+    async def _cut_a_link(self) -> None:
+        for connection in self.cluster.network.between(*(self._pair() or ("", ""))):
+            self.struck["link cut"] += 1
+            connection.cut()
+
+    async def _hold_one_way(self) -> None:
+        pair = self._pair()
+        if pair is None:
+            return
+        source, target = self.rng.sample(pair, 2)
+        self.struck["one way"] += 1
+        self.cluster.network.hold(source, target)
+        await asyncio.sleep(self.rng.uniform(0.1, 8.0))
+        self.cluster.network.let_through(source, target)
+
+    async def _cut_from_router(self) -> None:
+        node = self._any_node()
+        if node is not None:
+            self.struck["cut from the router"] += 1
+            self.cluster.cut_from_router(node)
+
+    async def _freeze_reads(self) -> None:
+        node = self._any_node()
+        if node is None:
+            return
+        self.struck["reads frozen"] += 1
+        self.cluster.fabric.freeze(node.incarnation)
+        await asyncio.sleep(self.rng.uniform(0.1, 6.0))
+        self.cluster.fabric.thaw(node.incarnation)
+
+
+def run_schedule(seed: int, struck: Counter[str]) -> None:
+    try:
+        run_virtually(Schedule(seed, struck).run())
+    except BaseException as error:
+        error.add_note(f"BATON_FAULT_SEED={seed}")
+        raise
+
+
+SEEDS = range(NUM_SCHEDULES)
+if "BATON_FAULT_SEED" in os.environ:
+    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+
+
+@pytest.mark.parametrize("first", SEEDS[::PER_TEST])
+def test_every_request_ends_once_and_every_block_comes_back(first: int) -> None:
+    struck: Counter[str] = Counter()
+    seeds = range(first, min(first + PER_TEST, SEEDS.stop))
+    for seed in seeds:
+        run_schedule(seed, struck)
+    if len(seeds) == PER_TEST:
+        # The faults were there, where they hurt, and most requests got through them.
+        assert not HAPPENS - struck.keys()
+        assert struck["finished with KV of another node"] > struck["finished"] / 2 > PER_TEST
+
+
+def test_a_seed_repeats_its_schedule() -> None:
+    told: list[list[str]] = []
+    for seed in (3, 11, 3, 11):
+        schedule = Schedule(seed, Counter())
+        run_virtually(schedule.run())
+        told.append([line for node in schedule.cluster.nodes.values() for line in _story(node)])
+    assert told[0] == told[2] != told[1] == told[3]
+    assert min(map(len, told)) > 20
+
+
+def _story(node: SimulatedNode) -> list[str]:
+    return [f"{node.incarnation} {e.name} {e.attempt} {e.value} {e.detail}" for e in node.log.after(0)]

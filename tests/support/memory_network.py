@@ -1,0 +1,258 @@
+"""A network in one process: what goes from one name to another arrives in order, late, or not until it is let through.
+
+It carries KvLink, as the fake of a gRPC channel and of a server, and whatever else is put into a `Pipe`. As with TCP,
+nothing gets lost on a connection that lives: what is held comes later. A connection that is cut ends for both sides,
+and the end of one side is news to the other only if it can still hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+
+class Pipe:
+    """One direction of a connection. Exceptions are carried too, and raised by `read`."""
+
+    def __init__(self, network: MemoryNetwork, source: str, target: str) -> None:
+        self._network = network
+        self.ends = (source, target)
+        self._sent: deque[Any] = deque()
+        self._due = 0
+        """How many of them would be there by now, were they not held."""
+        self._arrived: asyncio.Queue[Any] = asyncio.Queue()
+        self._over: BaseException | None = None
+        self._broken = False
+
+    def send(self, item: Any) -> None:
+        if self._broken:
+            return
+        self._sent.append(item)
+        asyncio.get_running_loop().call_later(self._network.latency(), self._arrive)
+
+    def _arrive(self) -> None:
+        if self._broken:
+            return
+        self._due += 1
+        if not self._network.is_held(*self.ends):
+            self.let_through()
+
+    def let_through(self) -> None:
+        """What was held arrives."""
+        while self._due:
+            self._due -= 1
+            self._arrived.put_nowait(self._sent.popleft())
+
+    def break_off(self, error: BaseException) -> None:
+        """The target learns at once that nothing more comes."""
+        self._broken = True
+        self._sent.clear()
+        self._due = 0
+        self._arrived.put_nowait(error)
+
+    async def read(self) -> Any:
+        if self._over is not None:
+            raise self._over
+        item = await self._arrived.get()
+        if isinstance(item, BaseException):
+            self._over = item
+            raise item
+        return item
+
+
+class MemoryNetwork:
+    """Names, who of them can't be heard by whom at the moment, and the connections between them."""
+
+    def __init__(self, latency: Callable[[], float] = lambda: 0.0005) -> None:
+        self.latency = latency
+        self._held: set[tuple[str, str]] = set()
+        self._silent: set[str] = set()
+        self._servers: dict[str, tuple[str, Any]] = {}
+        self.connections: list[Connection] = []
+        self._pipes: list[Pipe] = []
+
+    def pipe(self, source: str, target: str) -> Pipe:
+        made = Pipe(self, source, target)
+        self._pipes.append(made)
+        return made
+
+    def hold(self, source: str, target: str) -> None:
+        """From now on the target hears nothing from the source."""
+        self._held.add((source, target))
+
+    def let_through(self, source: str, target: str) -> None:
+        """Undo `hold`; what was held arrives now."""
+        self._held.discard((source, target))
+        self._let_through()
+
+    def silence(self, name: str) -> None:
+        """From now on nobody hears anything from it, nor it from anybody."""
+        self._silent.add(name)
+
+    def unsilence(self, name: str) -> None:
+        """Undo `silence`."""
+        self._silent.discard(name)
+        self._let_through()
+
+    def heal(self) -> None:
+        """Undo every `hold` and `silence`."""
+        self._held.clear()
+        self._silent.clear()
+        self._let_through()
+
+    def _let_through(self) -> None:
+        for pipe in self._pipes:
+            if not self.is_held(*pipe.ends):
+                pipe.let_through()
+
+    def is_held(self, source: str, target: str) -> bool:
+        """Whether what one sends does not reach the other at the moment."""
+        return (source, target) in self._held or not self._silent.isdisjoint((source, target))
+
+    def serve(self, name: str, address: str, servicer: Any) -> None:
+        """Somebody listens on this address."""
+        self._servers[address] = (name, servicer)
+
+    def server(self, address: str) -> tuple[str, Any] | None:
+        return self._servers.get(address)
+
+    def channel(self, name: str, address: str) -> MemoryChannel:
+        """What `grpc.aio.insecure_channel` would give that process."""
+        return MemoryChannel(self, name, address)
+
+    def between(self, one: str, other: str) -> Iterator[Connection]:
+        ends = {one, other}
+        return (connection for connection in list(self.connections) if {connection.client, connection.server} == ends)
+
+    def forget(self, name: str) -> None:
+        """The process is gone: nobody listens there, and its connections break."""
+        self._servers = {address: entry for address, entry in self._servers.items() if entry[0] != name}
+        for connection in list(self.connections):
+            if name in (connection.client, connection.server):
+                connection.cut()
+        self._pipes = [pipe for pipe in self._pipes if name not in pipe.ends]
+
+
+class MemoryServer:
+    """What `KvLink` servicers are added to."""
+
+    def __init__(self) -> None:
+        self.servicer: Any = None
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        return
+
+    def add_registered_method_handlers(self, name: str, handlers: Any) -> None:
+        (handler,) = handlers.values()
+        self.servicer = handler.stream_stream
+
+
+class MemoryChannel:
+    """A channel with one call at most."""
+
+    def __init__(self, network: MemoryNetwork, name: str, address: str) -> None:
+        self._network = network
+        self._name = name
+        self._address = address
+        self._connection: Connection | None = None
+
+    def stream_stream(self, path: str, **kwargs: Any) -> Callable[[], Connection]:
+        return self._call
+
+    def _call(self) -> Connection:
+        self._connection = Connection(self._network, self._name, self._network.server(self._address))
+        return self._connection
+
+    async def close(self, grace: float | None = None) -> None:
+        if self._connection is not None:
+            self._connection.hang_up()
+
+
+class _HungUp(Exception):
+    """The client is gone."""
+
+
+class _Aborted(Exception):
+    """The server ended the call."""
+
+
+class Connection:
+    """One call: the client's end of it has `write` and `read` of its own."""
+
+    def __init__(self, network: MemoryNetwork, client: str, server: tuple[str, Any] | None) -> None:
+        self.client = client
+        self.server = server[0] if server else ""
+        self._network = network
+        self._up = network.pipe(client, self.server)
+        self._down = network.pipe(self.server, client)
+        self._task: asyncio.Task[None] | None = None
+        if server is None:
+            self._down.send(_unavailable("nobody listens"))
+            return
+        network.connections.append(self)
+        self._task = asyncio.create_task(self._serve(server[1]), name=f"call {client}>{self.server}")
+
+    async def write(self, message: Any) -> None:
+        self._up.send(message)
+
+    async def read(self) -> Any:
+        return await self._down.read()
+
+    def hang_up(self) -> None:
+        """The client ends the call; the server hears of it if it can."""
+        self._up.send(_HungUp())
+
+    def cut(self) -> None:
+        """The connection breaks, for both at once."""
+        self._down.break_off(_unavailable("connection reset"))
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _serve(self, open_call: Any) -> None:
+        error = _unavailable("the call is over")
+        context = _Context(self._up, self._down)
+        serving = asyncio.ensure_future(open_call(None, context))
+        context.serving = serving
+        try:
+            await serving
+        except _Aborted as aborted:
+            (error,) = aborted.args
+        except asyncio.CancelledError:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        finally:
+            self._network.connections.remove(self)
+            self._down.send(error)
+
+
+class _Context:
+    """The server's end."""
+
+    def __init__(self, up: Pipe, down: Pipe) -> None:
+        self._up = up
+        self._down = down
+        self.serving: asyncio.Future[None] | None = None
+
+    async def read(self) -> Any:
+        try:
+            return await self._up.read()
+        except _HungUp:
+            # gRPC cancels the handler of a call whose client is gone.
+            assert self.serving is not None
+            self.serving.cancel()
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError from None
+
+    async def write(self, message: Any) -> None:
+        self._down.send(message)
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> None:
+        raise _Aborted(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
+
+
+def _unavailable(details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), (), details)  # type: ignore[arg-type]

@@ -1,0 +1,540 @@
+"""A whole cluster in one thread and virtual time: everything but sockets, threads and NIXL is what the processes run.
+
+Router, nodes, engines, links, leases, transfers and movers are the real ones. Connections are a `MemoryNetwork`,
+one-sided reads a `MemoryFabric` under a `FaultyBackend`, tokens and KV bytes those of the simulated runner, whose next
+token follows from every KV byte of the history: a wrong block gives wrong tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from baton.clock import Clock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.connector import KVTransferOutput
+from baton.engine.core import EngineCore
+from baton.engine.request import Request
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.errors import BatonError, NodeLost
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import TransferFigures
+from baton.node.event_log import EventLog
+from baton.node.manual_driver import ManualDriver
+from baton.node.outbox import Outbox
+from baton.node.service import NodeService
+from baton.registry import NodeRecord
+from baton.rpc.messages import (
+    Chunk,
+    Finished,
+    GenerateRequest,
+    ModelCard,
+    NodeDescription,
+    Role,
+    RouterMessage,
+    StepReport,
+)
+from decode_node.intake import Intake, IntakeConnector
+from kv_transfer.backends.base import TransferBackend
+from kv_transfer.backends.faulty import Faults, FaultyBackend
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
+from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.lease import LeaseTimes
+from kv_transfer.manual_mover import ManualMover
+from kv_transfer.mover_events import MoverEvent
+from kv_transfer.window import WindowLimits
+from prefill_node.handoff import HandOff, OfferConnector
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.node_links import NodeLinks
+from router.timers import LoopTimers
+from router.view import ClusterView
+from tests.support.memory_network import MemoryNetwork, MemoryServer
+from tests.support.router_parts import record_of
+from tests.support.virtual_time import LoopClock
+
+ROUTER = "router-0"
+STEP_S = 0.01
+MOVER_TURN_S = 0.01
+BLOCK_SIZE = 4
+_LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLimits:
+    """Sizes and times of a simulated cluster."""
+
+    num_blocks: int = 48
+    chunk: int = 8
+    max_num_seqs: int = 4
+    lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2, early_s=30))
+    max_quarantined_blocks: int = 1024
+    window: WindowLimits | None = None
+    heartbeat_s: float = 1.0
+
+    @property
+    def spec(self) -> SimulatedSpec:
+        return SimulatedSpec(
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=4,
+            vocab_size=97,
+            max_model_len=128,
+        )
+
+
+class _Machine:
+    """What a process is made of: turns that are taken while it runs, and none while it is stopped or gone."""
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._due: dict[str, Callable[[], None]] = {}
+
+    def wake(self, name: str, turn: Callable[[], None], after_s: float) -> None:
+        """Have a turn taken; once, however often it is asked for."""
+        if name not in self._due and not self.is_gone:
+            self._due[name] = turn
+            asyncio.get_running_loop().call_later(after_s, self._take, name)
+
+    def _take(self, name: str) -> None:
+        if self._running.is_set() and name in self._due:
+            self._due.pop(name)()
+
+    async def running(self) -> None:
+        """Return when it runs."""
+        await self._running.wait()
+
+    def pause(self) -> None:
+        self._running.clear()
+
+    def go_on(self) -> None:
+        self._running.set()
+        for name in list(self._due):
+            self._take(name)
+
+    def end(self) -> None:
+        self.is_gone = True
+        self._due.clear()
+
+
+class _Driver(ManualDriver):
+    def __init__(self, machine: _Machine, *args: Any) -> None:
+        super().__init__(*args)
+        self._machine = machine
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        self.wake()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        super().abort(request_ids)
+        self.wake()
+
+    def tell_transfer(self, news: KVTransferOutput) -> None:
+        super().tell_transfer(news)
+        self.wake()
+
+    def wake(self) -> None:
+        self._machine.wake("engine", self._go_on, STEP_S)
+
+    def _go_on(self) -> None:
+        self.turn()
+        if self._core.has_work() or not self._inbox.empty():
+            self.wake()
+
+
+class _Mover(ManualMover):
+    def __init__(self, machine: _Machine, *args: Any) -> None:
+        super().__init__(*args)
+        self._machine = machine
+
+    def _tell(self, command: Callable[[], None]) -> bool:
+        taken = super()._tell(command)
+        self._machine.wake("mover", self._go_on, 0.0)
+        return taken
+
+    def _go_on(self) -> None:
+        for _ in range(4):
+            self.turn()
+        if self.has_work:
+            self._machine.wake("mover", self._go_on, MOVER_TURN_S)
+
+
+class _Role:
+    """What a node's service asks of its role."""
+
+    def __init__(self, half: HandOff | Intake, connector: OfferConnector | IntakeConnector) -> None:
+        self.half = half
+        self.connector = connector
+
+    def attempt_aborted(self, attempt: AttemptKey) -> None:
+        if isinstance(self.half, HandOff):
+            self.half.withdraw(attempt, "aborted")
+        else:
+            self.half.abandon(attempt)
+
+    def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
+        stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
+        return TransferFigures(stats.num_bytes, 0.0) if stats else None
+
+
+class SimulatedNode:
+    """One incarnation of a node."""
+
+    def __init__(self, cluster: SimulatedCluster, node_id: str, run: int, faults: Faults) -> None:
+        limits, network = cluster.limits, cluster.network
+        self.node_id = node_id
+        self.incarnation = f"{node_id}.{run}"
+        self._run = run
+        self.role = Role(node_id.partition("-")[0])
+        self.runner = SimulatedRunner(limits.spec)
+        self.backend: FaultyBackend | None = None
+        self.machine = _Machine()
+        self.log = EventLog()
+        self._cluster = cluster
+        self._faults = faults
+        layout = LayoutFingerprint.of(self.runner.model, self.runner.layout, MemoryBackend.name)
+        identity = LinkIdentity("sim", node_id, self.incarnation, layout)
+        clock, post = cluster.clock, asyncio.get_running_loop().call_soon
+        outbox = Outbox(post)
+        self.half: HandOff | Intake
+        connector: OfferConnector | IntakeConnector
+        if self.role is Role.PREFILL:
+            handoff = cluster.make_handoff(
+                identity,
+                self.runner.memory,
+                self._make_mover,
+                self._tell_engine,
+                self.log.record,
+                clock,
+                limits.lease,
+                limits.heartbeat_s,
+            )
+            self.half, connector = handoff, OfferConnector(handoff, self.runner.layout, outbox.add)
+        else:
+            intake = cluster.make_intake(
+                identity,
+                self._make_mover,
+                self._tell_engine,
+                self.log.record,
+                post,
+                limits.heartbeat_s,
+                limits.max_quarantined_blocks,
+                lambda address: network.channel(self.incarnation, address),
+            )
+            self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
+        self.connector = connector
+        self.scheduler = self._new_scheduler(limits, clock, connector)
+        core = EngineCore(self.scheduler, self.runner)
+        self.crashes: list[BaseException] = []
+        self.driver = _Driver(
+            self.machine, core, lambda news: post(self._on_step, news), self.crashes.append, outbox.flush
+        )
+        self.description = self._describe()
+        role = _Role(self.half, connector)
+        self.service = NodeService(self.description, role, self.driver, self.log, clock, lambda: None)  # type: ignore[arg-type]
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    def _new_scheduler(self, limits: SimulatedLimits, clock: Clock, connector: Any) -> Scheduler:
+        config = SchedulerConfig(
+            num_blocks=limits.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=limits.chunk,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.spec.max_model_len,
+            watermark=0.0,
+        )
+        fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
+        return Scheduler(config, fields, clock, connector=connector)
+
+    def _describe(self) -> NodeDescription:
+        model, spec = self.runner.model, self._cluster.limits.spec
+        return NodeDescription(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            address=f"{self.node_id}:{1000 + self._run}",
+            pid=1,
+            version="0",
+            model=model.name,
+            model_fingerprint=model.fingerprint,
+            dtype=model.dtype,
+            numerics=model.numerics,
+            bit_exact=True,
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+            block_size=BLOCK_SIZE,
+            num_blocks=spec.num_blocks,
+            eos_token_ids=frozenset(),
+        )
+
+    @property
+    def record(self) -> NodeRecord:
+        """The node as it stands in the registry."""
+        return record_of(self.description)
+
+    def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> ManualMover:
+        return _Mover(self.machine, self._make_backend, deliver, self._cluster.clock, self._cluster.limits.window)
+
+    def _make_backend(self) -> TransferBackend:
+        inner = MemoryBackend(self._cluster.fabric, self.incarnation, self.runner.memory)
+        self.backend = FaultyBackend(inner, self._faults)
+        return self.backend
+
+    def _tell_engine(self, news: KVTransferOutput) -> None:
+        self.driver.tell_transfer(news)
+
+    def _on_step(self, news: Any) -> None:
+        if not self.machine.is_gone:
+            self.service.on_step(news)
+
+    async def start(self) -> None:
+        await self.half.start()
+        if isinstance(self.half, HandOff):
+            server = MemoryServer()
+            self.half.add_to_server(server)
+            self._cluster.network.serve(self.incarnation, self.description.address, server.servicer)
+        self._heartbeat = asyncio.create_task(self.service.heartbeat(), name=f"heartbeat-{self.incarnation}")
+
+    async def end(self) -> None:
+        """Nothing of the process is left."""
+        self.machine.end()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+            await asyncio.gather(self._heartbeat, return_exceptions=True)
+        await self.half.stop()
+        self.service.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every block is free (or only cached), nothing runs or waits, and no read is in flight."""
+        stats = self.scheduler.make_stats()
+        busy = stats.num_running or stats.num_waiting or stats.leased_blocks or stats.quarantined_blocks
+        return not busy and stats.free_blocks == stats.total_blocks and not self.half.mover.reads_in_flight
+
+    def assert_nothing_is_left(self) -> None:
+        """Books, queues and agents are as they were when it started."""
+        assert not self.crashes
+        assert self.is_idle, f"{self.incarnation}: {self.scheduler.make_stats()} {self.scheduler.requests}"
+        self.scheduler.check_invariant()
+        assert not self.scheduler.requests
+        assert self.connector.num_followed == 0
+        if isinstance(self.half, HandOff):
+            stats = self.half.stats()
+            assert (stats.granted, stats.reading, stats.suspect) == (0, 0, 0), f"{self.incarnation}: {stats}"
+        else:
+            counts = self.half.counts()
+            assert (counts.live, counts.quarantined) == (0, 0), f"{self.incarnation}: {counts}"
+
+
+class _Stream:
+    """The router's end of one attachment."""
+
+    def __init__(self, cluster: SimulatedCluster, node: SimulatedNode, router_id: str) -> None:
+        self.welcome = node.description
+        self._node = node
+        self._up = cluster.network.pipe(ROUTER, node.incarnation)
+        self._down = cluster.network.pipe(node.incarnation, ROUTER)
+        self._port = node.service.open_port(router_id)
+        self._tasks = [
+            asyncio.create_task(self._carry_up(), name=f"up-{node.incarnation}"),
+            asyncio.create_task(self._carry_down(), name=f"down-{node.incarnation}"),
+        ]
+
+    async def _carry_up(self) -> None:
+        while True:
+            self._port.receive(await self._up.read())
+
+    async def _carry_down(self) -> None:
+        async for report in self._port.reports():
+            self._down.send(report)
+        self._down.send(NodeLost(f"node {self._node.node_id} ended the stream"))
+
+    async def send(self, message: RouterMessage) -> None:
+        self._up.send(message)
+
+    async def __aiter__(self) -> AsyncIterator[StepReport]:
+        while True:
+            yield await self._down.read()
+
+    def cut(self) -> None:
+        """The connection breaks, for both at once."""
+        self._down.break_off(NodeLost(f"node {self._node.node_id} is gone: connection reset"))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._port.close()
+
+    async def close(self) -> None:
+        self._let_go()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Client:
+    """Speaks to one node."""
+
+    def __init__(self, cluster: SimulatedCluster, address: str) -> None:
+        self._cluster = cluster
+        self._address = address
+
+    async def attach(self, router_id: str, incarnation: str = "") -> _Stream:
+        for node in list(self._cluster.nodes.values()):
+            if node.description.address == self._address:
+                await node.machine.running()
+                if not node.machine.is_gone:
+                    return self._cluster.add_stream(_Stream(self._cluster, node, router_id))
+        raise NodeLost(f"nobody listens on {self._address}")
+
+    async def close(self) -> None:
+        return
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a request: its tokens so far, and the one end."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+    error: BatonError | None = None
+
+
+class SimulatedCluster:
+    """Started by `simulated_cluster`. `nodes` has the living incarnation of each node."""
+
+    make_handoff: Callable[..., HandOff] = HandOff
+    make_intake: Callable[..., Intake] = Intake
+
+    def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
+        self.limits = limits
+        self.clock = LoopClock()
+        self.network = MemoryNetwork(lambda: rng.uniform(0.0002, 0.002))
+        self.fabric = MemoryFabric(sender_must_pump=True)
+        self.nodes: dict[str, SimulatedNode] = {}
+        self._runs: dict[str, int] = {}
+        self._faults = faults
+        self._streams: list[_Stream] = []
+        timers = LoopTimers()
+        self.view = ClusterView()
+        self._links = NodeLinks(lambda address: _Client(self, address), ROUTER, timers, rng)
+        spec = limits.spec
+        card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
+        patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
+        self.dispatcher = Dispatcher(self.view, self._links, None, lambda: card, timers, rng, patience)
+
+    def add_stream(self, stream: _Stream) -> _Stream:
+        self._streams.append(stream)
+        return stream
+
+    async def start(self, node_id: str) -> SimulatedNode:
+        """A new incarnation of the node, registered."""
+        self._runs[node_id] = run = self._runs.get(node_id, 0) + 1
+        node = self.nodes[node_id] = SimulatedNode(self, node_id, run, self._faults())
+        await node.start()
+        self._register()
+        return node
+
+    def _register(self) -> None:
+        records = [node.record for node in self.nodes.values()]
+        self.view.registered(records)
+        self._links.update(records)
+
+    async def kill(self, node_id: str) -> None:
+        """As SIGKILL does; its record stays, as in a registry whose lease has not run out."""
+        node = self.nodes.pop(node_id)
+        node.machine.end()
+        self.fabric.kill(node.incarnation)
+        self.cut_from_router(node)
+        self.network.forget(node.incarnation)
+        await node.end()
+
+    def cut_from_router(self, node: SimulatedNode) -> None:
+        """Break the router's stream to it."""
+        for stream in [stream for stream in self._streams if stream.welcome.incarnation == node.incarnation]:
+            self._streams.remove(stream)
+            stream.cut()
+
+    def stop(self, node: SimulatedNode) -> None:
+        """As SIGSTOP does: it says nothing, does nothing and hears nothing, and nobody is told."""
+        node.machine.pause()
+        self.fabric.freeze(node.incarnation)
+        self.network.silence(node.incarnation)
+
+    def go_on(self, node: SimulatedNode) -> None:
+        """As SIGCONT does."""
+        self.fabric.thaw(node.incarnation)
+        self.network.unsilence(node.incarnation)
+        node.machine.go_on()
+
+    def heal(self) -> None:
+        """Whatever was stopped, held or stalled goes on."""
+        for node in self.nodes.values():
+            self.go_on(node)
+            if node.backend is not None:
+                node.backend.heal()
+        self.network.heal()
+
+    async def generate(self, request: GenerateRequest, timeout_s: float | None = None) -> Answer:
+        """Run one request to its end."""
+        answer = Answer()
+        try:
+            async for event in self.dispatcher.generate(request, timeout_s):
+                assert answer.finished is None, f"{event} after the end"
+                if isinstance(event, Chunk):
+                    assert event.first_index == len(answer.token_ids), "a gap, or a token twice"
+                    answer.token_ids += event.token_ids
+                elif isinstance(event, Finished):
+                    answer.finished = event
+        except BatonError as error:
+            answer.error = error
+        return answer
+
+    async def idle(self, within_s: float) -> None:
+        """Return when no living node uses a block, or after so long. Looking costs nothing in virtual time."""
+        for _ in range(int(within_s / _LOOK_S)):
+            if all(node.is_idle for node in self.nodes.values()):
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self) -> None:
+        await self._links.close()
+        for node in self.nodes.values():
+            await node.end()
+            self.network.forget(node.incarnation)
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def simulated_cluster(
+    rng: Random,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    limits: SimulatedLimits | None = None,
+    faults: Callable[[], Faults] = Faults,
+    cluster: Callable[[SimulatedLimits, Random, Callable[[], Faults]], SimulatedCluster] = SimulatedCluster,
+) -> AsyncIterator[SimulatedCluster]:
+    """A cluster whose nodes are attached. At the end no task is left."""
+    before = asyncio.all_tasks()
+    made = cluster(limits or SimulatedLimits(), rng, faults)
+    for name in [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]:
+        await made.start(name)
+    while len(made.view.descriptions()) < prefill + decode:
+        made.dispatcher.changed.clear()
+        await made.dispatcher.changed.wait()
+    try:
+        yield made
+    finally:
+        await made.close()
+    left = asyncio.all_tasks() - before
+    assert not left, f"left behind: {left}"

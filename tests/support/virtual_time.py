@@ -1,0 +1,76 @@
+"""An event loop whose time passes only when there is nothing left to do, and then at once.
+
+A minute of heartbeats and deadlines takes milliseconds, and the same seed gives the same order of everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NothingWillHappen(AssertionError):
+    """Somebody waits, and there is neither a timer nor anything else that could ever wake it."""
+
+
+class _Jump(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Never waits: it moves the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if not events:
+            if timeout is None:
+                raise NothingWillHappen("every task waits for another one")
+            self.now += timeout
+        return events
+
+
+class _Inline(ThreadPoolExecutor):
+    """Runs what is meant for a thread while it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Begins at second 1000."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        self._jump.now = 1000.0
+        super().__init__(self._jump)
+        self.set_default_executor(_Inline(1))
+
+    def time(self) -> float:
+        return self._jump.now
+
+
+class LoopClock:
+    """The running loop's time as everybody's clock."""
+
+    def __init__(self) -> None:
+        self._time = asyncio.get_running_loop().time
+
+    def monotonic(self) -> float:
+        return self._time()
+
+    def wall(self) -> float:
+        return self._time()
+
+
+def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main)

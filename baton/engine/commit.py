@@ -86,11 +86,10 @@ class Commit:
         return 0 if num_output_tokens < _FIRST_FIGURES else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
-        # Siblings and beams share what another one computed.
-        if request.group is None and request.beams is None:
-            # What a prefill leg offers is what the last token of its prompt sees.
-            is_prefill = request.leg is Leg.PREFILL
-            next_query = min(num_computed_tokens, request.num_prompt_tokens - 1) if is_prefill else num_computed_tokens
+        # What a prefill leg offers is what the last token of its prompt sees.
+        is_prefill = request.leg is Leg.PREFILL
+        next_query = min(num_computed_tokens, request.num_prompt_tokens - 1) if is_prefill else num_computed_tokens
+        if request.group is None or request.group.all_run:
             self._ledger.kv_cache_manager.drop_unseen(request.request_id, next_query)
 
     def _one(

@@ -81,6 +81,11 @@ class SequenceGroup:
         running = [m for m in self.members if m is not request and m.status is RequestStatus.RUNNING]
         return next((m for m in running if m.request_id in decoding), running[0] if running else None)
 
+    @property
+    def all_run(self) -> bool:
+        """Whether nobody is to come who would share what another one computed."""
+        return self.is_forked and all(member.status is RequestStatus.RUNNING for member in self.members)
+
     def member(self, index: int) -> Request | None:
         """A live sequence, once they have been forked."""
         engine_id = sequence_id(self.request_id, index)

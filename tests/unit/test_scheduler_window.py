@@ -12,7 +12,8 @@ from baton.clock import ManualClock
 from baton.engine.block_hash import BlockHasher, CacheKeyFields, group_key
 from baton.engine.block_pool import Block, BlockPool
 from baton.engine.core import EngineCore
-from baton.engine.kv_cache_manager import KVCacheManager
+from baton.engine.host_tier import HostTier
+from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
 from baton.engine.kv_events import BlockStored
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.model_runner import load_runner
@@ -86,6 +87,14 @@ def test_what_one_group_lets_go_of_another_request_gets() -> None:
         assert rig.tokens[name] == rig.expected(name, 36)
 
 
+@pytest.mark.parametrize("length", range(9, 17))
+def test_what_a_prefill_leg_offers_outlasts_its_own_last_query(length: int) -> None:
+    rig = EngineRig(windows=(None, 4))
+    rig.add("offered", length, leg=Leg.PREFILL, max_tokens=4)
+    rig.run()
+    rig.check_offered("offered", *rig.connector.leased["offered"])
+
+
 @pytest.mark.parametrize("windows", [(4,), (None, 4)], ids=["alone", "mixed"])
 def test_a_prefill_leg_offers_what_a_continuation_sees(windows: tuple[int | None, ...]) -> None:
     rig = EngineRig(windows=windows, max_num_batched_tokens=8)
@@ -154,8 +163,9 @@ def test_a_prefix_is_found_by_what_its_next_query_sees() -> None:
     assert rig.tokens["again"] == rig.expected("again", 4)
 
 
-@pytest.mark.parametrize("windows", [(7,), (None, 7), (None, 5, 12)])
-def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("windows", [(7,), (None, 7), (None, 5, 12), (12, 5)])
+def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[int | None, ...], seed: int) -> None:
     pool = BlockPool(100)
     manager = KVCacheManager(
         pool, BlockHasher(CacheKeyFields("m", "d", "l"), 4), 4, windows=windows, enable_caching=True
@@ -164,7 +174,7 @@ def test_a_prefix_that_lacks_what_its_next_query_sees_is_shorter(windows: tuple[
     manager.allocate_slots(request, 41)
     manager.cache_blocks(request, 41)
     manager.free("r")
-    rng = Random(5)
+    rng = Random(seed)
     groups = len(windows)
     entries = [
         pool.get_cached_block(group_key(request.block_hashes[i // groups], i % groups)) for i in range(10 * groups)
@@ -275,6 +285,46 @@ def test_sequences_that_share_a_prompt_keep_it(many: dict[str, Any]) -> None:
         tokens.append(rig.tokens)
     assert tokens[0] == tokens[1]
     assert {name: len(own) for name, own in tokens[1].items()} == {"r": 12, "r~1": 12, "r~2": 12}
+
+
+@pytest.mark.parametrize("many", [{"n": 3, "seed": 5}, {"n": 3, "beam_width": 3}], ids=["siblings", "beams"])
+def test_sequences_that_share_a_prompt_let_go_of_it(many: dict[str, Any]) -> None:
+    rig = EngineRig(windows=(5,))
+    rig.add("r", 40, max_tokens=30, **many)
+    for _ in range(20):
+        rig.step()
+    # Each of three sees 5 keys in at most 3 blocks, and a beam's successors keep what it had for a step.
+    assert held(rig) <= 2 * 3 * 3
+    rig.run()
+    assert {len(own) for own in rig.tokens.values()} == {30}
+
+
+def test_a_sibling_that_waits_is_spared_the_prompt() -> None:
+    rig = EngineRig(windows=(None, 5), max_num_seqs=2, enable_prefix_caching=False)
+    rig.add("r", 40, max_tokens=12, n=3, seed=5)
+    rig.run()
+    assert {name: len(own) for name, own in rig.tokens.items()} == {"r": 12, "r~1": 12, "r~2": 12}
+    assert all(rig.tokens[name] == rig.expected(name, 12) for name in rig.tokens)
+    computed = [value for kind, name, value in rig.events() if kind == "chunk_computed" and value == 40]
+    assert len(computed) == 3, "the last token of the prompt for each, and the prompt itself once"
+
+
+def test_what_comes_back_from_the_host_tier_has_the_same_holes() -> None:
+    pool, host = BlockPool(40), HostTier(40)
+    hasher = BlockHasher(CacheKeyFields("m", "d", "l"), 4)
+    manager = KVCacheManager(pool, hasher, 4, windows=(None, 5), enable_caching=True, host=host)
+    request = Request("r", list(range(21)), SamplingParams())
+    manager.allocate_slots(request, 21)
+    request.num_computed_tokens = 21
+    manager.cache_blocks(request, 21)
+    manager.drop_unseen("r", 21)
+    holes = [block_id == 0 for block_id in manager.block_ids("r")]
+    assert sum(holes) == 4, "the query at 21 sees 17 to 21"
+    assert manager.swap_out(request)
+    assert host.num_blocks("r") == 12 - 4
+    assert manager.swap_in(request) is AllocationAnswer.OK
+    assert [block_id == 0 for block_id in manager.block_ids("r")] == holes
+    manager.check_invariant()
 
 
 def test_a_prefix_with_holes_is_not_shared() -> None:

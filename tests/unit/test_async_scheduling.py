@@ -213,8 +213,10 @@ def test_beams_are_not_run_ahead_of() -> None:
 
 
 def test_growth_of_several_groups_waits_for_what_a_step_in_flight_lets_go_of() -> None:
-    # Four stripes for three groups: a fourth one of 16 tokens only fits without what the windows have left behind.
+    # Four stripes for three groups, one of them leased: a fourth one of r's only fits when its windows have moved on.
     rig = rig_with_one_in_flight(num_blocks=1 + 4 * 3, windows=(None, 2, 9), max_num_seqs=1)
+    rig.add("leased", 1, leg=Leg.PREFILL)
+    rig.run()
     rig.add("r", 1, max_tokens=14)
     rig.run()
     assert not rig.core.make_stats().num_preemptions

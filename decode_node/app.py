@@ -25,7 +25,7 @@ class DecodeRole:
     def __init__(self, context: RoleContext, make_backend: Callable[[RoleContext], TransferBackend]) -> None:
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
-        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout)
+        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address)
 
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)

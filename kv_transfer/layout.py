@@ -51,6 +51,8 @@ class LinkIdentity:
     node_id: str
     incarnation: str
     layout: LayoutFingerprint
+    address: str = ""
+    """Where it listens."""
 
 
 def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str | None:

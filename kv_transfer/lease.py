@@ -222,8 +222,11 @@ class LeaseBook:
         return effects
 
     def reader_gone(self, incarnation: str) -> list[LeaseEffect]:
-        """That process does not exist any more, so none of its reads does."""
+        """That process does not exist any more, so none of its reads does. Should it be there after all, it hears that
+        its link is cut, and a no to whatever it asks then."""
         effects: list[LeaseEffect] = []
+        for link in [link for link, reader in self._links.items() if reader.incarnation == incarnation]:
+            effects += [CutLink(link, f"{incarnation} is gone"), *self.link_closed(link)]
         for lease in self._leases_of(incarnation):
             effects += self._advance(lease, LeaseEvent.READER_GONE, "reader gone")
         return effects
@@ -275,6 +278,10 @@ class LeaseBook:
         return effects
 
     # What others may know.
+
+    def may_be_read_by(self, incarnation: str) -> bool:
+        """Whether that process has leases that are not over."""
+        return any(True for _ in self._leases_of(incarnation))
 
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""

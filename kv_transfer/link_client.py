@@ -118,7 +118,13 @@ class LinkClient:
         """Hello and welcome; raises TransferFailed when the sender can't be used."""
         ours, source = self._identity, self._source
         hello = LinkHello(
-            PROTOCOL_VERSION, ours.cluster, ours.node_id, ours.incarnation, source.incarnation, ours.layout
+            PROTOCOL_VERSION,
+            ours.cluster,
+            ours.node_id,
+            ours.incarnation,
+            source.incarnation,
+            ours.layout,
+            ours.address,
         )
         try:
             async with asyncio.timeout(self._handshake_s):

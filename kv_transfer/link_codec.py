@@ -95,6 +95,7 @@ def write_hello(hello: LinkHello) -> kv_link_pb2.OpenRequest:
         incarnation=hello.incarnation,
         peer_incarnation=hello.peer_incarnation,
         layout=_layout_pb(hello.layout),
+        address=hello.address,
     )
     return kv_link_pb2.OpenRequest(hello=body)
 
@@ -111,6 +112,7 @@ def read_hello(request: kv_link_pb2.OpenRequest) -> LinkHello | None:
         incarnation=hello.incarnation,
         peer_incarnation=hello.peer_incarnation,
         layout=_layout(hello.layout),
+        address=hello.address,
     )
 
 

@@ -19,6 +19,8 @@ class LinkHello:
     incarnation: str
     peer_incarnation: str
     layout: LayoutFingerprint
+    address: str = ""
+    """Where its process listens; empty: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class LinkServerHandler(Protocol):
     """Whoever the links are for; called on the loop, in order."""
 
-    def link_opened(self, link: int, node_id: str, incarnation: str) -> None: ...
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None: ...
 
     def link_received(self, link: int, message: ReaderMessage) -> None: ...
 
@@ -90,7 +90,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             heartbeat_s=self._heartbeat_s,
         )
         self._links[number] = stream
-        self._handler.link_opened(number, hello.node_id, hello.incarnation)
+        self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)
         try:
             reason = await stream.run()
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,13 @@ from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, Lease
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_messages import Closing, ReaderMessage
 from kv_transfer.link_server import LinkServer
+from kv_transfer.liveness import nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 
 _log = logging.getLogger(__name__)
+_LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
+"""After its link has ended a reader is looked for so many times: a process lets go of its sockets one by one."""
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
 
 
@@ -46,6 +49,7 @@ class HandOff:
         clock: Clock,
         times: LeaseTimes | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; a sender has no use for them."""
         self._identity = identity
@@ -59,6 +63,10 @@ class HandOff:
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
+        self._nobody_listens = nobody_listens
+        self._readers: dict[int, tuple[str, str]] = {}
+        """Of each link, the reader's incarnation and where it listens."""
+        self._looking: set[asyncio.Task[None]] = set()
         self._stopped = False
 
     async def start(self) -> None:
@@ -77,6 +85,9 @@ class HandOff:
         self._links.close()
         if self._timer is not None:
             self._timer.cancel()
+        for task in self._looking:
+            task.cancel()
+        await asyncio.gather(*self._looking, return_exceptions=True)
         await asyncio.to_thread(self.mover.stop)
 
     @property
@@ -106,15 +117,10 @@ class HandOff:
         """The engine keeps the blocks of this ended request until it is told `released`."""
         self._carry_out(self._book.ended(attempt))
 
-    # From the registry or the router.
-
-    def reader_gone(self, incarnation: str) -> None:
-        """That decode node's process is known to have ended."""
-        self._carry_out(self._book.reader_gone(incarnation))
-
     # From the links.
 
-    def link_opened(self, link: int, node_id: str, incarnation: str) -> None:
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+        self._readers[link] = (incarnation, address)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
@@ -123,6 +129,20 @@ class HandOff:
     def link_closed(self, link: int, reason: str) -> None:
         _log.info("link %d ended: %s", link, reason)
         self._carry_out(self._book.link_closed(link))
+        incarnation, address = self._readers.pop(link)
+        if address and not self._stopped and self._book.may_be_read_by(incarnation):
+            task = asyncio.create_task(self._look_for(incarnation, address), name=f"look-for-{incarnation}")
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look_for(self, incarnation: str, address: str) -> None:
+        """A reader whose process has ended needs no grace."""
+        for pause_s in _LOOK_AFTER_S:
+            await asyncio.sleep(pause_s)
+            if await self._nobody_listens(address):
+                _log.info("%s is gone: nobody listens on %s", incarnation, address)
+                self._carry_out(self._book.reader_gone(incarnation))
+                return
 
     # For metrics and tests.
 

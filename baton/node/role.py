@@ -21,6 +21,8 @@ class RoleContext:
 
     config: NodeConfig
     incarnation: str
+    address: str
+    """Where the node listens, as others reach it."""
     runner: ModelRunner
     clock: Clock
     post: Callable[[Callable[[], None]], None]

@@ -134,7 +134,10 @@ class Node:
         port = rpc.bind(config.host, config.port)
         cleanup.push_async_callback(rpc.stop, 1.0)
         outbox = Outbox(post)
-        context = RoleContext(config, self.incarnation, self._runner, clock, post, outbox.add, tell_engine, log.record)
+        address = config.advertise or join_address(config.host, port)
+        context = RoleContext(
+            config, self.incarnation, address, self._runner, clock, post, outbox.add, tell_engine, log.record
+        )
         self.role = role = self._make_role(context)
         await role.start()
         cleanup.push_async_callback(role.stop)
@@ -146,7 +149,7 @@ class Node:
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush)
-        description = self._describe(config.advertise or join_address(config.host, port))
+        description = self._describe(address)
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)

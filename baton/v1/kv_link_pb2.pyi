@@ -38,20 +38,22 @@ class OpenResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout")
+    __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout", "address")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     cluster: str
     node_id: str
     incarnation: str
     peer_incarnation: str
     layout: KvLayout
-    def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ...) -> None: ...
+    address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., cluster: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
     __slots__ = ("node_id", "incarnation", "layout", "agent_metadata", "base_address", "num_blocks", "memory_kind", "device_id", "heartbeat_ms")

@@ -333,6 +333,31 @@ async def test_an_agent_that_dies_under_a_read_fails_it(rig: HandoffRig) -> None
     await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
 
 
+@pytest.mark.parametrize("listens", [False, True], ids=["gone", "there"])
+async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> None:
+    async with HandoffRig() as rig:
+        other = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        address = f"127.0.0.1:{other.sockets[0].getsockname()[1]}"
+        if not listens:
+            other.close()
+            await other.wait_closed()
+        rig.freeze_reads()
+        reader = ReceiverHalf(rig.make_backend, LinkIdentity("c", "d1", "d1.first", LAYOUT, address))
+        await reader.start()
+        reader.take(KEY, 18, rig.sender.source, OURS)
+        rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+        await reader.notes.until(lambda: reader.notes.reads_posted > 0)
+        await reader.stop()
+        await rig.sender.notes.event("lease_suspect", KEY)
+        if listens:
+            rig.clock.advance(LeaseTimes().grace_s + 1)
+            rig.sender.handoff.tick()
+        await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+        (why,) = [detail for name, _, _, detail in rig.sender.notes.events if name == "lease_released"]
+        assert why == ("grace over" if listens else "reader gone")
+        other.close()
+
+
 async def test_nobody_listens(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)

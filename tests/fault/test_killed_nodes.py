@@ -42,12 +42,15 @@ async def test_the_decode_node_before_the_first_token(session: ClusterSession) -
     events: list[Accepted | Chunk] = []
     answering = asyncio.create_task(session.generate(request, on_event=events.append))
     decode = await session.seen("decode", "read_done", "decode-dies-early")
+    prefill = await session.seen("prefill", "read_progress", "decode-dies-early")
     before = session.cluster.signal(decode, signal.SIGKILL)
     assert not [event for event in events if isinstance(event, Chunk)], "no token was out when it died"
     answer = await answering
     assert_right(answer, request)
     assert answer.end.path.attempts >= 2
     assert answer.end.path.decode_node != decode
+    first = [e for e in await session.trace(prefill, "decode-dies-early") if e.attempt.attempt == 1]
+    assert [e.detail for e in first if e.name == "lease_released"] == ["reader gone"], "nobody waited for a grace"
     await session.back(before)
 
 

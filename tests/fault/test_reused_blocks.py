@@ -34,8 +34,8 @@ BOUND_S = 600.0
 class ForgetfulHandOff(HandOff):
     """Counts its leases for over after 50 ms at most, as if their reader were dead, and tells nobody."""
 
-    def link_opened(self, link: int, node_id: str, incarnation: str) -> None:
-        super().link_opened(link, node_id, incarnation)
+    def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
+        super().link_opened(link, node_id, incarnation, address)
         self._forget(incarnation)
 
     def _forget(self, incarnation: str) -> None:

@@ -194,7 +194,6 @@ class SimulatedNode:
         limits, network = cluster.limits, cluster.network
         self.node_id = node_id
         self.incarnation = f"{node_id}.{run}"
-        self._run = run
         self.role = Role(node_id.partition("-")[0])
         self.runner = SimulatedRunner(limits.spec)
         self.backend: FaultyBackend | None = None
@@ -203,7 +202,8 @@ class SimulatedNode:
         self._cluster = cluster
         self._faults = faults
         layout = LayoutFingerprint.of(self.runner.model, self.runner.layout, MemoryBackend.name)
-        identity = LinkIdentity("sim", node_id, self.incarnation, layout)
+        address = f"{node_id}:{1000 + run}"
+        identity = LinkIdentity("sim", node_id, self.incarnation, layout, address)
         clock, post = cluster.clock, asyncio.get_running_loop().call_soon
         outbox = Outbox(post)
         self.half: HandOff | Intake
@@ -218,6 +218,7 @@ class SimulatedNode:
                 clock,
                 limits.lease,
                 limits.heartbeat_s,
+                cluster.nobody_listens,
             )
             self.half, connector = handoff, OfferConnector(handoff, self.runner.layout, outbox.add)
         else:
@@ -239,7 +240,7 @@ class SimulatedNode:
         self.driver = _Driver(
             self.machine, core, lambda news: post(self._on_step, news), self.crashes.append, outbox.flush
         )
-        self.description = self._describe()
+        self.description = self._describe(address)
         role = _Role(self.half, connector)
         self.service = NodeService(self.description, role, self.driver, self.log, clock, lambda: None)  # type: ignore[arg-type]
         self._heartbeat: asyncio.Task[None] | None = None
@@ -256,13 +257,13 @@ class SimulatedNode:
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         return Scheduler(config, fields, clock, connector=connector)
 
-    def _describe(self) -> NodeDescription:
+    def _describe(self, address: str) -> NodeDescription:
         model, spec = self.runner.model, self._cluster.limits.spec
         return NodeDescription(
             node_id=self.node_id,
             incarnation=self.incarnation,
             role=self.role,
-            address=f"{self.node_id}:{1000 + self._run}",
+            address=address,
             pid=1,
             version="0",
             model=model.name,
@@ -435,6 +436,10 @@ class SimulatedCluster:
     def add_stream(self, stream: _Stream) -> _Stream:
         self._streams.append(stream)
         return stream
+
+    async def nobody_listens(self, address: str) -> bool:
+        """What the kernel says of a port."""
+        return all(node.description.address != address for node in self.nodes.values())
 
     async def start(self, node_id: str) -> SimulatedNode:
         """A new incarnation of the node, registered."""

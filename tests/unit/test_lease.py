@@ -261,6 +261,15 @@ def test_a_newer_process_of_the_same_node_ends_the_older_ones_leases(book: Lease
     assert book.counters["message_on_closed_link"] == 1
 
 
+def test_a_reader_that_is_wrongly_taken_for_gone_hears_of_it(book: LeaseBook) -> None:
+    _reading(book)
+    assert book.may_be_read_by("d0.x")
+    assert lines(book.reader_gone("d0.x")) == ["CutLink 1 d0.x is gone", "OpenLeases 0", "Released a#1"]
+    assert not book.may_be_read_by("d0.x")
+    book.link_opened(2, "d0", "d0.x")
+    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False)"]
+
+
 def test_a_newer_link_of_the_same_process_replaces_the_older(book: LeaseBook) -> None:
     _reading(book)
     assert lines(book.link_opened(2, "d0", "d0.x")) == ["CutLink 1 the reader opened a newer link"]

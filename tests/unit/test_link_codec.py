@@ -55,7 +55,7 @@ def test_sender_messages(message: SenderMessage) -> None:
 
 
 def test_greetings() -> None:
-    hello = LinkHello(1, "c", "d0", "d0.x", "p0.y", LAYOUT)
+    hello = LinkHello(1, "c", "d0", "d0.x", "p0.y", LAYOUT, "host:7")
     assert link_codec.read_hello(link_codec.write_hello(hello)) == hello
     welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"\x00agent", 2**63, 1000, "DRAM", 0, 1000)
     assert link_codec.read_welcome(link_codec.write_welcome(welcome)) == welcome

@@ -44,7 +44,15 @@ class Rig:
         config = NodeConfig.model_validate({"role": "decode", "node_id": "d", "registry": "memory://", "block_size": 4})
         outbox, clock = Outbox(self.posted.put), SystemClock()
         context = RoleContext(
-            config, "d.1", runner, clock, self.posted.put, outbox.add, lambda news: None, lambda *event: None
+            config,
+            "d.1",
+            "127.0.0.1:1",
+            runner,
+            clock,
+            self.posted.put,
+            outbox.add,
+            lambda news: None,
+            lambda *event: None,
         )
         self.role = DecodeRole(context, no_backend)
         fields = CacheKeyFields.of(runner.model, runner.layout)

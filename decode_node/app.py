@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.config import NodeConfig
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.figures import KV_FETCH_HELP
@@ -14,6 +15,7 @@ from baton.observe.metrics import Figure, by_label
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -30,7 +32,8 @@ class DecodeRole:
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
-        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post)
+        digest = block_digest(runner.memory) if config.kv_digests == "on" else None
+        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post, digest=digest)
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
 
     @property
@@ -57,7 +60,11 @@ class DecodeRole:
     def figures(self) -> Sequence[Figure]:
         counts = self.intake.counts()
         stages = {"waiting_to_start": counts.waiting_to_start, "in_progress": counts.in_progress}
-        return by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages)
+        failures = {cause.value: self.intake.book.failures[cause] for cause in TransferCause}
+        return [
+            *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
+            *by_label("kv_transfer_failures_total", "Prompts whose KV did not come, by cause.", "cause", failures),
+        ]
 
 
 def make_role(context: RoleContext) -> NodeRole:

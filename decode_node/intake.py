@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 
 import grpc
 
@@ -21,6 +22,7 @@ from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.digests import BlockDigest, wrong_block
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
@@ -31,6 +33,7 @@ from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadD
 from kv_transfer.transfer import (
     Arrived,
     CancelRead,
+    CheckBlocks,
     CutLink,
     Failed,
     OpenLink,
@@ -62,14 +65,23 @@ class Intake:
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
         make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        digest: BlockDigest | None = None,
+        checker: Executor | None = None,
     ) -> None:
-        """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe."""
+        """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
+
+        `digest`: of this node's blocks; None: what senders say of theirs is not compared with it. `checker` compares;
+        default: a thread of its own, so that neither the loop nor a read in flight waits for it.
+        """
         self._identity = identity
         self.mover = make_mover(lambda event: post(lambda: self._moved(event)))
         self._tell_engine = tell_engine
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
+        self._post = post
+        self._digest = digest
+        self._checker = checker or ThreadPoolExecutor(1, "baton-digests")
         self._book = TransferBook(max_quarantined_blocks)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
@@ -90,6 +102,7 @@ class Intake:
         for link in links:
             await link.close()
         await asyncio.to_thread(self.mover.stop)
+        self._checker.shutdown()
 
     # From the engine, by way of the loop.
 
@@ -198,6 +211,8 @@ class Intake:
                         link.send(message)
                 case StartRead(read_id, incarnation, ranges):
                     self.mover.read(read_id, incarnation, ranges)
+                case CheckBlocks(read_id, block_ids, digests):
+                    self._check(read_id, block_ids, digests)
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
@@ -206,6 +221,18 @@ class Intake:
                     self._record(name, attempt, value, detail)
                 case Arrived() | Failed() | Released():
                     self._report(effect)
+
+    def _check(self, read_id: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
+        digest = self._digest
+        if digest is None:
+            self._carry_out(self._book.checked(read_id, None))
+            return
+
+        def compare() -> None:
+            wrong = wrong_block(digest, block_ids, digests)
+            self._post(lambda: self._carry_out(self._book.checked(read_id, wrong)))
+
+        self._checker.submit(compare)
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)

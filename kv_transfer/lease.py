@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.ids import AttemptKey
@@ -103,6 +103,7 @@ class _Lease:
     machine: Machine[LeaseState, LeaseEvent]
     granted_at: float
     block_ids: list[int]
+    digests: list[int] = field(default_factory=list)
     closing: Closing | None = None
     deadline: float | None = None
     reader: str | None = None
@@ -143,9 +144,17 @@ class LeaseBook:
     # What the engine did.
 
     def offer(
-        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], closing: Closing | None = None
+        self,
+        attempt: AttemptKey,
+        first_block: int,
+        block_ids: Sequence[int],
+        closing: Closing | None = None,
+        digests: Sequence[int] = (),
     ) -> list[LeaseEffect]:
-        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last."""
+        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last.
+
+        `digests`: one for each block, or none in all offers of the attempt.
+        """
         if attempt in self._over:
             self.counters["offer_after_end"] += 1
             return []
@@ -157,8 +166,11 @@ class LeaseBook:
             effects.append(Recorded("lease_granted", attempt, len(block_ids)))
         if first_block != len(lease.block_ids) or lease.closing is not None:
             raise ValueError(f"{attempt}: blocks from {first_block} offered after {len(lease.block_ids)}")
+        if len(lease.digests) + len(digests) not in (0, first_block + len(block_ids)):
+            raise ValueError(f"{attempt}: {len(digests)} digests for {len(block_ids)} blocks")
         self._feed(lease, LeaseEvent.OFFER)
         lease.block_ids.extend(block_ids)
+        lease.digests.extend(digests)
         lease.closing = closing
         effects.append(Recorded("offered", attempt, len(lease.block_ids)))
         if closing is not None:
@@ -328,7 +340,8 @@ class LeaseBook:
         if not block_ids and lease.closing is None:
             return []
         lease_ms = int(self._times.lease_s * 1000)
-        return self._tell(lease, Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing))
+        digests = tuple(lease.digests[first_block:])
+        return self._tell(lease, Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, digests))
 
     def _confirm(self, link: int, reader: _Reader, attempt: AttemptKey) -> list[LeaseEffect]:
         lease = self._read_by(reader, attempt, "confirm_read")

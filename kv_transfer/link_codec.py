@@ -172,6 +172,7 @@ def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
         block_ids=offer.block_ids,
         lease_ms=offer.lease_ms,
         closing=closing,
+        digests=offer.digests,
     )
 
 
@@ -180,7 +181,8 @@ def _offer(offer: kv_link_pb2.Offer) -> Offer:
     if offer.HasField("closing"):
         read = offer.closing
         closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended)
-    return Offer(_attempt(offer.attempt), offer.first_block, tuple(offer.block_ids), offer.lease_ms, closing)
+    block_ids, digests = tuple(offer.block_ids), tuple(offer.digests)
+    return Offer(_attempt(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, digests)
 
 
 def _layout_pb(layout: LayoutFingerprint) -> kv_link_pb2.KvLayout:

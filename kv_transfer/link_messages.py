@@ -88,6 +88,8 @@ class Offer:
     block_ids: Sequence[int]
     lease_ms: int
     closing: Closing | None = None
+    digests: Sequence[int] = ()
+    """One for each block, or none at all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 Rules that it keeps:
 
-1. `Arrived` is said only after every block of the prompt was read and the sender answered that it held its lease
-   through all of the reads. Every doubt ends in `Failed`; there is no third way.
+1. `Arrived` is said only after every block of the prompt was read, has the digest that the sender gave (where it gives
+   any), and the sender answered that it held its lease through all of the reads. Every doubt ends in `Failed`; there is
+   no third way.
 2. While a read is in flight its destination blocks are nobody's: a transfer that fails or is given up waits in
    QUARANTINED until its last read has ended. `Released` follows once, when the engine has ended the request, too.
 3. Numbers that a peer sent are checked against the peer's pool and against the plan before anything is read.
@@ -98,6 +99,15 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckBlocks:
+    """Compare what was read with what the sender says it is; `checked` answers with the id."""
+
+    read_id: int
+    block_ids: Sequence[int]
+    digests: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CancelRead:
     """Nobody wants this read any more; `read_done` or `read_failed` still answers, when nothing of it writes."""
 
@@ -131,7 +141,17 @@ class Failed:
 
 
 TransferEffect = (
-    OpenLink | ReopenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
+    OpenLink
+    | ReopenLink
+    | TellSender
+    | StartRead
+    | CheckBlocks
+    | CancelRead
+    | CutLink
+    | Arrived
+    | Failed
+    | Released
+    | Recorded
 )
 
 
@@ -159,6 +179,10 @@ class _Transfer:
     closing: Closing | None = None
     reads: dict[int, int] = field(default_factory=dict)
     """Reads in flight, with their number of blocks."""
+    checks: dict[int, CheckBlocks] = field(default_factory=dict)
+    """Of reads in flight, and of those whose blocks are being compared."""
+    held: bool = False
+    """The sender's word that it held its lease."""
     remote_blocks: set[int] = field(default_factory=set)
     num_bytes: int = 0
     num_blocks: int = 0
@@ -186,7 +210,10 @@ class TransferBook:
         self._transfers: dict[AttemptKey, _Transfer] = {}
         self._reads: dict[int, _Transfer] = {}
         self._peers: dict[str, _Peer] = {}
+        self._checks: dict[int, _Transfer] = {}
         self._last_read_id = 0
+        self.failures: Counter[TransferCause] = Counter()
+        """Transfers that failed, by cause."""
         self.counters: Counter[str] = Counter()
         """Messages and events that changed nothing, by kind."""
 
@@ -251,7 +278,8 @@ class TransferBook:
         self._peers.pop(incarnation, None)
         effects: list[TransferEffect] = []
         for transfer in self._transfers_of(incarnation):
-            if transfer.machine.state is not TransferState.QUARANTINED:
+            # One whose sender has kept its word only waits for its blocks to be compared.
+            if transfer.machine.state is not TransferState.QUARANTINED and not transfer.held:
                 effects += self._fail(transfer, cause, story)
         left = self._transfers_of(incarnation)
         return [*effects, ReopenLink(left[0].plan.source)] if left else effects
@@ -271,7 +299,9 @@ class TransferBook:
                 return self._offered(transfer, message)
             case ReadConfirmed(_, held) if state is TransferState.CONFIRMING:
                 return self._answered(transfer, held)
-            case OfferLost(_, cause) if state not in (TransferState.PLANNED, TransferState.QUARANTINED):
+            case OfferLost(_, cause) if not (
+                transfer.held or state in (TransferState.PLANNED, TransferState.QUARANTINED)
+            ):
                 return self._fail(transfer, TransferCause.LEASE_LOST, cause)
             case _:
                 self.counters[f"{kind}_in_{state.name.lower()}"] += 1
@@ -293,7 +323,25 @@ class TransferBook:
         if transfer.machine.state is TransferState.QUARANTINED:
             return effects + self._flush(transfer)
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
+        check = transfer.checks.get(read_id)
+        if check is not None:
+            self._checks[read_id] = transfer
+            effects.append(check)
         return [*effects, *self._tell(transfer, progress), *self._confirm(transfer)]
+
+    def checked(self, read_id: int, wrong_block: int | None) -> list[TransferEffect]:
+        """A read's blocks were compared; None: all of them are what they should be."""
+        transfer = self._checks.pop(read_id, None)
+        if transfer is None or self._transfers.get(transfer.plan.attempt) is not transfer:
+            self.counters["checked_unknown"] += 1
+            return []
+        del transfer.checks[read_id]
+        if transfer.machine.state is TransferState.QUARANTINED:
+            return []
+        if wrong_block is not None:
+            story = f"block {wrong_block} is not what {transfer.plan.source.node_id} computed"
+            return self._fail(transfer, TransferCause.DIGEST_MISMATCH, story)
+        return self._arrive(transfer)
 
     def read_failed(self, read_id: int, cause: TransferCause, story: str) -> list[TransferEffect]:
         """A read brought nothing usable, and nothing of it writes any more."""
@@ -345,13 +393,15 @@ class TransferBook:
         attempt = transfer.plan.attempt
         transfer.machine.feed(TransferEvent.OFFER)
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
-        pairs = zip(transfer.plan.block_ids[offer.first_block : end], offer.block_ids, strict=True)
-        wanted = [pair for pair in pairs if pair[0] != NULL_BLOCK]
+        ours = transfer.plan.block_ids[offer.first_block : end]
+        wanted = [pair for pair in zip(ours, offer.block_ids, strict=True) if pair[0] != NULL_BLOCK]
+        wanted_digests = [d for block, d in zip(ours, offer.digests, strict=False) if block != NULL_BLOCK]
         transfer.next_block = end
         transfer.closing = offer.closing
         transfer.remote_blocks.update(remote for _, remote in wanted)
         if wanted:
-            effects += self._read(transfer, coalesce(*zip(*wanted, strict=True)), len(wanted))
+            local_blocks, remote_blocks = zip(*wanted, strict=True)
+            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), local_blocks, wanted_digests)
         return effects + self._confirm(transfer)
 
     def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
@@ -361,6 +411,8 @@ class TransferBook:
             return f"offer from block {offer.first_block} on, expected {transfer.next_block}"
         if end > total:
             return f"offer up to block {end} of a prompt of {total}"
+        if len(offer.digests) not in (0, len(offer.block_ids)):
+            return f"{len(offer.digests)} digests for {len(offer.block_ids)} blocks"
         outside = [b for b in offer.block_ids if not 0 <= b < pool]
         if outside:
             return f"block {outside[0]} offered out of a pool of {pool}"
@@ -382,11 +434,15 @@ class TransferBook:
             )
         return None if closing.first_token_ids else "no first token"
 
-    def _read(self, transfer: _Transfer, ranges: list[ReadRange], num_blocks: int) -> list[TransferEffect]:
+    def _read(
+        self, transfer: _Transfer, ranges: list[ReadRange], block_ids: Sequence[int], digests: Sequence[int]
+    ) -> list[TransferEffect]:
         self._last_read_id += 1
-        read_id = self._last_read_id
+        read_id, num_blocks = self._last_read_id, len(block_ids)
         self._reads[read_id] = transfer
         transfer.reads[read_id] = num_blocks
+        if digests:
+            transfer.checks[read_id] = CheckBlocks(read_id, block_ids, digests)
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
         return [StartRead(read_id, transfer.peer, ranges), started]
 
@@ -397,8 +453,15 @@ class TransferBook:
         return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
 
     def _answered(self, transfer: _Transfer, held: bool) -> list[TransferEffect]:
-        if not held or transfer.closing is None:
+        if not held:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
+        transfer.held = True
+        return self._arrive(transfer)
+
+    def _arrive(self, transfer: _Transfer) -> list[TransferEffect]:
+        """Say so once nothing is in doubt any more."""
+        if not transfer.held or transfer.checks or transfer.closing is None:
+            return []
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
         del self._transfers[attempt]
@@ -412,6 +475,7 @@ class TransferBook:
     def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
         attempt = transfer.plan.attempt
         transfer.cause = cause
+        self.failures[cause] += 1
         failed: list[TransferEffect] = [
             Recorded("kv_failed", attempt, detail=cause.value),
             Failed(attempt, cause, story),

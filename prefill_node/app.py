@@ -12,6 +12,7 @@ from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure, by_label
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -30,7 +31,8 @@ class PrefillRole:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
         self.handoff = HandOff(identity, runner.memory, make_mover, context.tell_engine, context.record, context.clock)
-        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step)
+        digest = block_digest(runner.memory) if config.kv_digests == "on" else None
+        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step, digest)
 
     @property
     def connector(self) -> OfferConnector:

@@ -20,6 +20,7 @@ from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.digests import BlockDigest, OfferedDigests
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
@@ -99,11 +100,16 @@ class HandOff:
     # From the engine, by way of the loop.
 
     def offer(
-        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], closing: Closing | None = None
+        self,
+        attempt: AttemptKey,
+        first_block: int,
+        block_ids: Sequence[int],
+        closing: Closing | None = None,
+        digests: Sequence[int] = (),
     ) -> None:
         """Prompt blocks from `first_block` on are computed; with `closing` they are the last."""
         try:
-            effects = self._book.offer(attempt, first_block, block_ids, closing)
+            effects = self._book.offer(attempt, first_block, block_ids, closing, digests)
         except ValueError:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
@@ -200,10 +206,20 @@ class _Offered:
 class OfferConnector:
     """Tells `HandOff` what the engine computes of prefill legs. Called from the engine's thread alone."""
 
-    def __init__(self, handoff: HandOff, layout: KVLayout, post: Callable[[Callable[[], None]], None]) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+    def __init__(
+        self,
+        handoff: HandOff,
+        layout: KVLayout,
+        post: Callable[[Callable[[], None]], None],
+        digest: BlockDigest | None = None,
+    ) -> None:
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`).
+
+        `digest`: of this node's blocks; None: offers bring none.
+        """
         self._handoff = handoff
         self._layout = layout
+        self._digests = OfferedDigests(digest, layout) if digest is not None else None
         self._post = post
         self._offered: dict[str, _Offered] = {}
 
@@ -229,8 +245,9 @@ class OfferConnector:
         if full > offered.num_blocks:
             attempt, first = AttemptKey.parse(request.request_id), offered.num_blocks
             new = tuple(block_ids[first:full])
+            digests = self._digests_of(request, first, new)
             offered.num_blocks = full
-            self._post(lambda: self._handoff.offer(attempt, first, new))
+            self._post(lambda: self._handoff.offer(attempt, first, new, digests=digests))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
@@ -254,8 +271,13 @@ class OfferConnector:
     def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
         ended = request.status is not RequestStatus.HANDED_OFF
         closing = Closing(request.num_prompt_tokens, tuple(request.output_token_ids), ended)
-        self._post(lambda: self._handoff.offer(attempt, first, block_ids[first:], closing))
+        new = block_ids[first:]
+        digests = self._digests_of(request, first, new)
+        self._post(lambda: self._handoff.offer(attempt, first, new, closing, digests))
         self._post(lambda: self._handoff.ended(attempt))
+
+    def _digests_of(self, request: Request, first: int, block_ids: Sequence[int]) -> Sequence[int]:
+        return self._digests.of(request, first, block_ids) if self._digests is not None else ()
 
     def _follow(self, request: Request) -> _Offered:
         """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""

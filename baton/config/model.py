@@ -63,6 +63,9 @@ ASYNC_HELP = (
     "Decide the next step while one is computed: the device waits for nobody, a newcomer for one step more. "
     "Outputs are the same."
 )
+KV_DIGESTS_HELP = (
+    "Compare what was pulled with what its prefill node computed (XXH3 of every block). Only in memory of the host."
+)
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
@@ -116,6 +119,7 @@ class NodeConfig(_Process):
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Bytes of the host tier; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
+    kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -180,6 +184,7 @@ class UpConfig(_Config):
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Host tier of each node; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
+    kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")

@@ -12,8 +12,13 @@ import pytest
 
 from baton.engine.connector import BlockFate
 from baton.engine.request import KVSource, RequestStatus
+from baton.engine.runner.base import KVMemory
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
+from kv_transfer.backends.base import TransferBackend
+from kv_transfer.backends.faulty import Faults, FaultyBackend
+from kv_transfer.backends.memory import MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.lease import LeaseTimes
@@ -31,7 +36,17 @@ from kv_transfer.link_messages import (
     Subscribe,
 )
 from kv_transfer.transfer_machine import TransferState
-from tests.support.handoff_rig import BLOCK_BYTES, LAYOUT, NUM_BLOCKS, WITHIN_S, HandoffRig, ReceiverHalf
+from tests.support.handoff_rig import (
+    BLOCK_BYTES,
+    LAYOUT,
+    NUM_BLOCKS,
+    WITHIN_S,
+    AnnouncingBackend,
+    HandoffRig,
+    Notes,
+    ReceiverHalf,
+    write_block,
+)
 
 KEY = "req#1"
 ATTEMPT = AttemptKey("req", 1)
@@ -112,6 +127,31 @@ async def test_the_same_over_nixl() -> None:
         rig.assert_blocks(KEY, OURS)
         assert rig.sender.notes.released == [KEY]
         assert rig.receiver.finish(decode, OURS, transferring=False) is BlockFate.FREE
+
+
+async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: HandoffRig) -> None:
+    prefill = rig.sender.request(KEY, 18)
+    rig.sender.finish(prefill, THEIRS)
+    await rig.sender.notes.until(lambda: "closing_offered" in rig.sender.notes.names(KEY))
+    write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY]
+    assert KEY not in rig.receiver.notes.arrived
+
+
+async def test_a_read_that_flips_a_bit_is_noticed() -> None:
+    fabric = MemoryFabric()
+
+    def make_backend(incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
+        return FaultyBackend(AnnouncingBackend(fabric, incarnation, memory, notes), Faults(corrupt=1.0))
+
+    async with HandoffRig(make_backend=make_backend) as rig:
+        rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY]
+        assert rig.receiver.intake.book.failures == {TransferCause.DIGEST_MISMATCH: 1}
 
 
 async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:

@@ -18,6 +18,7 @@ from baton.ids import AttemptKey
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
+from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link_messages import Heartbeat, ReaderMessage
 from kv_transfer.mover import Mover
@@ -138,7 +139,8 @@ class SenderHalf:
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
         )
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, asyncio.get_running_loop().call_soon_threadsafe)
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, block_digest(self.memory))
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -205,6 +207,7 @@ class ReceiverHalf:
             self.notes.record,
             post,
             heartbeat_s=HEARTBEAT_S,
+            digest=block_digest(self.memory),
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

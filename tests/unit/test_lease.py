@@ -66,9 +66,9 @@ def test_final_states_are_final_and_a_possible_reader_is_never_skipped() -> None
 
 def test_a_whole_hand_off(book: LeaseBook) -> None:
     assert lines(book.received(1, Subscribe(A, 0))) == []
-    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None)"]
+    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None [])"]
     assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
-    assert lines(book.offer(A, 2, (9,), CLOSING)) == ["TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False))"]
+    assert lines(book.offer(A, 2, (9,), CLOSING)) == ["TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False) [])"]
     assert lines(book.ended(A)) == []
     assert lines(book.received(1, ConfirmRead(A))) == [
         "TellReader 1 (ReadConfirmed a#1 True)",
@@ -84,14 +84,14 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
     book.offer(A, 2, (9,), CLOSING)
     assert lines(book.received(1, Subscribe(A, 1))) == [
         "OpenLeases 1",
-        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False))",
+        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False) [])",
     ]
 
 
 def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
     book.received(1, Subscribe(A, 3))
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
-    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None)"]
+    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None [])"]
 
 
 def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: ManualClock) -> None:
@@ -346,3 +346,22 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
     book.offer(B, 0, (1,))
     stats = book.stats()
     assert (stats.granted, stats.reading, stats.suspect, stats.oldest_s) == (1, 1, 0, 3.0)
+
+
+def test_digests_travel_with_their_blocks(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 6), digests=(50, 60))
+    book.link_opened(1, "d0", "d0.x")
+    assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None [60])"
+    assert lines(book.offer(A, 2, (9,), CLOSING, (90,))) == [
+        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False) [90])"
+    ]
+
+
+def test_digests_are_one_for_each_block_or_none(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 6), digests=(50, 60))
+    for wrong in ((), (90, 91)):
+        with pytest.raises(ValueError, match="digests for 1 blocks"):
+            book.offer(A, 2, (9,), digests=wrong)
+    book.offer(B, 0, (5, 6))
+    with pytest.raises(ValueError, match="1 digests for 1 blocks"):
+        book.offer(B, 2, (9,), digests=(90,))

@@ -43,6 +43,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         Offer(A, 4, (1, 2**32 - 1), 10_000),
         Offer(A, 0, (), 1, Closing(17, (5,), False)),
         Offer(A, 0, (3,), 1, Closing(17, (5, 6), True)),
+        Offer(A, 4, (1, 0), 10_000, None, (2**64 - 1, 0)),
         ReadConfirmed(A, True),
         ReadConfirmed(A, False),
         OfferLost(A, "why"),

@@ -407,3 +407,87 @@ def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
     book.peer_ready("p0.x", 100)
     effects = book.received("p0.x", Offer(A, 0, (5, 0, 0), 1000))
     assert Failed(A, TransferCause.REFUSED, "a block that is wanted is not offered") in effects
+
+
+def with_digests(book: TransferBook) -> None:
+    """Both reads of an attempt are done, the second is being compared, and the sender was asked for its word."""
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50, 60)))
+    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, (70, 200, 210)))
+    assert lines(book.read_done(1, 128)) == ["CheckBlocks 1 [40, 41] [50, 60]", "TellSender p0.x (ReadProgress a#1 2)"]
+    assert lines(book.checked(1, None)) == []
+    assert lines(book.read_done(2, 192)) == [
+        "CheckBlocks 2 [42, 43, 10] [70, 200, 210]",
+        "TellSender p0.x (ReadProgress a#1 5)",
+        "TellSender p0.x (ConfirmRead a#1)",
+    ]
+
+
+@pytest.mark.parametrize("checked_first", [True, False])
+def test_a_prompt_arrives_when_it_is_held_and_compared(book: TransferBook, checked_first: bool) -> None:
+    with_digests(book)
+    answers = [lambda: book.checked(2, None), lambda: book.received("p0.x", ReadConfirmed(A, True))]
+    first, second = answers if checked_first else reversed(answers)
+    assert lines(first()) == []
+    assert lines(second())[0].startswith("Arrived a#1 [7]")
+    assert book.counts().live == 0
+
+
+@pytest.mark.parametrize("held_first", [True, False])
+def test_a_block_that_is_not_what_was_computed_fails_its_prompt(book: TransferBook, held_first: bool) -> None:
+    with_digests(book)
+    if held_first:
+        assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
+    assert lines(book.checked(2, 43)) == [
+        "Failed a#1 DIGEST_MISMATCH block 43 is not what p0 computed",
+        "TellSender p0.x (Abandon a#1 False)",
+    ]
+    assert book.failures == {TransferCause.DIGEST_MISMATCH: 1}
+    assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
+    assert book.counts().live == 0
+
+
+def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook) -> None:
+    with_digests(book)
+    book.received("p0.x", ReadConfirmed(A, True))
+    assert lines(book.received("p0.x", OfferLost(A, "gone"))) == []
+    assert not [
+        effect for effect in book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut") if isinstance(effect, Failed)
+    ]
+    assert lines(book.checked(2, None))[0].startswith("Arrived a#1")
+
+
+def test_a_comparison_that_nobody_waits_for_changes_nothing(book: TransferBook) -> None:
+    with_digests(book)
+    book.abandon(A)
+    assert lines(book.checked(2, 43)) == []
+    assert lines(book.checked(7, None)) == []
+    assert book.counters["checked_unknown"] == 2
+    assert not book.failures
+
+
+def test_a_wrong_block_while_others_are_still_read_is_quarantined_with_them(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50, 60)))
+    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, (70, 200, 210)))
+    book.read_done(1, 128)
+    assert lines(book.checked(1, 41))[0] == "Failed a#1 DIGEST_MISMATCH block 41 is not what p0 computed"
+    assert book.state(A) is S.QUARANTINED
+    assert lines(book.read_done(2, 192)) == ["TellSender p0.x (Abandon a#1 False)"]
+    assert book.state(A) is None
+
+
+def test_digests_of_what_is_not_wanted_are_not_compared(book: TransferBook) -> None:
+    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 0, 9), 1000, CLOSING, (50, 60, 70, 0, 90)))
+    assert lines(book.read_done(1, 192))[0] == "CheckBlocks 1 [40, 41, 43] [50, 70, 90]"
+
+
+def test_digests_for_other_than_all_blocks_are_refused(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    effects = book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50,)))
+    assert Failed(A, TransferCause.REFUSED, "1 digests for 2 blocks") in effects

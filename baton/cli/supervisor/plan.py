@@ -56,6 +56,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--host-cache-memory": str(int(config.host_cache_memory)),
         "--preemption-mode": config.preemption_mode,
         "--async-scheduling": config.async_scheduling,
+        "--kv-digests": config.kv_digests,
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
         "--scheduling-policy": config.scheduling_policy,

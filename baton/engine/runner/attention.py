@@ -6,7 +6,6 @@ that only looks at their shapes, then the `PagedAttention` that owns the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +14,8 @@ from torch import nn
 
 from baton.engine.runner.base import KVLayout, LayerGeometry
 from baton.engine.runner.kernels.cache import CacheView
+from baton.engine.runner.kernels.program import Program, Rows
+from baton.engine.runner.kernels.step_layout import StepLayout
 from baton.engine.runner.operations import Operations
 from baton.errors import ConfigError
 
@@ -55,22 +56,6 @@ class Attend(Protocol):
         *,
         sampling: bool = False,
     ) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepLayout:
-    """Which rows of a step belong to whom; rows past the last sequence's are padding.
-
-    query_start int32 [B + 1], seq_lens int32 [B] (keys of the sequence, this step's included), sample_start int32
-    [B + 1] (as query_start, of the rows that sample: one or none a sequence); and for each group of layers block_tables
-    int32 [B, W] and slots int64 [T] (block * block_size + offset; negative for padding).
-    """
-
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: Sequence[torch.Tensor]
-    slots: Sequence[torch.Tensor]
-    sample_start: torch.Tensor
 
 
 def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
@@ -131,6 +116,23 @@ class PagedAttention:
             window=how.window,
             softcap=how.softcap,
             sinks=how.sinks,
+        )
+
+    def record(
+        self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
+    ) -> Rows:
+        """Append to a program what `attend` does; the query has all rows or those that sample."""
+        cache, group = self._caches[layer], self._groups[layer]
+        program.store_kv(key, value, cache, group)
+        return program.paged_attention(
+            query,
+            cache,
+            group,
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks=how.sinks,
+            into=into,
         )
 
 

@@ -1,7 +1,8 @@
 """Our own loop over the layers of a plain decoder, where it computes bit for bit what transformers' loop does.
 
 It saves transformers' work around each layer, and in the last layer everything but keys and values of rows that don't
-sample. Whether it may be used is found out by comparing logits (transformer.py).
+sample. Whether it may be used is found out by comparing logits (transformer.py). Where the operations have programs the
+loop only records one; then a step is a single call, of the same kernels in the same order.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from baton.engine.runner.attention import PagedAttention
 from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+from baton.engine.runner.kernels.errors import KernelArgumentError
+from baton.engine.runner.kernels.program import Program
 from baton.engine.runner.layers import PackedLinear
+from baton.engine.runner.operations import Operations
 
 _PIECE = 1024
 
@@ -28,6 +33,11 @@ class RotaryTable:
         self._half_angles = half_angles
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cos, self._sin = like, like
+
+    @property
+    def width(self) -> int:
+        """R, how many angles a position has."""
+        return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
 
     def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, R] of positions [T]."""
@@ -49,6 +59,7 @@ class Decoder:
     def __init__(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
         """Raises AttributeError or TypeError for a model that has other parts."""
         base = module.model
+        self._dtype = dtype
         self._device = device
         self._embed: nn.Module = base.embed_tokens
         self._head: PackedLinear = module.lm_head
@@ -62,11 +73,19 @@ class Decoder:
             torch.empty(1, dtype=dtype, device=device),
             all(layer.attention.half_angles for layer in self._layers),
         )
+        self._programs: dict[bool, Program] = {}
+        """Of steps whose logits are those of the rows that sample (True), and of any rows."""
+        self._paged: PagedAttention | None = None
 
     @property
     def is_fused(self) -> bool:
         """Whether torch does nothing here but copying."""
         return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether a step is one call."""
+        return bool(self._programs)
 
     def compute(
         self,
@@ -78,6 +97,8 @@ class Decoder:
         """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
         cos, sin = self._rotary.rows(positions)
         x = self._embed(torch.from_numpy(token_ids).to(self._device))
+        if self._programs:
+            return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
         normed = self._layers[0].attention_norm(x)
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
@@ -88,6 +109,53 @@ class Decoder:
             x, normed = layer.mlp_norm.add(attended, x if sample_rows is None else x[sample_rows])
             x, normed = next_norm.add(layer.mlp_rows(normed), x)
         return self._head.rows(normed if sampling else normed[logits_rows])
+
+    def record(self, operations: Operations, paged: PagedAttention) -> None:
+        """From now on compute a step over this cache in one call, if the operations and the layers allow it."""
+        if not self.is_fused:
+            return
+        programs: dict[bool, Program] = {}
+        for sampling in (False, True):
+            program = operations.program(self._dtype)
+            if program is None:
+                return
+            try:
+                self._record(program, paged, sampling)
+            except KernelArgumentError:
+                return  # a shape that single calls pad
+            programs[sampling] = program
+        self._programs, self._paged = programs, paged
+
+    def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
+        """What `compute` does after the embedding, with `x` in one place from the first layer to the last."""
+        x = program.argument(self._head.in_features)
+        cos, sin = (program.argument(self._rotary.width) for _ in range(2))
+        logits = program.argument(self._head.out_features, sampled=True)
+        normed = self._layers[0].attention_norm.record(program, x, into="normed")
+        last = self._layers[-1]
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            only_samples = sampling and layer is last
+            attended = layer.attention.record(program, normed, cos, sin, paged, sampling=only_samples, into="share")
+            if only_samples:
+                x = program.take_sampled(x, into="sampled x")
+            normed = layer.mlp_norm.record_add(program, attended, x, into="normed")
+            normed = next_norm.record_add(program, layer.mlp.record(program, normed, into="share"), x, into="normed")
+        if not sampling:
+            normed = program.take_sampled(normed, into="sampled normed")
+        self._head.record(program, normed, into=logits)
+
+    def _run(
+        self,
+        program: Program,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        logits_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._paged is None or self._paged.layout is None:
+            raise RuntimeError("attention outside of a step")
+        logits = x.new_empty(logits_rows.shape[0], self._head.out_features)
+        program.run([x, *angles, logits], self._paged.layout, logits_rows)
+        return logits
 
 
 class _Layer:
@@ -100,7 +168,7 @@ class _Layer:
         self.attention: FusedAttention = layer.self_attn
         if not isinstance(self.attention, FusedAttention):
             raise TypeError("attention that is not fused")
-        self.mlp: nn.Module = layer.mlp
+        self.mlp: Any = layer.mlp
         self.attention_norm = _norm(layer.input_layernorm)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
         self.mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp

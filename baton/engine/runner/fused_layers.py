@@ -1,7 +1,7 @@
 """Parts of a model on our operations, each in the place of a transformers module that computes the same.
 
 They take and return what the modules they replace do, so transformers' own loop runs them; `rows` is the same without
-the leading dimension of one, for our loop (decoder.py).
+the leading dimension of one, for our loop (decoder.py), and `record` appends the same to a program of the kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.engine.runner.attention import Attend, AttentionParameters
+from baton.engine.runner.attention import Attend, AttentionParameters, PagedAttention
+from baton.engine.runner.kernels.program import Program, Rows
 from baton.engine.runner.operations import Activation, Operations
 
 
@@ -29,6 +30,13 @@ class FusedNorm(nn.Module):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum, and its norm."""
         return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+
+    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str) -> Rows:
+        """The norm of the sum, which takes the residual's place."""
+        return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
@@ -58,6 +66,10 @@ class FusedMlp(nn.Module):
         operations = self._operations
         inner = operations.gated_linear(x, self._gated, activation=self._activation)
         return operations.linear(inner, self._down, self._bias)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        inner = program.gated_linear(x, self._gated, self._activation, into="inner")
+        return program.linear(inner, self._down, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
@@ -119,6 +131,30 @@ class FusedAttention(nn.Module):
         if attended.shape[0] == 0:
             return x[:0]
         return operations.linear(attended.view(attended.shape[0], -1), self._out, self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """With `sampling` only the rows that sample attend."""
+        dim, queries, both = (
+            self._head_dim,
+            self._heads * self._head_dim,
+            (self._heads + self._kv_heads) * self._head_dim,
+        )
+        qkv = program.linear(x, self._qkv, self._qkv_bias, into="qkv")
+        query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)
+        query_norm, key_norm = self._norms
+        if query_norm is None or key_norm is None:
+            program.rotate(qkv.columns(0, both), dim, cos, sin)
+        else:
+            query = query_norm.record(program, query, into="query")
+            key = key_norm.record(program, key, into="key")
+            program.rotate(query, dim, cos, sin)
+            program.rotate(key, dim, cos, sin)
+        if sampling:
+            query = program.take_sampled(query, into="sampled query")
+        attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
+        return program.linear(attended, self._out, self._out_bias, into=into)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any

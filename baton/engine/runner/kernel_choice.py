@@ -7,7 +7,7 @@ import torch
 from baton.engine.runner import kernels
 from baton.engine.runner.cuda_operations import CudaOperations
 from baton.engine.runner.device import CPU
-from baton.engine.runner.kernels import PackedWeight
+from baton.engine.runner.kernels import PackedWeight, Program
 from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.operations import Activation, Operations
 from baton.engine.runner.torch_operations import TorchOperations
@@ -22,6 +22,9 @@ class CompiledOperations:
 
     def numerics(self) -> str:
         return self._numerics
+
+    def program(self, dtype: torch.dtype) -> Program:
+        return kernels.Program(dtype, self._threads)
 
     def pack(self, *weights: torch.Tensor) -> PackedWeight:
         return kernels.pack(*weights)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.runner.kernels.program import Program, Rows
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.recognition import gated_activation
 
@@ -44,6 +45,10 @@ class PackedLinear(nn.Module):
         if x.shape[0] == 0:
             return x.new_empty(0, self.out_features)
         return self._operations.linear(x, self._packed, self._bias)
+
+    def record(self, program: Program, x: Rows, *, into: Rows) -> None:
+        """Append to a program what `rows` computes."""
+        program.linear(x, self._packed, self._bias, into=into)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)

@@ -126,6 +126,9 @@ class UnpaddedOperations:
     def numerics(self) -> str:
         return f"unpadded-torch/{self._inner.numerics()}"
 
+    def program(self, dtype: torch.dtype) -> None:
+        """There are only single calls."""
+
     def pack(self, *weights: torch.Tensor) -> torch.Tensor:
         return torch.cat(weights)
 

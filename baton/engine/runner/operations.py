@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from baton.engine.runner.kernels.cache import CacheView
+from baton.engine.runner.kernels.program import Program
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -20,6 +21,10 @@ class Operations(Protocol):
 
     def numerics(self) -> str:
         """Names what decides the bits: equal names and equal models give equal bits."""
+        ...
+
+    def program(self, dtype: torch.dtype) -> Program | None:
+        """An empty program of these operations, or None where there are only single calls."""
         ...
 
     def pack(self, *weights: torch.Tensor) -> Any:

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo, ModelRunner
+from baton.engine.runner.kernels import Program
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.spec import TorchSpec
 
@@ -40,9 +43,10 @@ class TimedOperations:
 
     def __init__(self, inner: Operations) -> None:
         self._inner = inner
-        self.timing = False
+        self._timing = False
         self._seconds: dict[str, float] = defaultdict(float)
         self._last_end = 0.0
+        self._programs: list[Program] = []
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
@@ -52,6 +56,23 @@ class TimedOperations:
         # The next look-up finds it without coming here.
         setattr(self, name, timed)
         return timed
+
+    @property
+    def timing(self) -> bool:
+        return self._timing
+
+    @timing.setter
+    def timing(self, value: bool) -> None:
+        self._timing = value
+        for program in self._programs:
+            program.timing = value
+
+    def program(self, dtype: torch.dtype) -> Program | None:
+        """The other's, which has its own stopwatch."""
+        program = self._inner.program(dtype)
+        if program is not None:
+            self._programs.append(program)
+        return program
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -68,6 +89,10 @@ class TimedOperations:
     def take(self, step_end: float) -> StepSplit:
         """The times since the last `take`, for a step that the runner returned from at `step_end` (perf_counter)."""
         seconds, self._seconds = self._seconds, defaultdict(float)
+        for program in self._programs:
+            self._last_end = max(self._last_end, program.timed_until)
+            for name, taken in program.take_seconds().items():
+                seconds[name] += taken
         attention = sum(seconds[name] for name in _ATTENTION)
         products = sum(seconds[name] for name in _PRODUCTS)
         return StepSplit(

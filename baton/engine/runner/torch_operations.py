@@ -84,6 +84,9 @@ class TorchOperations:
     def numerics(self) -> str:
         return f"torch-rows-{self.rows_per_call}-threads-{self._num_threads}"
 
+    def program(self, dtype: torch.dtype) -> None:
+        """There are only single calls."""
+
     def pack(self, *weights: torch.Tensor) -> TorchWeight:
         return TorchWeight(torch.cat([weight.detach() for weight in weights]))
 

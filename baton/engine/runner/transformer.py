@@ -14,7 +14,6 @@ from baton.engine.runner.attention import (
     EchoAttention,
     PagedAttention,
     ProbeAttention,
-    StepLayout,
     UnsupportedAttention,
     bind,
 )
@@ -23,6 +22,7 @@ from baton.engine.runner.decoder import Decoder
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.kernels.huge_pages import zeros_for_reading
+from baton.engine.runner.kernels.step_layout import StepLayout
 from baton.engine.runner.layer_groups import group_layers
 from baton.engine.runner.layers import ProductWatch, replace_products
 from baton.engine.runner.mapped_files import MappedFiles
@@ -102,11 +102,17 @@ class Transformer:
         bind(model.module, self._attention)
         if self._decoder is not None and self._decoder.is_fused:
             self.row_quantum = 1
+            self._decoder.record(operations, self._attention)
 
     @property
     def has_own_loop(self) -> bool:
         """Whether transformers' loop over the layers is replaced too."""
         return self._decoder is not None
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether a step's layers are computed in one call."""
+        return self._decoder is not None and self._decoder.has_programs
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         """Compute a step: stores its keys and values, returns float32 logits [rows, vocabulary].

@@ -12,6 +12,7 @@ from baton.engine.runner.kernels.errors import KernelArgumentError, KernelsUnava
 from baton.engine.runner.kernels.info import KernelInfo, available
 from baton.engine.runner.kernels.library import use_isa
 from baton.engine.runner.kernels.product import PackedWeight, gated_linear, linear, pack, pack_gated, take_rows
+from baton.engine.runner.kernels.program import Program
 from baton.engine.runner.kernels.rows import add_rms_norm, rms_norm, rotate
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "KernelInfo",
     "KernelsUnavailable",
     "PackedWeight",
+    "Program",
     "add_rms_norm",
     "available",
     "gated_linear",

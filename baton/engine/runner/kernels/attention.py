@@ -8,24 +8,11 @@ import math
 import torch
 
 from baton.engine.runner.kernels.cache import CacheView
+from baton.engine.runner.kernels.call_structs import AttentionCall
 from baton.engine.runner.kernels.errors import KernelArgumentError
 from baton.engine.runner.kernels.library import DTYPES, check_status, library
 
 MAX_HEAD_DIM = 256
-
-
-class _AttentionCall(ctypes.Structure):
-    """struct attention_call of csrc/kernels.h."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("query", "out", "cache")]
-        + [(name, ctypes.c_void_p) for name in ("query_start", "seq_lens", "block_tables", "sinks")]
-        + [(name, ctypes.c_int64) for name in ("block_stride", "key_offset", "value_offset")]
-        + [(name, ctypes.c_int64) for name in ("rows", "query_stride", "num_seqs", "table_width", "table_stride")]
-        + [(name, ctypes.c_int64) for name in ("num_blocks", "heads", "kv_heads", "key_dim", "value_dim")]
-        + [(name, ctypes.c_int64) for name in ("block_size", "window")]
-        + [(name, ctypes.c_float) for name in ("scale", "softcap")]
-    )
 
 
 def paged_attention(
@@ -57,24 +44,13 @@ def paged_attention(
     query_stride, head_stride, one = query.stride()
     if (one != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
         raise KernelArgumentError("query", "has rows that are not contiguous")
-    _require_cache(cache)
+    require_cache(cache)
     if key_dim != cache.key_dim:
         raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
-    if heads == 0 or heads % cache.num_kv_heads != 0:
-        raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
-    if not math.isfinite(scale):
-        raise KernelArgumentError("scale", f"must be finite, is {scale}")
-    if window is not None and window < 1:
-        raise KernelArgumentError("window", f"must be at least 1, is {window}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise KernelArgumentError("softcap", f"must be positive, is {softcap}")
-    table_stride = _require_requests(query_start, seq_lens, block_tables)
-    if sinks is not None:
-        if sinks.shape != (heads,) or not sinks.is_cpu:
-            raise KernelArgumentError("sinks", f"must be [{heads}] on the CPU, is {tuple(sinks.shape)}")
-        sinks = sinks.detach().to(torch.float32).contiguous()
+    table_stride = require_requests(query_start, seq_lens, block_tables)
+    sinks = require_attention(heads, cache, scale, window, softcap, sinks)
     out = query.new_empty((rows, heads, cache.value_dim))
-    call = _AttentionCall(
+    call = AttentionCall(
         query.data_ptr(),
         out.data_ptr(),
         cache.memory.data_ptr(),
@@ -115,7 +91,7 @@ def store_kv(
     Row t goes to slot slots[t] (int64 [rows]) = block * block_size + offset; a negative slot is padding and is skipped.
     Rows may lie apart. One thread does it. Raises KernelArgumentError for what doesn't fit; then nothing was written.
     """
-    _require_cache(cache)
+    require_cache(cache)
     key_stride = _require_rows("key", key, cache, cache.key_dim)
     value_stride = _require_rows("value", value, cache, cache.value_dim)
     rows = key.shape[0]
@@ -157,7 +133,31 @@ def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> 
     return stride
 
 
-def _require_cache(cache: CacheView) -> None:
+def require_attention(
+    heads: int,
+    cache: CacheView,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Raises KernelArgumentError for what `paged_attention` can't do; returns the sinks as the kernels want them."""
+    if heads == 0 or heads % cache.num_kv_heads != 0:
+        raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
+    if not math.isfinite(scale):
+        raise KernelArgumentError("scale", f"must be finite, is {scale}")
+    if window is not None and window < 1:
+        raise KernelArgumentError("window", f"must be at least 1, is {window}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise KernelArgumentError("softcap", f"must be positive, is {softcap}")
+    if sinks is None:
+        return None
+    if sinks.shape != (heads,) or not sinks.is_cpu:
+        raise KernelArgumentError("sinks", f"must be [{heads}] on the CPU, is {tuple(sinks.shape)}")
+    return sinks.detach().to(torch.float32).contiguous()
+
+
+def require_cache(cache: CacheView) -> None:
     """Raises KernelArgumentError for a cache that the kernels can't read."""
     memory = cache.memory
     if memory.ndim != 1 or memory.dtype not in DTYPES or not memory.is_cpu or not memory.is_contiguous():
@@ -179,7 +179,7 @@ def _require_cache(cache: CacheView) -> None:
             )
 
 
-def _require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> int:
+def require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> int:
     """The distance of the block tables' rows."""
     for name, tensor in (("query_start", query_start), ("seq_lens", seq_lens)):
         if tensor.dtype != torch.int32 or tensor.ndim != 1 or not tensor.is_cpu or not tensor.is_contiguous():

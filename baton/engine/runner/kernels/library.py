@@ -42,6 +42,7 @@ class Library:
     take_rows: Callable[..., int]
     rms_norm: Callable[..., int]
     rotate: Callable[..., int]
+    run_program: Callable[..., int]
 
 
 def check_status(status: int) -> None:
@@ -74,6 +75,7 @@ def library() -> Library:
     norm = [integer, integer] + [pointer] * 5 + [size] * 5
     functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
     functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
+    functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
     fork_join = _torch_fork_join()
     if fork_join is not None:
         functions.baton_set_parallel(fork_join)
@@ -90,6 +92,7 @@ def library() -> Library:
         take_rows=functions.baton_take_rows,
         rms_norm=functions.baton_rms_norm,
         rotate=functions.baton_rotate,
+        run_program=functions.baton_run_program,
     )
 
 

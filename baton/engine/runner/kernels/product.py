@@ -14,8 +14,8 @@ from baton.engine.runner.kernels.library import DTYPES, check_status, library
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-_NOT_GATED = 0
-_ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+NOT_GATED = 0
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
 _PANEL = 16
 
 
@@ -95,7 +95,7 @@ def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *
         if bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous() or not bias.is_cpu:
             raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous, on the CPU")
         bias_address = bias.data_ptr()
-    return _multiply(x, w, bias_address, _NOT_GATED, threads)
+    return _multiply(x, w, bias_address, NOT_GATED, threads)
 
 
 def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, threads: int) -> torch.Tensor:
@@ -105,9 +105,9 @@ def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, th
     """
     if not w.gated:
         raise KernelArgumentError("w", "is not gated: use pack_gated")
-    if activation not in _ACTIVATIONS:
-        raise KernelArgumentError("activation", f"must be one of {', '.join(_ACTIVATIONS)}, is {activation}")
-    return _multiply(x, w, None, _ACTIVATIONS[activation], threads)
+    if activation not in ACTIVATIONS:
+        raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
+    return _multiply(x, w, None, ACTIVATIONS[activation], threads)
 
 
 def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: int, threads: int) -> torch.Tensor:

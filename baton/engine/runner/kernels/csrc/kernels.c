@@ -54,21 +54,16 @@ static void plan_linear(struct linear_call *call, const struct isa *isa, enum dt
     if (together > 1) call->groups_per_task = together;
 }
 
-/* activation: enum activation; n counts the columns of out, k is padded, x_stride counts elements */
-int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
-                 size_t k, size_t x_stride, int activation, int n_threads) {
-    const struct isa *isa = isas[isa_index];
-    struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
-                               .x_stride = x_stride, .activation = (enum activation)activation};
-    if (m == 0 || n == 0) return STATUS_OK;
-    if (n_threads < 1 || (double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
-    plan_linear(&call, isa, (enum dtype)dtype, (size_t)n_threads);
-    size_t across = (column_groups(&call) + call.groups_per_task - 1) / call.groups_per_task;
-    size_t parts = (m + call.rows_per_task - 1) / call.rows_per_task;
-    size_t sums = call.rows_per_task * (isa->groups_take_turns ? call.groups_per_task : 1);
+struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads) {
+    struct work work = {.function = isa->linear[dtype], .job = call};
+    if (call->m == 0 || call->n == 0) return work;
+    plan_linear(call, isa, dtype, n_threads < 1 ? 1 : (size_t)n_threads);
+    size_t across = (column_groups(call) + call->groups_per_task - 1) / call->groups_per_task;
+    size_t sums = call->rows_per_task * (isa->groups_take_turns ? call->groups_per_task : 1);
     if (sums < isa->linear_rows) sums = isa->linear_rows;
-    size_t scratch = (sums * GROUP_COLUMNS + isa->linear_rows * k) * sizeof(float);
-    return run_tasks(isa->linear[dtype], &call, across * parts, n_threads, scratch);
+    work.n_tasks = across * ((call->m + call->rows_per_task - 1) / call->rows_per_task);
+    work.scratch_bytes = (sums * GROUP_COLUMNS + isa->linear_rows * call->k) * sizeof(float);
+    return work;
 }
 
 /* Rows of a task so that it is worth a fork. */
@@ -77,22 +72,42 @@ static size_t worthwhile(size_t elements) {
     return rows < 1 ? 1 : rows;
 }
 
+struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->rms_norm[dtype], .job = call};
+    call->rows_per_task = worthwhile(call->columns * call->n);
+    if (call->columns * call->n > 0) work.n_tasks = (call->rows + call->rows_per_task - 1) / call->rows_per_task;
+    return work;
+}
+
+struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype) {
+    struct work work = {.function = isa->rotate[dtype], .job = call};
+    call->tokens_per_task = worthwhile(call->heads * call->half * 2);
+    if (call->heads * call->half > 0) work.n_tasks = (call->tokens + call->tokens_per_task - 1) / call->tokens_per_task;
+    return work;
+}
+
+/* activation: enum activation; n counts the columns of out, k is padded, x_stride counts elements */
+int baton_linear(int isa_index, int dtype, const void *x, const void *packed, const void *bias, void *out, size_t m, size_t n,
+                 size_t k, size_t x_stride, int activation, int n_threads) {
+    struct linear_call call = {.x = x, .packed = packed, .bias = bias, .out = out, .m = m, .n = n, .k = k,
+                               .x_stride = x_stride, .activation = (enum activation)activation};
+    if ((double)m * (double)n * (double)k < 1 << 18) n_threads = 1; /* a fork costs more than this work */
+    struct work work = linear_work(&call, isas[isa_index], (enum dtype)dtype, n_threads);
+    return run_works(&work, 1, n_threads, NULL);
+}
+
 int baton_rms_norm(int isa, int dtype, const void *x, const void *weight, const void *residual, void *sum, void *out, size_t rows,
                    size_t columns, size_t n, size_t row_stride, size_t column_stride, float eps, int plus_one, int n_threads) {
     struct norm_call call = {.x = x, .weight = weight, .residual = residual, .sum = sum, .out = out, .rows = rows,
                              .columns = columns, .n = n, .stride = {row_stride, column_stride}, .eps = eps, .plus_one = plus_one};
-    if (rows * columns * n == 0) return STATUS_OK;
-    call.rows_per_task = worthwhile(columns * n);
-    size_t tasks = (rows + call.rows_per_task - 1) / call.rows_per_task;
-    return run_tasks(isas[isa]->rms_norm[dtype], &call, tasks, n_threads, 0);
+    struct work work = norm_work(&call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
 }
 
 int baton_rotate(int isa, int dtype, void *x, const void *cos, const void *sin, size_t tokens, size_t heads, size_t half,
                  size_t token_stride, size_t head_stride, size_t angle_stride, int n_threads) {
     struct rotate_call call = {.x = x, .cos = cos, .sin = sin, .tokens = tokens, .heads = heads, .half = half,
                                .token_stride = token_stride, .head_stride = head_stride, .angle_stride = angle_stride};
-    if (tokens * heads * half == 0) return STATUS_OK;
-    call.tokens_per_task = worthwhile(heads * half * 2);
-    size_t tasks = (tokens + call.tokens_per_task - 1) / call.tokens_per_task;
-    return run_tasks(isas[isa]->rotate[dtype], &call, tasks, n_threads, 0);
+    struct work work = rotate_work(&call, isas[isa], (enum dtype)dtype);
+    return run_works(&work, 1, n_threads, NULL);
 }

@@ -16,6 +16,7 @@
 #ifndef BATON_KERNELS_H
 #define BATON_KERNELS_H
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -34,6 +35,7 @@ enum status {
     STATUS_BAD_INDEX = 6,
 };
 
+/* call_structs.py has the calls for ctypes. */
 struct linear_call {
     const void *x, *packed, *bias; /* bias may be NULL */
     void *out;
@@ -80,7 +82,16 @@ struct rotate_call {
     size_t tokens, heads, half, token_stride, head_stride, angle_stride, tokens_per_task;
 };
 
-/* attention.py has the same structure for ctypes */
+/* Sizes and strides in bytes; a slot's key lies at key_offset of its block, its value at value_offset, each head's tokens side by
+ * side. */
+struct store_call {
+    const void *key, *value; /* [tokens, kv_heads, ..] */
+    void *cache;
+    const int64_t *slots;
+    int64_t tokens, kv_heads, num_blocks, block_size, key_size, value_size, key_stride, value_stride;
+    int64_t block_stride, key_offset, value_offset, tokens_per_task;
+};
+
 struct attention_call {
     const void *query; /* [rows, heads, key_dim], rows query_stride elements apart */
     void *out;         /* [rows, heads, value_dim] */
@@ -102,7 +113,8 @@ struct attention_task {
 
 struct attention_job {
     const struct attention_call *call;
-    const struct attention_task *tasks;
+    struct attention_task *tasks;
+    size_t count;
 };
 
 /* Up to so many rows memory is slower than their products. */
@@ -136,7 +148,32 @@ static inline size_t padded_columns(int64_t columns) {
  * scores at a time, so that a tile and what is made of it stay in the first cache. */
 enum { ATTENTION_ROWS = 128, SCORE_ROWS = 32, TASK_KV_HEADS = 8 };
 
-/* Runs every task exactly once on at most n_threads threads; which thread runs a task has no influence on its result. */
-int run_tasks(task_function function, const void *job, size_t n_tasks, int n_threads, size_t scratch_bytes);
+/* Tasks that may run in any order on any threads: which thread runs a task has no influence on its result. */
+struct work {
+    task_function function;
+    const void *job;
+    size_t n_tasks, scratch_bytes;
+    _Alignas(64) atomic_size_t next; /* the first task that nobody has taken */
+    _Alignas(64) atomic_size_t done;
+};
+
+/* Runs every task exactly once on at most n_threads threads, each work's after all of those before it. times: NULL, or
+ * [n_works + 1]: the monotonic nanoseconds at the start, and when each work was done. */
+int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times);
+
+/* How calls are cut into tasks. */
+struct work linear_work(struct linear_call *call, const struct isa *isa, enum dtype dtype, int n_threads);
+struct work norm_work(struct norm_call *call, const struct isa *isa, enum dtype dtype);
+struct work rotate_work(struct rotate_call *call, const struct isa *isa, enum dtype dtype);
+struct work store_work(struct store_call *call);
+struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype);
+
+/* Everything that would read or write outside the tensors if it were wrong. */
+int check_store(const struct store_call *call);
+int check_attention(const struct attention_call *call);
+/* The tasks of a checked call, which the caller frees. */
+int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads);
+/* Rows of no request come out zero. */
+void clear_unused_rows(const struct attention_call *call, enum dtype dtype);
 
 #endif

@@ -80,5 +80,6 @@ int baton_take_rows(int isa, int dtype, const void *packed, const int64_t *index
     struct take_call call = {.packed = packed, .index = index, .out = out, .k = k, .step = step, .dtype = dtype};
     for (size_t i = 0; i < rows; i++)
         if (index[i] < 0 || (size_t)index[i] >= n) return STATUS_BAD_INDEX;
-    return run_tasks(take_row, &call, rows, rows < 32 ? 1 : n_threads, 0);
+    struct work work = {.function = take_row, .job = &call, .n_tasks = rows};
+    return run_works(&work, 1, rows < 32 ? 1 : n_threads, NULL);
 }

@@ -43,8 +43,8 @@ static size_t plan_request(const struct attention_call *call, int64_t seq, int64
     return count;
 }
 
-/* Everything that would read outside the tensors if it were wrong; blocks that no query row sees may hold any number. */
-static int check_attention(const struct attention_call *call) {
+/* Blocks that no query row sees may hold any number. */
+int check_attention(const struct attention_call *call) {
     if (call->query_start[0] != 0 || call->query_start[call->num_seqs] > call->rows) return STATUS_BAD_QUERY_START;
     for (int64_t seq = 0; seq < call->num_seqs; seq++) {
         int64_t tokens = (int64_t)call->query_start[seq + 1] - call->query_start[seq], length = call->seq_lens[seq];
@@ -60,44 +60,86 @@ static int check_attention(const struct attention_call *call) {
     return STATUS_OK;
 }
 
-int baton_attention(int isa, int dtype, const struct attention_call *call, int n_threads) {
-    int checked = check_attention(call);
-    if (checked != STATUS_OK) return checked;
+void clear_unused_rows(const struct attention_call *call, enum dtype dtype) {
     size_t row_bytes = (size_t)(call->heads * call->value_dim) * (dtype == DTYPE_FLOAT32 ? 4 : 2);
-    size_t used = (size_t)call->query_start[call->num_seqs], count = 0;
+    size_t used = (size_t)call->query_start[call->num_seqs];
     memset((char *)call->out + used * row_bytes, 0, ((size_t)call->rows - used) * row_bytes);
-    if (n_threads < 1) n_threads = 1;
+}
+
+int plan_attention(struct attention_job *job, const struct attention_call *call, int n_threads) {
     int64_t work = 0;
+    *job = (struct attention_job){.call = call};
+    if (n_threads < 1) n_threads = 1;
     for (int64_t seq = 0; seq < call->num_seqs; seq++)
         if (call->query_start[seq + 1] > call->query_start[seq]) work += call->seq_lens[seq] * call->kv_heads;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) count += plan_request(call, seq, work, n_threads, NULL);
-    if (count == 0) return STATUS_OK;
-    struct attention_task *tasks = malloc(count * sizeof *tasks);
-    if (tasks == NULL) return STATUS_NO_MEMORY;
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) job->count += plan_request(call, seq, work, n_threads, NULL);
+    if (job->count == 0) return STATUS_OK;
+    job->tasks = malloc(job->count * sizeof *job->tasks);
+    if (job->tasks == NULL) return STATUS_NO_MEMORY;
     size_t planned = 0;
-    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, work, n_threads, tasks + planned);
-    struct attention_job job = {.call = call, .tasks = tasks};
-    int status = run_tasks(isas[isa]->attention[dtype], &job, count, n_threads, attention_scratch(call));
-    free(tasks);
+    for (int64_t seq = 0; seq < call->num_seqs; seq++) planned += plan_request(call, seq, work, n_threads, job->tasks + planned);
+    return STATUS_OK;
+}
+
+struct work attention_work(const struct attention_job *job, const struct isa *isa, enum dtype dtype) {
+    return (struct work){.function = isa->attention[dtype], .job = job, .n_tasks = job->count,
+                         .scratch_bytes = attention_scratch(job->call)};
+}
+
+int baton_attention(int isa, int dtype, const struct attention_call *call, int n_threads) {
+    int status = check_attention(call);
+    if (status != STATUS_OK) return status;
+    clear_unused_rows(call, (enum dtype)dtype);
+    struct attention_job job;
+    status = plan_attention(&job, call, n_threads);
+    if (status != STATUS_OK) return status;
+    struct work work = attention_work(&job, isas[isa], (enum dtype)dtype);
+    status = run_works(&work, 1, n_threads, NULL);
+    free(job.tasks);
     return status;
 }
 
-/* sizes and strides in bytes; a slot's key lies at key_offset, its value at value_offset, each head's tokens side by side */
+int check_store(const struct store_call *call) {
+    for (int64_t t = 0; t < call->tokens; t++)
+        if (call->slots[t] >= call->num_blocks * call->block_size) return STATUS_BAD_SLOT;
+    return STATUS_OK;
+}
+
+static void store_tokens(const void *job, size_t task, void *scratch) {
+    const struct store_call *call = job;
+    int64_t token = (int64_t)task * call->tokens_per_task;
+    int64_t end = token + call->tokens_per_task < call->tokens ? token + call->tokens_per_task : call->tokens;
+    (void)scratch;
+    for (; token < end; token++) {
+        int64_t slot = call->slots[token], offset = slot % call->block_size;
+        if (slot < 0) continue;
+        const char *key = (const char *)call->key + token * call->key_stride;
+        const char *value = (const char *)call->value + token * call->value_stride;
+        char *block = (char *)call->cache + slot / call->block_size * call->block_stride;
+        for (int64_t head = 0; head < call->kv_heads; head++) {
+            int64_t place = head * call->block_size + offset;
+            memcpy(block + call->key_offset + place * call->key_size, key + head * call->key_size, (size_t)call->key_size);
+            memcpy(block + call->value_offset + place * call->value_size, value + head * call->value_size,
+                   (size_t)call->value_size);
+        }
+    }
+}
+
+struct work store_work(struct store_call *call) {
+    enum { TOKENS = 32 };
+    call->tokens_per_task = TOKENS;
+    return (struct work){.function = store_tokens, .job = call, .n_tasks = (size_t)(call->tokens + TOKENS - 1) / TOKENS};
+}
+
 int baton_store_kv(const void *key, const void *value, void *cache, const int64_t *slots, int64_t tokens, int64_t kv_heads,
                    int64_t num_blocks, int64_t block_size, int64_t key_size, int64_t value_size, int64_t key_stride,
                    int64_t value_stride, int64_t block_stride, int64_t key_offset, int64_t value_offset) {
-    for (int64_t t = 0; t < tokens; t++)
-        if (slots[t] >= num_blocks * block_size) return STATUS_BAD_SLOT;
-    for (int64_t t = 0; t < tokens; t++) {
-        if (slots[t] < 0) continue;
-        char *block = (char *)cache + slots[t] / block_size * block_stride;
-        int64_t offset = slots[t] % block_size;
-        for (int64_t head = 0; head < kv_heads; head++) {
-            int64_t token = head * block_size + offset;
-            memcpy(block + key_offset + token * key_size, (const char *)key + t * key_stride + head * key_size, (size_t)key_size);
-            memcpy(block + value_offset + token * value_size, (const char *)value + t * value_stride + head * value_size,
-                   (size_t)value_size);
-        }
-    }
-    return STATUS_OK;
+    struct store_call call = {.key = key, .value = value, .cache = cache, .slots = slots, .tokens = tokens, .kv_heads = kv_heads,
+                              .num_blocks = num_blocks, .block_size = block_size, .key_size = key_size, .value_size = value_size,
+                              .key_stride = key_stride, .value_stride = value_stride, .block_stride = block_stride,
+                              .key_offset = key_offset, .value_offset = value_offset};
+    int status = check_store(&call);
+    if (status != STATUS_OK) return status;
+    struct work work = store_work(&call);
+    return run_works(&work, 1, 1, NULL);
 }

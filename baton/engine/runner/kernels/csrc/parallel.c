@@ -1,10 +1,12 @@
-/* Threads: tasks are claimed from a counter by a team of torch's own OpenMP runtime, handed in as its GOMP_parallel entry.
+/* Threads: a team of torch's own OpenMP runtime, handed in as its GOMP_parallel entry, goes through the works of a call together;
+ * each work's tasks are claimed from a counter.
  * A second runtime beside it would have a second set of spinning workers on the same cores. Without one, the caller works alone. */
 #include "kernels.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
+#include <sched.h>
 #include <stdlib.h>
+#include <time.h>
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -16,10 +18,10 @@ static _Atomic(parallel_function) parallel;
 void baton_set_parallel(void *gomp_parallel) { atomic_store(&parallel, (parallel_function)gomp_parallel); }
 
 struct team {
-    task_function function;
-    const void *job;
-    size_t n_tasks, scratch_bytes;
-    atomic_size_t next;
+    struct work *works;
+    size_t n_works, scratch_bytes;
+    int64_t *times;
+    pthread_t caller; /* writes them down */
     atomic_int status;
 };
 
@@ -84,7 +86,43 @@ static fp_state flush_subnormals(void) { return 0; }
 static void restore_fp(fp_state old) { (void)old; }
 #endif
 
-static void work(void *data) {
+#if defined(__SSE__)
+static void pause_briefly(void) { _mm_pause(); }
+#elif defined(__aarch64__)
+static void pause_briefly(void) { __asm__ volatile("yield"); }
+#else
+static void pause_briefly(void) {}
+#endif
+
+/* Tasks are short: who waits longer than this waits for a thread that has lost its core, and offers its own. */
+enum { SPINS = 4000 };
+
+static void wait_for(struct work *work) {
+    for (int spins = 0; atomic_load_explicit(&work->done, memory_order_acquire) < work->n_tasks;)
+        if (spins++ < SPINS)
+            pause_briefly();
+        else
+            sched_yield();
+}
+
+static void take_tasks(struct work *work, void *scratch) {
+    size_t taken = 0;
+    for (;; taken++) {
+        size_t task = atomic_fetch_add_explicit(&work->next, 1, memory_order_relaxed);
+        if (task >= work->n_tasks) break;
+        work->function(work->job, task, scratch);
+    }
+    if (taken > 0) atomic_fetch_add_explicit(&work->done, taken, memory_order_release);
+}
+
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* What each thread of the team does. Nobody waits for a thread that has taken no task, so none needs to come at all. */
+static void go_through(void *data) {
     struct team *team = data;
     void *scratch = thread_scratch(team->scratch_bytes + 64);
     if (scratch == NULL) {
@@ -92,24 +130,29 @@ static void work(void *data) {
         return;
     }
     fp_state old = flush_subnormals();
-    for (;;) {
-        size_t task = atomic_fetch_add(&team->next, 1);
-        if (task >= team->n_tasks) break;
-        team->function(team->job, task, scratch);
+    int64_t *times = team->times != NULL && pthread_equal(team->caller, pthread_self()) ? team->times : NULL;
+    if (times != NULL) times[0] = now();
+    for (size_t i = 0; i < team->n_works; i++) {
+        take_tasks(&team->works[i], scratch);
+        if (i + 1 < team->n_works || times != NULL) wait_for(&team->works[i]);
+        if (times != NULL) times[i + 1] = now();
     }
     restore_fp(old);
 }
 
-int run_tasks(task_function function, const void *job, size_t n_tasks, int n_threads, size_t scratch_bytes) {
-    struct team team = {.function = function, .job = job, .n_tasks = n_tasks, .scratch_bytes = scratch_bytes};
-    atomic_init(&team.next, 0);
+int run_works(struct work *works, size_t n_works, int n_threads, int64_t *times) {
+    struct team team = {.works = works, .n_works = n_works, .times = times, .caller = pthread_self()};
     atomic_init(&team.status, STATUS_OK);
+    size_t threads = n_threads < 1 ? 1 : (size_t)n_threads, most_tasks = 1;
+    for (size_t i = 0; i < n_works; i++) {
+        if (works[i].n_tasks > most_tasks) most_tasks = works[i].n_tasks;
+        if (works[i].scratch_bytes > team.scratch_bytes) team.scratch_bytes = works[i].scratch_bytes;
+    }
     parallel_function fork_join = atomic_load(&parallel);
-    size_t threads = n_threads < 1 ? 1 : (size_t)n_threads;
-    if (threads > n_tasks) threads = n_tasks;
+    if (threads > most_tasks) threads = most_tasks;
     if (threads > 1 && fork_join != NULL)
-        fork_join(work, &team, (unsigned)threads, 0);
-    else if (n_tasks > 0)
-        work(&team);
+        fork_join(go_through, &team, (unsigned)threads, 0);
+    else
+        go_through(&team);
     return atomic_load(&team.status);
 }

@@ -1,0 +1,168 @@
+/* A program: the operations of a step's layers one after another, in one call. The threads stay together from the first to the
+ * last, and Python is not asked in between. What changes from step to step is in struct step; nothing is computed before all
+ * of it has been checked. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* call_structs.py has the same */
+enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS };
+enum which_rows { ALL_ROWS, SAMPLED_ROWS };
+
+/* out[i] is row index[i] of x; sizes in bytes */
+struct take_rows_call {
+    const void *x;
+    void *out;
+    const int64_t *index;
+    int64_t rows, row_bytes, x_stride;
+};
+
+union call {
+    struct linear_call linear;
+    struct norm_call norm;
+    struct rotate_call rotate;
+    struct store_call store;
+    struct attention_call attention;
+    struct take_rows_call take;
+};
+
+/* A buffer of rows, and how many bytes into it; buffer -1: there is none. */
+struct place {
+    int64_t buffer, offset;
+};
+
+/* Two inputs at most beside x: a norm's residual (and sum), a rotation's cosines and sines, the values to store with the keys. */
+struct operation {
+    int64_t kind, which_rows, group; /* group: of layers, whose block tables and slots are one */
+    struct place x, out, second, third;
+    union call call; /* without what the step brings */
+};
+
+struct step_group {
+    const int64_t *slots;        /* [rows] */
+    const int32_t *block_tables; /* [seqs, table_width], rows table_stride elements apart */
+    int64_t table_width, table_stride;
+};
+
+struct step {
+    char *const *buffers;
+    const int64_t *sampled; /* [num_sampled]: the rows that sample */
+    const int32_t *query_start, *sample_start, *seq_lens;
+    const struct step_group *groups;
+    int64_t rows, num_sampled, num_seqs;
+};
+
+struct prepared {
+    union call call;
+    struct attention_job job;
+    int owns_tasks;
+};
+
+static void *at(const struct step *step, struct place place) {
+    return place.buffer < 0 ? NULL : step->buffers[place.buffer] + place.offset;
+}
+
+static void take_all_rows(const void *job, size_t task, void *scratch) {
+    const struct take_rows_call *call = job;
+    (void)task, (void)scratch;
+    for (int64_t row = 0; row < call->rows; row++)
+        memcpy((char *)call->out + row * call->row_bytes, (const char *)call->x + call->index[row] * call->x_stride,
+               (size_t)call->row_bytes);
+}
+
+static int prepare_attention(struct prepared *to, struct work *work, const struct prepared *before, const struct isa *isa,
+                             enum dtype dtype, int n_threads) {
+    const struct attention_call *call = &to->call.attention;
+    int status = check_attention(call);
+    if (status != STATUS_OK) return status;
+    clear_unused_rows(call, dtype);
+    const struct attention_call *other = before != NULL ? &before->call.attention : NULL;
+    if (other != NULL && other->query_start == call->query_start && other->heads == call->heads && other->kv_heads == call->kv_heads) {
+        to->job = (struct attention_job){call, before->job.tasks, before->job.count};
+    } else {
+        status = plan_attention(&to->job, call, n_threads);
+        to->owns_tasks = 1;
+    }
+    *work = attention_work(&to->job, isa, dtype);
+    return status;
+}
+
+/* Fills in what the step brings. before: the last attention that was prepared, or NULL. */
+static int prepare(struct prepared *to, struct work *work, const struct operation *op, const struct step *step,
+                   const struct prepared *before, const struct isa *isa, enum dtype dtype, int n_threads) {
+    int sampled = op->which_rows == SAMPLED_ROWS;
+    int64_t rows = sampled ? step->num_sampled : step->rows;
+    union call *call = &to->call;
+    *to = (struct prepared){.call = op->call};
+    switch ((enum operation_kind)op->kind) {
+    case OP_LINEAR:
+        call->linear.x = at(step, op->x);
+        call->linear.out = at(step, op->out);
+        call->linear.m = (size_t)rows;
+        *work = linear_work(&call->linear, isa, dtype, n_threads);
+        return STATUS_OK;
+    case OP_NORM:
+        call->norm.x = at(step, op->x);
+        call->norm.out = at(step, op->out);
+        call->norm.residual = at(step, op->second);
+        call->norm.sum = at(step, op->third);
+        call->norm.rows = (size_t)rows;
+        *work = norm_work(&call->norm, isa, dtype);
+        return STATUS_OK;
+    case OP_ROTATE:
+        call->rotate.x = at(step, op->x);
+        call->rotate.cos = at(step, op->second);
+        call->rotate.sin = at(step, op->third);
+        call->rotate.tokens = (size_t)rows;
+        *work = rotate_work(&call->rotate, isa, dtype);
+        return STATUS_OK;
+    case OP_STORE_KV:
+        call->store.key = at(step, op->x);
+        call->store.value = at(step, op->second);
+        call->store.slots = step->groups[op->group].slots;
+        call->store.tokens = rows;
+        *work = store_work(&call->store);
+        return check_store(&call->store);
+    case OP_ATTENTION:
+        call->attention.query = at(step, op->x);
+        call->attention.out = at(step, op->out);
+        call->attention.query_start = sampled ? step->sample_start : step->query_start;
+        call->attention.seq_lens = step->seq_lens;
+        call->attention.num_seqs = step->num_seqs;
+        call->attention.rows = rows;
+        call->attention.block_tables = step->groups[op->group].block_tables;
+        call->attention.table_width = step->groups[op->group].table_width;
+        call->attention.table_stride = step->groups[op->group].table_stride;
+        return prepare_attention(to, work, before, isa, dtype, n_threads);
+    case OP_TAKE_ROWS:
+        call->take.x = at(step, op->x);
+        call->take.out = at(step, op->out);
+        call->take.index = step->sampled;
+        call->take.rows = rows;
+        *work = (struct work){.function = take_all_rows, .job = &call->take, .n_tasks = rows > 0};
+        return STATUS_OK;
+    }
+    return STATUS_OK;
+}
+
+/* times: as run_works has them */
+int baton_run_program(int isa, int dtype, const struct operation *operations, size_t count, const struct step *step, int n_threads,
+                      int64_t *times) {
+    struct prepared *prepared = calloc(count, sizeof *prepared);
+    struct work *works = aligned_alloc(_Alignof(struct work), count * sizeof *works);
+    const struct prepared *attention = NULL;
+    int status = prepared == NULL || works == NULL ? STATUS_NO_MEMORY : STATUS_OK;
+    for (int64_t i = 0; i < step->num_sampled && status == STATUS_OK; i++)
+        if (step->sampled[i] < 0 || step->sampled[i] >= step->rows) status = STATUS_BAD_INDEX;
+    for (size_t i = 0; i < count && status == STATUS_OK; i++) {
+        status = prepare(&prepared[i], &works[i], &operations[i], step, attention, isas[isa], (enum dtype)dtype, n_threads);
+        if (operations[i].kind == OP_ATTENTION) attention = &prepared[i];
+    }
+    if (status == STATUS_OK) status = run_works(works, count, n_threads, times);
+    for (size_t i = 0; prepared != NULL && i < count; i++)
+        if (prepared[i].owns_tasks) free(prepared[i].job.tasks);
+    free(works);
+    free(prepared);
+    return status;
+}

@@ -1,0 +1,185 @@
+"""A step in one call gives the bits of many single calls, and models that can't be recorded still run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from baton.engine.outputs import NewRequestData
+from baton.engine.request import SamplingParams
+from baton.engine.runner import attention, kernels, layers
+from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
+from baton.engine.runner.kernel_choice import CompiledOperations
+from baton.engine.runner.kernels import KernelArgumentError
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.torch_operations import TorchOperations
+from baton.engine.runner.transformer import CacheSize, Transformer
+from baton.engine.runner.weights import load_model
+from tests.support.tiny_models import TINY_MODELS
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
+
+BLOCK_SIZE = 16
+MODELS = {
+    **TINY_MODELS,
+    "qwen3_windows": {
+        **TINY_MODELS["qwen3"],
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "qwen2_wide": {
+        **TINY_MODELS["qwen2"],
+        "hidden_size": 320,
+        "intermediate_size": 1088,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    },
+    "llama_odd_widths": {**TINY_MODELS["llama"], "intermediate_size": 120, "head_dim": 24},
+}
+RECORDED = ["llama", "qwen2", "qwen3", "mistral", "phi3", "qwen3_windows", "qwen2_wide"]
+LENGTHS = (150, 41, 90, 3, 64, 1, 77, 20)
+
+
+class SingleCalls(CompiledOperations):
+    """The same kernels, one call each."""
+
+    def program(self, dtype: torch.dtype) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    kernels.use_isa(None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def load(models: Path, name: str, dtype: str, operations: CompiledOperations | TorchOperations) -> Transformer:
+    directory = models / name
+    if not directory.exists():
+        write_random_model(directory, MODELS[name], seed=5)
+    attention.register()
+    layers.register()
+    return Transformer(load_model(directory, dtype), operations, BLOCK_SIZE, CacheSize(num_blocks=200), 1)
+
+
+def both(models: Path, name: str, dtype: str, threads: int) -> tuple[Transformer, Transformer]:
+    """With programs, and operation by operation."""
+    return load(models, name, dtype, CompiledOperations(threads, "")), load(
+        models, name, dtype, SingleCalls(threads, "")
+    )
+
+
+def requests(transformer: Transformer) -> list[RequestState]:
+    """One of each length, in blocks of its own."""
+    rng, states, first, groups = Random(3), [], 1, len(transformer.layout.groups)
+    for length in LENGTHS:
+        count = -(-length // BLOCK_SIZE) * groups
+        tokens = [rng.randrange(256) for _ in range(length)]
+        data = NewRequestData(f"of-{length}", tokens, (), SamplingParams(), range(first, first + count), 0)
+        states.append(RequestState(data))
+        first += count
+    return states
+
+
+def steps() -> list[list[int]]:
+    """Tokens computed of each request: chunks with and without rows that sample, and one row of each."""
+    rng, left, plan = Random(4), list(LENGTHS), []
+    for most in (40, 1, 1, 70, 1, 9, 1, 300):
+        counts = [min(most if most == 1 else most - rng.randint(0, most // 2), one) for one in left]
+        left = [one - count for one, count in zip(left, counts, strict=True)]
+        plan.append(counts)
+    assert not any(left), "every request samples in the end"
+    return plan
+
+
+def compute(
+    transformer: Transformer, states: Sequence[RequestState], counts: Sequence[int], *, every_row: bool = False
+) -> npt.NDArray[np.float32]:
+    shares = [Scheduled(state, count) for state, count in zip(states, counts, strict=True) if count]
+    batch = flatten(shares, transformer.layout, transformer.row_quantum)
+    rows = np.arange(int(batch.query_start[-1])) if every_row else None
+    logits = transformer.compute(batch, rows)
+    for share in shares:
+        share.state.num_computed_tokens = share.stop
+    return logits
+
+
+def bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+    return array.view(np.uint32)
+
+
+def assert_same(one: Transformer, other: Transformer) -> None:
+    """Compute the same steps on both; logits and the whole cache must be equal bit by bit."""
+    states, others = requests(one), requests(other)
+    for index, counts in enumerate(steps()):
+        every_row = index == 3
+        got = compute(one, states, counts, every_row=every_row)
+        expected = compute(other, others, counts, every_row=every_row)
+        assert np.array_equal(bits(got), bits(expected)), f"step {index}"
+    assert torch.equal(one.kv_cache.view(torch.uint8), other.kv_cache.view(torch.uint8))
+    assert one.kv_cache.any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RECORDED)
+def test_one_call_gives_the_bits_of_many(models: Path, name: str, dtype: str, threads: int) -> None:
+    recorded, single = both(models, name, dtype, threads)
+    assert recorded.has_programs
+    assert not single.has_programs
+    assert_same(recorded, single)
+
+
+@pytest.mark.parametrize("isa", kernels.available().isas)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_gives_the_bits_of_many_on_every_instruction_set(models: Path, dtype: str, isa: str) -> None:
+    kernels.use_isa(isa)
+    for name in ("qwen3_windows", "qwen2_wide"):
+        assert_same(*both(models, name, dtype, threads=2))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma3_text", "deepseek_v3", "gpt_oss", "gpt2"])
+def test_what_can_not_be_recorded_runs_in_single_calls(models: Path, name: str) -> None:
+    transformer, single = both(models, name, "float32", threads=2)
+    assert not transformer.has_programs
+    assert_same(transformer, single)
+
+
+def test_widths_that_single_calls_pad_are_not_recorded(models: Path) -> None:
+    assert load(models, "llama_odd_widths", "float32", CompiledOperations(1, "")).has_programs
+    assert not load(models, "llama_odd_widths", "bfloat16", CompiledOperations(1, "")).has_programs
+
+
+def test_torchs_operations_have_no_programs(models: Path) -> None:
+    assert not load(models, "llama", "float32", TorchOperations(1)).has_programs
+
+
+def test_a_step_that_does_not_fit_changes_nothing_and_the_next_one_is_right(models: Path) -> None:
+    recorded, single = both(models, "llama", "bfloat16", threads=2)
+    states, others = requests(recorded), requests(single)
+    counts = [min(length, 30) for length in LENGTHS]
+    assert np.array_equal(bits(compute(recorded, states, counts)), bits(compute(single, others, counts)))
+    before = recorded.kv_cache.clone()
+    batch = flatten([Scheduled(states[0], 5), Scheduled(states[2], 60)], recorded.layout, 1)
+    for array, name in ((batch.slots, "slots"), (batch.block_tables, "block_tables")):
+        kept = array.flat[0]
+        array.flat[0] = 10**6
+        with pytest.raises(KernelArgumentError) as caught:
+            recorded.compute(batch)
+        assert caught.value.argument == name
+        array.flat[0] = kept
+    assert torch.equal(recorded.kv_cache, before)
+    rest = [length - count for length, count in zip(LENGTHS, counts, strict=True)]
+    assert np.array_equal(bits(compute(recorded, states, rest)), bits(compute(single, others, rest)))

@@ -4,22 +4,36 @@ The rules are those of transformers' `generate(num_beams=..., do_sample=False)`,
 beams' continuations the best `num_candidates` are looked at, those that end the text are finished if they are among
 the best `width`, and the best `width` of the others go on. A finished one is scored by its log-probability over its
 length to the power of `length_penalty`.
+
+A beam is a link to the one that it continues and one token more, so a step costs the same however long the text is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Beam:
     """Output tokens and their score: the sum of their log-probabilities, length-penalised once they are finished."""
 
-    token_ids: tuple[int, ...]
+    before: Beam | None = field(repr=False)
+    """The beam that it continues; None of the one without tokens."""
+    token_id: int
+    """Its last token."""
     score: float
     parent: int = 0
-    """Which of the beams before it continues."""
+    """The place that `before` had among those that ran."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All its tokens, written out."""
+        token_ids, beam = [], self
+        while beam.before is not None:
+            token_ids.append(beam.token_id)
+            beam = beam.before
+        return tuple(reversed(token_ids))
 
 
 class BeamSearch:
@@ -35,8 +49,10 @@ class BeamSearch:
         early_stopping: bool = False,
     ) -> None:
         """`early_stopping`: over as soon as `width` beams are finished."""
-        self.running: Sequence[Beam] = (Beam((), 0.0),)
+        self.running: Sequence[Beam] = (Beam(None, -1, 0.0),)
         """Best first."""
+        self.length = 0
+        """Tokens of each that runs."""
         self.finished: Sequence[Beam] = ()
         """Best first."""
         self.is_over = False
@@ -54,17 +70,17 @@ class BeamSearch:
     def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> None:
         """One step: (token, log-probability) of the likeliest tokens of each running beam, best first."""
         candidates = [
-            Beam((*beam.token_ids, token_id), beam.score + logprob, parent)
+            Beam(beam, token_id, beam.score + logprob, parent)
             for parent, (beam, likeliest) in enumerate(zip(self.running, continuations, strict=True))
             for token_id, logprob in likeliest
         ]
         candidates.sort(key=_score, reverse=True)
         del candidates[self.num_candidates :]
-        length = len(self.running[0].token_ids) + 1
-        ends = [length >= self._max_tokens or beam.token_ids[-1] in self._stop_ids for beam in candidates]
-        divisor = length**self._length_penalty
+        self.length += 1
+        ends = [self.length >= self._max_tokens or beam.token_id in self._stop_ids for beam in candidates]
+        divisor = self.length**self._length_penalty
         ended = [
-            Beam(beam.token_ids, beam.score / divisor)
+            replace(beam, score=beam.score / divisor)
             for beam, is_end in zip(candidates[: self._width], ends, strict=False)
             if is_end
         ]

@@ -150,8 +150,9 @@ class Admission:
         self._manager.cache_blocks(request, request.num_prompt_tokens)
         self.fork(request)
         if request.beams is not None:
-            ledger.retire(request)
+            ledger.park(request)
             self.enter([request.beams.again_from_prompt()])
+            ledger.retire_computed(request.beams)
             return
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
@@ -233,6 +234,8 @@ class Admission:
                 return _Tried.STEP_FULL
         elif not self._has_seat(plan):
             return _Tried.STEP_FULL
+        if self._manager.has_table(request.request_id):
+            return self._go_on(request, plan)
         computed = self._computed_blocks(request, with_host=not may_load)
         if computed is None:
             return _Tried.ASK_AGAIN
@@ -254,7 +257,7 @@ class Admission:
 
         None: a sibling is about to have it.
         """
-        if request.parent_id and self._manager.has_table(request.parent_id):
+        if self._parent(request) is not None:
             shared = self._manager.shared_prefix(request.parent_id, request.num_tokens - 1)
             if shared is not None:
                 return shared
@@ -270,6 +273,20 @@ class Admission:
             return shared
         cached = self._manager.get_computed_blocks(request)
         return max(shared or NO_COMPUTED_BLOCKS, cached, key=lambda computed: computed.num_tokens)
+
+    def _parent(self, request: Request) -> Request | None:
+        """The beam that it continues beside another, as long as that one's blocks are kept."""
+        parent = self._ledger.parked.get(request.parent_id) if request.parent_id else None
+        return parent if parent is not None and self._manager.has_table(parent.request_id) else None
+
+    def _go_on(self, request: Request, plan: StepPlan) -> _Tried:
+        """A beam whose request was parked goes on in the blocks that it has."""
+        allocation = self._manager.allocate_slots(request, 1)
+        if allocation.answer is not AllocationAnswer.OK:
+            return _Tried.NO_BLOCKS
+        plan.add_known(request, 1, allocation.new_block_ids)
+        self._seat(request)
+        return _Tried.ADMITTED
 
     def _has_seat(self, plan: StepPlan) -> bool:
         return plan.token_budget > 0 and len(self._ledger.running) < self._config.max_num_seqs
@@ -336,12 +353,20 @@ class Admission:
 
     def _run(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         block_ids = self._manager.block_ids(request.request_id)
-        if not request.parent_id:
+        if request.beams is None or request.is_root:
             self._ledger.events.record(EngineCoreEventType.SCHEDULED, request.request_id, request.num_computed_tokens)
-        if request.status in (RequestStatus.PREEMPTED, RequestStatus.SWAPPED):
+        parent = self._parent(request)
+        if request.is_known:
             plan.add_known(request, num_tokens, block_ids, resumed=True)
+        elif parent is not None and parent.is_known:
+            plan.add_fork(request, num_tokens, block_ids)
         else:
             plan.add_new(request, num_tokens, block_ids)
+        self._seat(request)
+
+    def _seat(self, request: Request) -> None:
+        request.is_known = True
+        request.parent_id = ""
         request.status = RequestStatus.RUNNING
         self._ledger.running.append(request)
         self._ledger.filling.append(request)
@@ -354,7 +379,7 @@ class Admission:
         request.num_computed_tokens = computed.num_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed.num_tokens
-        if request.parent_id or (request.group is not None and request.group.root is not request):
+        if not request.is_root:
             return
         self.prefix_cache.note_lookup(request.num_tokens)
         self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens)

@@ -1,7 +1,9 @@
 """A beam search in the engine: which requests compute its beams, and what its client gets.
 
-A beam that goes on is a new request, forked from the one that it continues. That one has done its part with a single
-step: it gives up its seat at once and its blocks when its successors have had a chance to share them.
+A request that has computed its beam is parked: it gives up its seat at once, for others may need it to compute theirs.
+Then the best beam that continues its own is its heir: the same request, in the same blocks, with one token more. The
+others fork from it: they share its full blocks and copy what they would write to. Who finds no room in the next step
+finds no blocks any more in a later one (see Ledger.free_parked) and computes them again: a search can't starve itself.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import replace
 
 from baton.engine.beam_search import BeamSearch
 from baton.engine.outputs import EngineCoreOutput
-from baton.engine.request import FinishReason, Leg, Request
+from baton.engine.request import FinishReason, Request
 from baton.engine.sequence_group import beam_id, sequence_id
 
 MIN_BEAMS, MAX_BEAMS = 2, 8
@@ -33,14 +35,15 @@ class BeamGroup:
         )
         self.members = [root]
         """Requests that compute a beam and have not done so."""
+        self.computed: list[Request] = []
+        """Those that have done so in this step; after `next_requests`, those of them as which no beam goes on."""
         self.is_closed = False
         """The client has been told how it ended."""
         self._num_returned = params.n
         root.sampling_params = replace(params, temperature=0.0, logprobs=self.search.num_candidates)
-        self._beams = {root.request_id: 0}
-        self._likeliest: dict[int, Sequence[tuple[int, float]]] = {}
-        self._parents: Sequence[Request] = (root,)
-        self._num_steps = 0
+        self._by_place: Sequence[Request] = (root,)
+        """The request of each beam that runs."""
+        self._likeliest: dict[str, Sequence[tuple[int, float]]] = {}
 
     @property
     def request_id(self) -> str:
@@ -48,20 +51,35 @@ class BeamGroup:
 
     def again_from_prompt(self) -> Request:
         """The prompt arrived from elsewhere, but not what may follow it: compute that from its last token."""
-        return self._next([((), 0)])[0]
+        request = self._fork(0, self.root)
+        self.computed = [self.root]
+        self._begin([request])
+        return request
 
     def take(self, request: Request, likeliest: Sequence[tuple[int, float]]) -> bool:
         """What may follow a beam; whether the step is complete and the search went on to the next one."""
         self.members.remove(request)
-        self._likeliest[self._beams[request.request_id]] = likeliest
+        self.computed.append(request)
+        self._likeliest[request.request_id] = likeliest
         if self.members:
             return False
-        self.search.advance([self._likeliest[index] for index in range(len(self.search.running))])
+        self.search.advance([self._likeliest[one.request_id] for one in self._by_place])
         return True
 
     def next_requests(self) -> list[Request]:
-        """The requests that compute the next step."""
-        return self._next([(beam.token_ids, beam.parent) for beam in self.search.running])
+        """The requests that compute the next step, best beam first."""
+        requests: list[Request] = []
+        for place, beam in enumerate(self.search.running):
+            parent = self._by_place[beam.parent]
+            # The root is what the client hears of: it stays as it is.
+            is_heir = parent is not self.root and parent not in requests
+            requests.append(parent if is_heir else self._fork(place, parent))
+        # Only now: the others forked from what their parents have computed.
+        for request, beam in zip(requests, self.search.running, strict=True):
+            request.output_token_ids.append(beam.token_id)
+        self.computed = [request for request in self.computed if request not in requests]
+        self._begin(requests)
+        return requests
 
     def outputs(self) -> list[EngineCoreOutput]:
         """The best sequences, best first; fewer than asked for when the model offered fewer."""
@@ -86,31 +104,15 @@ class BeamGroup:
             num_external_tokens=root.num_external_tokens,
         )
 
-    def _next(self, beams: Sequence[tuple[tuple[int, ...], int]]) -> list[Request]:
-        self._num_steps += 1
-        parents = self._parents
-        requests = [self._continue(index, tokens, parents[parent]) for index, (tokens, parent) in enumerate(beams)]
-        self._beams = {request.request_id: index for index, request in enumerate(requests)}
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self._by_place = requests
         self._likeliest = {}
-        self._parents = requests
         self.members = list(requests)
-        return requests
 
-    def _continue(self, index: int, token_ids: Sequence[int], parent: Request) -> Request:
+    def _fork(self, place: int, parent: Request) -> Request:
         root = self.root
-        request = Request(
-            beam_id(root.request_id, self._num_steps, index),
-            root.prompt_token_ids,
-            root.sampling_params,
-            eos_token_ids=root.eos_token_ids,
-            client_index=root.client_index,
-            priority=root.priority,
-            arrival_time=root.arrival_time,
-            cache_salt=root.cache_salt,
-            leg=Leg.WHOLE,
-        )
-        request.prompt_token_ids = root.prompt_token_ids
-        request.output_token_ids = list(token_ids)
+        request = root.sibling(beam_id(root.request_id, self.search.length, place), root.sampling_params)
+        request.output_token_ids = list(parent.output_token_ids)
         request.block_hashes = list(parent.block_hashes)
         request.beams = self
         request.parent_id = parent.request_id

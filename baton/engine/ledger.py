@@ -79,9 +79,9 @@ class Ledger:
         self.events = EventLog(clock)
         self.num_connector_errors = 0
         self._finished_req_ids: set[str] = set()
-        self._some_ended = False
-        self._retired: list[str] = []
-        """Whose blocks are kept for those who go on with them, until the next step is decided."""
+        self._some_left = False
+        self.parked: dict[str, Request] = {}
+        """Computed beams. They keep their blocks for those who go on with them, until the next step is decided."""
 
     def end(
         self,
@@ -108,7 +108,7 @@ class Ledger:
         del self.requests[request.request_id]
         self.decodes.leave(request.request_id)
         self._finished_req_ids.add(request.request_id)
-        self._some_ended = True
+        self._some_left = True
         if request.group is not None:
             self._leave_group(request, request.group)
         beams = request.beams
@@ -122,25 +122,34 @@ class Ledger:
             first_index = request.num_output_tokens
         self.emit(request, first_index, logprobs, outputs, kv_lost)
 
-    def retire(self, request: Request) -> None:
-        """Others go on with what it computed: it ends without a word, and its blocks stay until `free_retired`."""
-        request.status = RequestStatus.STOPPED
-        self._settle_blocks(request, False, keep=True)
+    def park(self, request: Request) -> None:
+        """It has computed its beam: it gives up its seat, and it lives on only as somebody's heir."""
+        request.status = RequestStatus.WAITING
         del self.requests[request.request_id]
-        self.decodes.leave(request.request_id)
-        self._finished_req_ids.add(request.request_id)
-        self._some_ended = True
+        self.parked[request.request_id] = request
+        self._some_left = True
 
-    def free_retired(self) -> bool:
-        """Whoever could share the blocks of retired requests does; whether there were any."""
-        retired, self._retired = self._retired, []
-        for request_id in retired:
-            self.kv_cache_manager.free(request_id)
-        return bool(retired)
+    def retire_computed(self, beams: BeamGroup) -> None:
+        """Nobody goes on as these: they end without a word. Until `free_parked` their blocks can still be shared."""
+        for request in beams.computed:
+            request.status = RequestStatus.STOPPED
+            self._settle_blocks(request, False, keep=True)
+            self._finished_req_ids.add(request.request_id)
+        beams.computed = []
+
+    def free_parked(self, of: BeamGroup | None = None) -> bool:
+        """Whoever could go on in the blocks of parked requests, or share them, does; whether there were any."""
+        parked = [request for request in self.parked.values() if of is None or request.beams is of]
+        for request in parked:
+            del self.parked[request.request_id]
+            if request.status is not RequestStatus.RUNNING:
+                self.kv_cache_manager.free(request.request_id)
+                request.num_computed_tokens = 0
+        return bool(parked)
 
     def finish_beams(self, beams: BeamGroup, outputs: OutputsByClient) -> None:
         """A beam search is over: write its best sequences."""
-        self.free_retired()
+        self._let_go_of(beams)
         root, found = beams.root, beams.outputs()
         beams.is_closed = True
         del self.beams[root.request_id]
@@ -201,11 +210,12 @@ class Ledger:
         outputs.add(request.client_index, output)
 
     def drop_ended(self) -> None:
-        """Take what has ended since the last call out of `running`."""
-        if self._some_ended:
-            self._some_ended = False
-            self.running = [request for request in self.running if not request.is_finished]
-            self.filling = [request for request in self.filling if not request.is_finished]
+        """Take what has ended, or was parked, since the last call out of `running`."""
+        if self._some_left:
+            self._some_left = False
+            running = RequestStatus.RUNNING
+            self.running = [request for request in self.running if request.status is running]
+            self.filling = [request for request in self.filling if request.status is running]
 
     def take_finished_req_ids(self) -> frozenset[str]:
         """Requests that ended since the last call."""
@@ -218,7 +228,7 @@ class Ledger:
 
     def _leave_beams(self, request: Request, beams: BeamGroup) -> bool:
         """One of its beams ended before its time, so all of it does; whether this is the first that did."""
-        self.free_retired()
+        self._let_go_of(beams)
         beams.members.remove(request)
         if beams.is_closed:
             return False
@@ -226,6 +236,10 @@ class Ledger:
         del self.beams[beams.request_id]
         self.broken_groups.append(beams)
         return True
+
+    def _let_go_of(self, beams: BeamGroup) -> None:
+        self.retire_computed(beams)
+        self.free_parked(beams)
 
     def _leave_group(self, request: Request, group: SequenceGroup) -> None:
         group.members.remove(request)
@@ -242,10 +256,9 @@ class Ledger:
             self.num_connector_errors += 1
             # Nobody knows who still touches them, and a lost block is better than wrong KV.
             fate = BlockFate.QUARANTINED if transferring or request.leg is Leg.PREFILL else BlockFate.FREE
-        if fate is BlockFate.FREE and keep:
-            self._retired.append(request_id)
-        elif fate is BlockFate.FREE:
-            manager.free(request_id)
+        if fate is BlockFate.FREE:
+            if not keep:
+                manager.free(request_id)
         elif transferring:
             manager.quarantine(request_id)
         else:

@@ -33,7 +33,23 @@ class CachedRequestData:
     """Blocks appended since last time; all blocks when `resumed`."""
     num_computed_tokens: int
     resumed: bool = False
-    """Came back from preemption: the block table is replaced, not extended."""
+    """It had lost its blocks, as by preemption: the block table is replaced, not extended."""
+    last_token_id: int | None = None
+    """A beam: this is its last token, whatever was drawn for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedRequestData:
+    """A request that begins as the runner knows another one, which may finish or go on in the same step."""
+
+    request_id: str
+    parent_id: str
+    num_shared_tokens: int
+    """Its first tokens, which are those of the other one."""
+    last_token_id: int
+    """The token after them."""
+    block_ids: Sequence[int]
+    num_computed_tokens: int
 
 
 class BlockCopy(NamedTuple):
@@ -60,6 +76,7 @@ class SchedulerOutput:
     finished_req_ids: frozenset[str] = frozenset()
     """Ended since the last step: the runner forgets them."""
     preempted_req_ids: frozenset[str] = frozenset()
+    scheduled_forked_reqs: Sequence[ForkedRequestData] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -171,7 +171,9 @@ class Request:
         self.beams: BeamGroup | None = None
         """The beam search that this is a part of."""
         self.parent_id = ""
-        """The beam that this one continues."""
+        """The beam that this one continues beside another; until it runs."""
+        self.is_known = False
+        """The runner has its tokens."""
         self.attention_at = 0
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 
@@ -195,6 +197,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.status.is_finished
 
+    @property
+    def is_root(self) -> bool:
+        """Whether somebody submitted it; others are sequences or beams of such a one."""
+        group = self.group if self.group is not None else self.beams
+        return group is None or group.root is self
+
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt and output together."""
         prompt = self.num_prompt_tokens
@@ -203,6 +211,22 @@ class Request:
         if start >= prompt:
             return self.output_token_ids[start - prompt : stop - prompt]
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - prompt]
+
+    def sibling(self, request_id: str, sampling_params: SamplingParams) -> Request:
+        """Another sequence from the same prompt: whole, and nothing of it computed."""
+        sibling = Request(
+            request_id,
+            self.prompt_token_ids[:1],
+            sampling_params,
+            eos_token_ids=self.eos_token_ids,
+            client_index=self.client_index,
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            cache_salt=self.cache_salt,
+        )
+        # Nobody writes to a prompt, so one list serves all.
+        sibling.prompt_token_ids = self.prompt_token_ids
+        return sibling
 
     def __repr__(self) -> str:
         return (

@@ -8,6 +8,7 @@ Where a request can be:
   running      RUNNING, in order of admission: either filling (its known tokens are still being computed) or one of
                the decodes, which compute a token in every step (see decode_set.py)
   swapped      SWAPPED: preempted, its KV is in the host tier; it comes back ahead of newcomers
+  parked       a computed beam, until the others of its search are, too (see beam_group.py); not in `requests`
   ended        no longer in `requests`; its blocks are free, leased or quarantined
 
 Rules that keep it from wedging and from serving wrong KV:
@@ -265,7 +266,7 @@ class Scheduler:
             if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
                 self._admission.admit_waiting(plan, self._pending)
         self._let_decode(plan)
-        moved = self._ledger.free_retired() or bool(plan.preempted_req_ids)
+        moved = self._ledger.free_parked() or bool(plan.preempted_req_ids)
         self._stalled = plan.is_empty and not moved and not self._pending
         copies = self.kv_cache_manager.take_copies(plan.step)
         if not plan.is_empty or copies is not NO_COPIES:

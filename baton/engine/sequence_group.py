@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 
 MAX_SEQUENCES = 8
 """Of one request."""
@@ -38,7 +38,10 @@ def split_sequence_id(engine_id: str) -> tuple[str, int]:
 
 
 def beam_id(request_id: str, step: int, index: int) -> str:
-    """The engine's id of one step of a beam; to everybody else it is part of sequence 0."""
+    """The engine's id of the beams that one request computes; to everybody else it is part of sequence 0.
+
+    `step`, `index`: how many tokens the first of them had, and its place among those that ran then.
+    """
     return f"{request_id}{_MARK}0{_BEAM_MARK}{step}.{index}"
 
 
@@ -93,18 +96,7 @@ class SequenceGroup:
 
     def _child(self, index: int) -> Request:
         root = self.root
-        child = Request(
-            sequence_id(root.request_id, index),
-            root.prompt_token_ids,
-            replace(root.sampling_params, seed=sequence_seed(root.sampling_params.seed, index)),
-            eos_token_ids=root.eos_token_ids,
-            client_index=root.client_index,
-            priority=root.priority,
-            arrival_time=root.arrival_time,
-            cache_salt=root.cache_salt,
-            leg=Leg.WHOLE,
-        )
-        # Nobody writes to a prompt, so one list serves all.
-        child.prompt_token_ids = root.prompt_token_ids
+        params = replace(root.sampling_params, seed=sequence_seed(root.sampling_params.seed, index))
+        child = root.sibling(sequence_id(root.request_id, index), params)
         child.group = self
         return child

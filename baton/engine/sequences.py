@@ -45,7 +45,7 @@ def take_beam(
     """A beam has been computed: with the last one of a step the search goes on, or its result is written."""
     if beams.is_closed:
         return  # another one failed in this step: they all end with it
-    ledger.retire(request)
+    ledger.park(request)
     if not beams.take(request, logprobs[0].top if logprobs else ()):
         return
     if not request.output_token_ids:
@@ -54,3 +54,4 @@ def take_beam(
         ledger.finish_beams(beams, outputs)
     else:
         admission.enter(beams.next_requests())
+        ledger.retire_computed(beams)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.host_tier import NO_COPIES, StepCopies
-from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.outputs import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import Request
 
 
@@ -29,6 +29,7 @@ class StepPlan:
         self.blocks_to_copy: list[BlockCopy] = []
         self._new: list[NewRequestData] = []
         self._known: list[CachedRequestData] = []
+        self._forks: list[ForkedRequestData] = []
         self._num_tokens: dict[str, int] = {}
         self._total = 0
 
@@ -69,7 +70,24 @@ class StepPlan:
         self, request: Request, num_tokens: int, new_block_ids: Sequence[int], *, resumed: bool = False
     ) -> None:
         """Compute `num_tokens` of a request that the runner knows. `new_block_ids`: all of them when resumed."""
-        self._known.append(CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens, resumed))
+        of_beam = request.output_token_ids[-1] if request.beams is not None and request.output_token_ids else None
+        self._known.append(
+            CachedRequestData(request.request_id, new_block_ids, request.num_computed_tokens, resumed, of_beam)
+        )
+        self._advance(request, num_tokens)
+
+    def add_fork(self, request: Request, num_tokens: int, block_ids: Sequence[int]) -> None:
+        """Compute `num_tokens` of a request that the runner has not seen; it knows the parent."""
+        self._forks.append(
+            ForkedRequestData(
+                request.request_id,
+                request.parent_id,
+                request.num_tokens - 1,
+                request.output_token_ids[-1],
+                block_ids,
+                request.num_computed_tokens,
+            )
+        )
         self._advance(request, num_tokens)
 
     def build(self, finished_req_ids: frozenset[str], copies: StepCopies = NO_COPIES) -> SchedulerOutput:
@@ -85,6 +103,7 @@ class StepPlan:
             preempted_req_ids=frozenset(self.preempted_req_ids),
             blocks_to_swap_out=copies.swap_out,
             blocks_to_swap_in=copies.swap_in,
+            scheduled_forked_reqs=self._forks,
         )
 
     def _all_num_tokens(self) -> Mapping[str, int]:

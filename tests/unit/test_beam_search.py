@@ -185,7 +185,8 @@ def test_one_failed_beam_fails_the_request() -> None:
     rig.add("bystander", 5, max_tokens=9)
     for _ in range(3):
         rig.step()
-    rig.runner.failures[beam_id("r", 3, 1)] = "non-finite logits"
+    beams = [name for name, request in rig.scheduler.requests.items() if request.beams is not None]
+    rig.runner.failures[beams[1]] = "non-finite logits"
     rig.run()
     assert (rig.reason("r"), rig.ends["r"].error) == (FinishReason.ERROR, "non-finite logits")
     assert set(rig.ends) == {"r", "bystander"}

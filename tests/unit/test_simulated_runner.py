@@ -12,7 +12,7 @@ from baton.clock import ManualClock
 from baton.engine.beam_search import BeamSearch
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
-from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.outputs import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner import SimulatedSpec, StepTime, load
 from baton.engine.runner.simulated import (
@@ -184,6 +184,20 @@ def test_finished_requests_are_forgotten() -> None:
     driver.step({}, finished=["a"])
     out = driver.runner.execute_model(SchedulerOutput(5, [], [CachedRequestData("a", (), 3)], {"a": 1}, 1))
     assert out.failed == {"a": "the runner does not know this request"}
+
+
+@pytest.mark.parametrize(("parent", "num_shared"), [("stranger", 3), ("a", 5)])
+def test_a_fork_from_what_is_not_known_fails_alone(parent: str, num_shared: int) -> None:
+    driver = driven()
+    driver.add("a", [1, 2, 3], GREEDY)
+    driver.step({"a": 3})
+    fork = ForkedRequestData("fork", parent, num_shared, 7, [40, 41], 0)
+    known = CachedRequestData("a", (), 3)
+    out = driver.runner.execute_model(
+        SchedulerOutput(2, [], [known], {"a": 1, "fork": num_shared + 1}, num_shared + 2, scheduled_forked_reqs=[fork])
+    )
+    assert out.failed == {"fork": "the runner does not know this request"}
+    assert out.sampled_token_ids == {"a": expected_tokens([1, 2, 3], GREEDY, SPEC)[1:2]}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ Pure Python and numpy: the simulated runner keeps its requests the same way.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.outputs import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout
 
@@ -51,6 +52,18 @@ class RequestState:
         self._num_blocks = 0
         self.set_blocks(data.block_ids)
 
+    def fork(self, data: ForkedRequestData) -> RequestState:
+        """Another request that has this one's first tokens."""
+        fork = copy.copy(self)
+        fork.request_id = data.request_id
+        fork._tokens = self._tokens.copy()
+        fork.num_tokens = data.num_shared_tokens
+        fork.append_token(data.last_token_id)
+        fork.num_computed_tokens = data.num_computed_tokens
+        fork._blocks = np.empty(0, dtype=np.int32)
+        fork.set_blocks(data.block_ids)
+        return fork
+
     @property
     def token_ids(self) -> npt.NDArray[np.int64]:
         """Prompt and output; a view that is valid until the next token is appended."""
@@ -68,6 +81,10 @@ class RequestState:
             self._tokens = grown
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+    def replace_last_token(self, token_id: int) -> None:
+        """Go on with another token than the one drawn."""
+        self._tokens[self.num_tokens - 1] = token_id
 
     @property
     def block_table(self) -> npt.NDArray[np.int32]:
@@ -131,8 +148,10 @@ class RequestTable:
 
     def update(self, output: SchedulerOutput) -> tuple[list[Scheduled], dict[str, str]]:
         """Take over what the scheduler changed; returns the step's shares and the requests that can't be computed."""
+        forks = self._forks(output.scheduled_forked_reqs)
         for request_id in output.finished_req_ids:
             self._states.pop(request_id, None)
+        self._states.update(forks)
         for new in output.scheduled_new_reqs:
             self._states[new.request_id] = RequestState(new)
         for cached in output.scheduled_cached_reqs:
@@ -155,6 +174,14 @@ class RequestTable:
             if token_id is not None:
                 share.state.append_token(token_id)
 
+    def _forks(self, forked: Iterable[ForkedRequestData]) -> dict[str, RequestState]:
+        parents = ((data, self._states.get(data.parent_id)) for data in forked)
+        return {
+            data.request_id: parent.fork(data)
+            for data, parent in parents
+            if parent is not None and data.num_shared_tokens <= parent.num_tokens
+        }
+
     def _refresh(self, cached: CachedRequestData) -> None:
         state = self._states.get(cached.request_id)
         if state is None:
@@ -164,6 +191,8 @@ class RequestTable:
         else:
             state.append_blocks(cached.new_block_ids)
         state.num_computed_tokens = cached.num_computed_tokens
+        if cached.last_token_id is not None:
+            state.replace_last_token(cached.last_token_id)
 
     def _fault(self, state: RequestState, count: int) -> str | None:
         """Why a share would read or write out of bounds: one request's fault must not become everybody's."""

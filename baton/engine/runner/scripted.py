@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.beam_search import BeamSearch
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.outputs import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
 from baton.engine.runner.host_blocks import HostBlocks
@@ -221,8 +221,10 @@ class ScriptedRunner:
         )
 
     def _take_in(self, scheduler_output: SchedulerOutput) -> None:
+        forks = {data.request_id: self._fork(data) for data in scheduler_output.scheduled_forked_reqs}
         for request_id in scheduler_output.finished_req_ids:
             self._known.pop(request_id, None)
+        self._known.update(forks)
         for new in scheduler_output.scheduled_new_reqs:
             self._known[new.request_id] = _Known(
                 [*new.prompt_token_ids, *new.output_token_ids],
@@ -241,6 +243,19 @@ class ScriptedRunner:
                 known.block_ids += changed.new_block_ids
             if known.num_computed_tokens != changed.num_computed_tokens:
                 raise RuntimeError(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
+            if changed.last_token_id is not None:
+                known.token_ids[-1] = changed.last_token_id
+
+    def _fork(self, data: ForkedRequestData) -> _Known:
+        parent = self._known[data.parent_id]
+        if data.num_shared_tokens > parent.num_computed_tokens:
+            raise RuntimeError(f"{data} but {parent.num_computed_tokens} are computed")
+        return _Known(
+            [*parent.token_ids[: data.num_shared_tokens], data.last_token_id],
+            list(data.block_ids),
+            parent.sampling_params,
+            data.num_computed_tokens,
+        )
 
     def _lose(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing of a step is there: its requests have failed, also in a step that was decided before it broke."""

@@ -1,0 +1,25 @@
+"""Mostly beam searches on small pools with few seats: anything in any order, as in test_scheduler_stateful.py."""
+
+from __future__ import annotations
+
+from hypothesis import Phase, settings
+from hypothesis.stateful import rule
+
+from tests.unit.test_scheduler_stateful import EngineMachine, Sketch, sketches_of
+
+
+class BeamMachine(EngineMachine):
+    """An engine whose clients like to search."""
+
+    most_steps = 40_000
+    """A wide search without a cache computes nearly everything again for each of its tokens."""
+
+    @rule(sketches=sketches_of([0, 2, 3, 8], most_sequences=2))
+    def add(self, sketches: list[Sketch]) -> None:
+        self.add_all(sketches)
+
+
+TestBeamMachine = BeamMachine.TestCase
+TestBeamMachine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
+)

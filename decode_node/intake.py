@@ -20,6 +20,7 @@ from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, Ext
 from baton.engine.request import KVSource, Leg, Request
 from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
+from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockDigest, wrong_block
@@ -27,7 +28,7 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_client import LinkClient, open_channel
-from kv_transfer.link_messages import LinkWelcome, SenderMessage
+from kv_transfer.link_messages import LinkWelcome, SenderMessage, request_of
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.transfer import (
@@ -108,6 +109,7 @@ class Intake:
 
     def plan(self, plan: Plan) -> None:
         """Blocks are reserved for an attempt: get its KV."""
+        failpoint("plan", plan.attempt.request_id)
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
@@ -136,7 +138,10 @@ class Intake:
         )
 
     def link_received(self, incarnation: str, message: SenderMessage) -> None:
+        place, request_id = type(message).__name__, request_of(message)
+        failpoint(place, request_id)
         self._carry_out(self._book.received(incarnation, message))
+        failpoint(f"{place}-done", request_id)
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
         _log.info("link to %s ended: %s", incarnation, error)
@@ -166,6 +171,7 @@ class Intake:
     # Inside.
 
     def _moved(self, event: MoverEvent) -> None:
+        failpoint(type(event).__name__)
         match event:
             case Connected(incarnation):
                 num_blocks = self._num_blocks.get(incarnation)

@@ -115,5 +115,10 @@ class Heartbeat:
     seq: int
 
 
+def request_of(message: ReaderMessage | SenderMessage) -> str:
+    """The id of the request that it is about, if it is about one."""
+    return "" if isinstance(message, Heartbeat) else message.attempt.request_id
+
+
 ReaderMessage = Subscribe | ReadProgress | ConfirmRead | Abandon | Heartbeat
 SenderMessage = Offer | ReadConfirmed | OfferLost | Heartbeat

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.errors import TransferCause, TransferFailed
+from baton.failpoints import failpoint
 from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,
@@ -347,6 +348,7 @@ class Mover:
         read.pieces += 1
         peer.pieces += 1
         self._in_flight[handle] = piece
+        failpoint("read-posted")
 
     def _poll(self) -> None:
         if not self._in_flight:

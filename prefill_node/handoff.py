@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
+from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockDigest, OfferedDigests
@@ -25,7 +26,7 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
 from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_messages import Closing, ReaderMessage
+from kv_transfer.link_messages import Closing, ReaderMessage, request_of
 from kv_transfer.link_server import LinkServer
 from kv_transfer.liveness import nobody_listens
 from kv_transfer.mover import Mover
@@ -108,6 +109,7 @@ class HandOff:
         digests: Sequence[int] = (),
     ) -> None:
         """Prompt blocks from `first_block` on are computed; with `closing` they are the last."""
+        failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
             effects = self._book.offer(attempt, first_block, block_ids, closing, digests)
         except ValueError:
@@ -130,7 +132,10 @@ class HandOff:
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
+        place, request_id = type(message).__name__, request_of(message)
+        failpoint(place, request_id)
         self._carry_out(self._book.received(link, message))
+        failpoint(f"{place}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
         _log.info("link %d ended: %s", link, reason)

@@ -130,6 +130,7 @@ class NodeConfig(_Process):
     simulated_step_ms: Milliseconds = Field(0.0, description="Simulated runner: time of a step.")
     simulated_prefill_token_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each prompt token.")
     simulated_decode_seq_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each running sequence.")
+    failpoints: Path | None = Field(None, description="Directory in which drills ask for faults. Default: none.")
 
     @property
     def num_threads(self) -> int:

@@ -13,6 +13,7 @@ from baton.config import NodeConfig
 from baton.engine.runner import load
 from baton.engine.runner.base import ModelRunner
 from baton.errors import ExitCode
+from baton.failpoints import look_for_failpoints
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
 from baton.node.serve import Node, NodeStop
@@ -32,6 +33,7 @@ def run_node(config: NodeConfig, make_role: Callable[[RoleContext], NodeRole]) -
     Raises ConfigError when it can't start, EngineFault when its engine died.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    look_for_failpoints(config.failpoints)
     asyncio.run(_serve(config, load(runner_spec(config)), make_role))
     return int(ExitCode.OK)
 

@@ -156,7 +156,7 @@ class Schedule:
         if node is None:
             return
         self.struck["kill"] += 1
-        await self.cluster.kill(node.node_id)
+        self.cluster.kill(node.node_id)
         await asyncio.sleep(self.rng.choice([0.0, 0.2, 1.0, 3.0]))
         await self.cluster.start(node.node_id)
 

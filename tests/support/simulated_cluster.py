@@ -425,6 +425,7 @@ class SimulatedCluster:
         self._runs: dict[str, int] = {}
         self._faults = faults
         self._streams: list[_Stream] = []
+        self._ending: list[asyncio.Task[None]] = []
         timers = LoopTimers()
         self.view = ClusterView()
         self._links = NodeLinks(lambda address: _Client(self, address), ROUTER, timers, rng)
@@ -454,14 +455,14 @@ class SimulatedCluster:
         self.view.registered(records)
         self._links.update(records)
 
-    async def kill(self, node_id: str) -> None:
+    def kill(self, node_id: str) -> None:
         """As SIGKILL does; its record stays, as in a registry whose lease has not run out."""
         node = self.nodes.pop(node_id)
         node.machine.end()
         self.fabric.kill(node.incarnation)
         self.cut_from_router(node)
         self.network.forget(node.incarnation)
-        await node.end()
+        self._ending.append(asyncio.create_task(node.end(), name=f"end-{node.incarnation}"))
 
     def cut_from_router(self, node: SimulatedNode) -> None:
         """Break the router's stream to it."""
@@ -504,6 +505,12 @@ class SimulatedCluster:
             answer.error = error
         return answer
 
+    async def whole(self) -> None:
+        """Return when the router is attached to every living node."""
+        while {d.incarnation for d in self.view.descriptions()} != {node.incarnation for node in self.nodes.values()}:
+            self.dispatcher.changed.clear()
+            await self.dispatcher.changed.wait()
+
     async def idle(self, within_s: float) -> None:
         """Return when no living node uses a block, or after so long. Looking costs nothing in virtual time."""
         for _ in range(int(within_s / _LOOK_S)):
@@ -516,6 +523,7 @@ class SimulatedCluster:
         for node in self.nodes.values():
             await node.end()
             self.network.forget(node.incarnation)
+        await asyncio.gather(*self._ending)
         await asyncio.sleep(0.1)
 
 
@@ -534,9 +542,7 @@ async def simulated_cluster(
     made = cluster(limits or SimulatedLimits(), rng, faults)
     for name in [*(f"prefill-{i}" for i in range(prefill)), *(f"decode-{i}" for i in range(decode))]:
         await made.start(name)
-    while len(made.view.descriptions()) < prefill + decode:
-        made.dispatcher.changed.clear()
-        await made.dispatcher.changed.wait()
+    await made.whole()
     try:
         yield made
     finally:

@@ -1,0 +1,127 @@
+"""Nodes that die or stop exactly at a step of the hand-off's protocol, over real processes and both kinds of transport.
+
+The request ends with the tokens that an undisturbed run gives, whoever is left is idle afterwards, and the file that
+the fault leaves behind proves that it struck, in whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.state import ProcessState
+from baton.rpc.messages import GenerateRequest
+from tests.support.caller import Answer
+from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
+from tests.support.slow_model import FLAGS, ask, assert_right
+
+STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
+KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Connected", "ConfirmRead", "ReadConfirmed")
+"""By turns a step of the prefill node and one of the decode node; test_handoff_steps has them all, in virtual time."""
+SENDERS = ("Subscribe-done", "closing-offer", "ConfirmRead")
+NAMELESS = ("Connected", "read-posted")
+"""What the mover does has no request's name on it."""
+STOPS = ("Offer-done", "ConfirmRead")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failpoints")
+
+
+@pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
+def watched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
+) -> Iterator[ProcessCluster]:
+    transport = {} if request.param == "default" else {"UCX_TLS": request.param}
+    environment = {**STEP_TIMES, **transport, "BATON_FAILPOINTS": str(asked)}
+    flags = (*FLAGS, "--prefill", "2", "--decode", "2")
+    with process_cluster(tmp_path_factory.mktemp("watched") / "run", model, *flags, environment=environment) as running:
+        yield running
+
+
+class Drill:
+    """One fault: asked for, and then proven."""
+
+    def __init__(self, directory: Path, place: str, words: str) -> None:
+        self._asked = directory / place
+        self.proof = directory / f"{place}.struck"
+        self._asked.write_text(words)
+
+    def has_struck(self) -> bool:
+        return self.proof.exists()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that it struck."""
+        return int(self.proof.read_text())
+
+    def over(self) -> None:
+        self._asked.unlink(missing_ok=True)
+        self.proof.unlink(missing_ok=True)
+
+
+@pytest.fixture
+async def session(watched: ProcessCluster) -> AsyncIterator[ClusterSession]:
+    async with watched.session() as opened:
+        await opened.whole()
+        await opened.idle()
+        yield opened
+
+
+@pytest.fixture
+def drill(asked: Path) -> Iterator[Callable[[str, str], Drill]]:
+    made: list[Drill] = []
+
+    def make(place: str, words: str) -> Drill:
+        made.append(Drill(asked, place, words))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.over()
+
+
+async def _answered(session: ClusterSession, request: GenerateRequest) -> Answer:
+    answer = await session.generate(request)
+    assert_right(answer, request)
+    return answer
+
+
+def _process(session: ClusterSession, pid: int) -> ProcessState:
+    return next(process for process in session.cluster.state.processes if process.pid == pid)
+
+
+@pytest.mark.parametrize("place", KILLED)
+async def test_killed_at(session: ClusterSession, drill: Callable[[str, str], Drill], place: str) -> None:
+    request = ask(f"killed-{place}", chunks=3, sampled=True)
+    before = {process.pid: process for process in session.cluster.state.processes}
+    struck = drill(place, "kill" if place in NAMELESS else f"kill {request.request_id}")
+    await _answered(session, request)
+    assert struck.has_struck()
+    killed = before[struck.pid]
+    assert killed.role == ("prefill" if place in SENDERS else "decode")
+    await session.back(killed)
+    await session.idle()
+
+
+@pytest.mark.parametrize("place", STOPS)
+async def test_stopped_at(session: ClusterSession, drill: Callable[[str, str], Drill], place: str) -> None:
+    request = ask(f"stopped-{place}", chunks=3, sampled=True)
+    struck = drill(place, f"stop {request.request_id}")
+    answering = asyncio.create_task(_answered(session, request))
+    await session.until(lambda _: struck.has_struck())
+    try:
+        name = _process(session, struck.pid).name
+        answer = await answering
+        assert answer.end.path.attempts == 2
+        assert name not in (answer.end.path.prefill_node, answer.end.path.decode_node)
+    finally:
+        os.kill(struck.pid, signal.SIGCONT)
+    await session.whole()
+    await session.idle()

@@ -1,0 +1,62 @@
+"""Faults at named places: asked for by files, taken once, by the request that was meant."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.failpoints import failpoint, look_for_failpoints
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Path]:
+    look_for_failpoints(tmp_path)
+    yield tmp_path
+    look_for_failpoints(None)
+
+
+def test_a_fault_strikes_once_and_leaves_its_proof(asked: Path) -> None:
+    failpoint("Offer", "r")
+    assert list(asked.iterdir()) == []
+    (asked / "Offer").write_text("sleep 0")
+    failpoint("Subscribe", "r")
+    assert (asked / "Offer").exists()
+    failpoint("Offer", "r")
+    assert [path.name for path in asked.iterdir()] == ["Offer.struck"]
+    assert (asked / "Offer.struck").read_text() == str(os.getpid())
+    (asked / "Offer.struck").unlink()
+    failpoint("Offer", "r")
+    assert list(asked.iterdir()) == []
+
+
+def test_another_request_passes_by(asked: Path) -> None:
+    (asked / "Offer").write_text("sleep 0 meant")
+    failpoint("Offer", "another")
+    failpoint("Offer")
+    assert not (asked / "Offer.struck").exists()
+    failpoint("Offer", "meant")
+    assert (asked / "Offer.struck").exists()
+
+
+def test_nothing_is_looked_for_unless_it_is_asked_for(asked: Path) -> None:
+    (asked / "Offer").write_text("kill")
+    look_for_failpoints(None)
+    failpoint("Offer", "r")
+    assert (asked / "Offer").exists()
+
+
+def test_kill_kills(tmp_path: Path) -> None:
+    (tmp_path / "Offer").write_text("kill r")
+    code = (
+        "import sys, pathlib; from baton.failpoints import *; "
+        "look_for_failpoints(pathlib.Path(sys.argv[1])); failpoint('Offer', 'r')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert (tmp_path / "Offer.struck").exists()

@@ -1,0 +1,351 @@
+"""The cases that other systems got wrong, one by one, over a whole cluster in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.errors import Cancelled
+from baton.failpoints import strike_by
+from baton.rpc.messages import Finished, GenerateRequest
+from kv_transfer.lease import LeaseTimes
+from tests.fault.test_handoff_steps import PLACES
+from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.virtual_time import run_virtually
+
+SMALL = SimulatedLimits(num_blocks=24, chunk=8)
+AT_ONCE_S = 0.5
+"""Nobody waits for a lease (4 s) or a grace (2 s)."""
+BOUND_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def no_failpoints() -> Iterator[None]:
+    yield
+    strike_by(None)
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(SMALL.spec.vocab_size) for _ in range(num_tokens)]
+
+
+async def ask(cluster: SimulatedCluster, prompt: list[int], request_id: str = "r", max_tokens: int = 8) -> Finished:
+    """Run a request to its end, which must be a good one."""
+    async with asyncio.timeout(BOUND_S):
+        request = GenerateRequest(prompt, request_id, temperature=0.0, max_tokens=max_tokens)
+        answer = await cluster.generate(request)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    assert answer.token_ids == expected_tokens(prompt, params, SMALL.spec)
+    assert answer.finished is not None
+    return answer.finished
+
+
+def events(cluster: SimulatedCluster, node_id: str, name: str) -> list[tuple[str, int, str]]:
+    """Request, value and detail of what a node recorded under that name."""
+    found = [event for event in cluster.nodes[node_id].log.after(0) if event.name == name]
+    return [(event.attempt.request_id, event.value, event.detail) for event in found]
+
+
+async def recorded(cluster: SimulatedCluster, node_id: str, name: str, count: int = 1) -> None:
+    """Return when a node has recorded the event so many times. Looking costs nothing in virtual time."""
+    for _ in range(int(BOUND_S / STEP_S)):
+        if len(events(cluster, node_id, name)) >= count:
+            return
+        await asyncio.sleep(STEP_S)
+    raise AssertionError(f"{node_id} never recorded {name}")
+
+
+async def idle(cluster: SimulatedCluster, within_s: float = BOUND_S) -> None:
+    await cluster.idle(within_s)
+    for node in cluster.nodes.values():
+        node.assert_nothing_is_left()
+
+
+# What is cached where.
+
+
+def test_a_full_hit_on_the_decode_node_alone() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            prompt = prompt_of(33)
+            await ask(cluster, prompt, "first")
+            cluster.kill("prefill-0")
+            await cluster.start("prefill-0")
+            await cluster.whole()
+            block_bytes = cluster.nodes["decode-0"].runner.layout.block_bytes
+            assert (await ask(cluster, prompt, "again")).kv_bytes == block_bytes, "the last block alone"
+            assert ("again", 9, "") in events(cluster, "prefill-0", "closing_offered"), "all were offered"
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_a_hit_on_the_prefill_node_alone_still_offers_everything() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            prompt = prompt_of(33)
+            first = await ask(cluster, prompt, "first")
+            cluster.kill("decode-0")
+            await cluster.start("decode-0")
+            await cluster.whole()
+            again = await ask(cluster, prompt, "again")
+            assert again.kv_bytes == first.kv_bytes > 0
+            assert again.cached_tokens == 32
+            chunks = [value for name, value, _ in events(cluster, "prefill-0", "chunk_computed") if name == "again"]
+            assert len(chunks) == 1, "it computed next to nothing"
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_a_partial_hit_on_either_side() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            block_bytes = cluster.nodes["decode-0"].runner.layout.block_bytes
+            await ask(cluster, prompt_of(20), "first")
+            longer = await ask(cluster, [*prompt_of(20), *prompt_of(12, seed=1)], "longer")
+            assert longer.kv_bytes == 3 * block_bytes
+            other = await ask(cluster, [*prompt_of(8), *prompt_of(12, seed=2)], "other")
+            assert other.kv_bytes == 3 * block_bytes
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_two_loads_that_share_a_prefix_and_a_pool_that_fits_one() -> None:
+    async def main() -> None:
+        # A decode node has 16 blocks; each needs 12 for its prompt and 2 for its tokens, 6 of them shared at best.
+        async with simulated_cluster(Random(1), limits=replace(SMALL, num_blocks=17)) as cluster:
+            prompts = [[*prompt_of(24), *prompt_of(24, seed)] for seed in (1, 2)]
+            both = await asyncio.gather(*(ask(cluster, prompt, f"r{i}") for i, prompt in enumerate(prompts)))
+            assert [finished.path.attempts for finished in both] == [1, 1]
+            assert all(finished.kv_bytes for finished in both)
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_preempted_after_a_pull() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=replace(SMALL, num_blocks=17)) as cluster:
+            prompts = [prompt_of(14, seed) for seed in range(4)]
+            ends = await asyncio.gather(*(ask(cluster, prompt, f"r{i}", 40) for i, prompt in enumerate(prompts)))
+            assert all(finished.path.attempts == 1 and finished.kv_bytes for finished in ends)
+            arrived = [name for name, _, _ in events(cluster, "decode-0", "kv_arrived")]
+            preempted = {name for name, _, _ in events(cluster, "decode-0", "preempted")}
+            assert preempted & set(arrived)
+            assert len(arrived) == len(set(arrived)), "what is lost is computed, not pulled again"
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+# Whoever leaves.
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_client_that_leaves_at_a_step_frees_everything_at_once(place: str) -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            struck = asyncio.Event()
+
+            def leave(name: str, request_id: str) -> None:
+                if name == place and not struck.is_set():
+                    struck.set()
+                    asyncio.get_running_loop().call_soon(cluster.dispatcher.cancel, "leaver")
+
+            strike_by(leave)
+            request = GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=40)
+            answer = await cluster.generate(request)
+            assert struck.is_set()
+            assert isinstance(answer.error, Cancelled)
+            await idle(cluster, AT_ONCE_S)
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("place", ["Offer-done", "read-posted"])
+def test_a_client_that_leaves_under_a_read_leaves_its_blocks_to_the_read(place: str) -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+
+            def leave(name: str, request_id: str) -> None:
+                if name == place:
+                    strike_by(None)
+                    asyncio.get_running_loop().call_later(0.1, cluster.dispatcher.cancel, "leaver")
+
+            strike_by(leave)
+            request = GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=40)
+            await cluster.generate(request)
+            await asyncio.sleep(10.0)
+            stats = cluster.nodes["decode-0"].scheduler.make_stats()
+            assert stats.quarantined_blocks > 0
+            assert cluster.nodes["prefill-0"].half.stats().suspect == 1  # type: ignore[union-attr]
+            assert not events(cluster, "decode-0", "quarantine_released")
+            cluster.fabric.thaw("prefill-0.1")
+            await idle(cluster, AT_ONCE_S)
+            assert len(events(cluster, "decode-0", "quarantine_released")) == 1
+
+    run_virtually(main())
+
+
+def test_a_node_whose_reads_never_end_is_asked_for_nothing_more() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=replace(SMALL, max_quarantined_blocks=0)) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            leaver = asyncio.create_task(
+                cluster.generate(GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=4))
+            )
+            await recorded(cluster, "decode-0", "read_started")
+            cluster.dispatcher.cancel("leaver")
+            await leaver
+            finished = await ask(cluster, prompt_of(20, seed=1), "next")
+            assert finished.path.attempts == 2
+            assert ("next", 0, "refused") in events(cluster, "decode-0", "kv_failed")
+            cluster.fabric.thaw("prefill-0.1")
+            await idle(cluster, AT_ONCE_S)
+            assert (await ask(cluster, prompt_of(20, seed=2), "later")).kv_bytes > 0
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+# Leases.
+
+
+def test_a_response_lost_after_the_prefill_is_freed_by_its_lease() -> None:
+    """The decode node never hears of the request, and then the router is silent for ever."""
+
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            cluster.network.hold(ROUTER, "decode-0.1")
+            asking = asyncio.create_task(
+                cluster.generate(GenerateRequest(prompt_of(30), "lost", temperature=0.0, max_tokens=4))
+            )
+            await recorded(cluster, "prefill-0", "closing_offered")
+            cluster.network.silence(ROUTER)
+            granted_at = asyncio.get_running_loop().time()
+            assert not cluster.nodes["prefill-0"].is_idle
+            await recorded(cluster, "prefill-0", "lease_expired")
+            waited = asyncio.get_running_loop().time() - granted_at
+            assert SMALL.lease.unclaimed_s - 1 <= waited <= SMALL.lease.unclaimed_s + 1
+            await asyncio.sleep(AT_ONCE_S)
+            assert cluster.nodes["prefill-0"].is_idle
+            cluster.heal()
+            await asking
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_a_lease_that_ran_out_under_a_read_whose_sender_kept_the_blocks_is_honoured() -> None:
+    async def main() -> None:
+        limits = replace(SMALL, lease=LeaseTimes(lease_s=1.2, unclaimed_s=12, grace_s=2, early_s=30))
+        async with simulated_cluster(Random(1), limits=limits) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            asking = asyncio.create_task(ask(cluster, prompt_of(30), "slow"))
+            await recorded(cluster, "decode-0", "offer_received", 4)
+            cluster.network.hold("decode-0.1", "prefill-0.1")
+            await recorded(cluster, "prefill-0", "lease_suspect")
+            cluster.network.let_through("decode-0.1", "prefill-0.1")
+            cluster.fabric.thaw("prefill-0.1")
+            finished = await asking
+            assert (finished.path.attempts, finished.kv_bytes > 0) == (1, True)
+            assert [detail for _, _, detail in events(cluster, "prefill-0", "lease_released")] == ["confirmed"]
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
+    async def main() -> None:
+        limits = replace(SMALL, lease=LeaseTimes(lease_s=4, unclaimed_s=0.5, grace_s=2, early_s=30))
+        async with simulated_cluster(Random(1), limits=limits) as cluster:
+            # The reader's first words are held until the offer is gone.
+            cluster.network.hold("decode-0.1", "prefill-0.1")
+            asking = asyncio.create_task(ask(cluster, prompt_of(30), "late"))
+            await recorded(cluster, "prefill-0", "lease_expired")
+            cluster.network.let_through("decode-0.1", "prefill-0.1")
+            assert (await asking).path.attempts == 2
+            assert not events(cluster, "decode-0", "read_started")
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+# Heartbeats.
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "notices"),
+    [("prefill-0", "decode-0", "decode-0"), ("decode-0", "prefill-0", "prefill-0")],
+    ids=["deaf reader", "deaf sender"],
+)
+def test_heartbeats_lost_one_way_are_noticed_within_three_and_end_in_a_retry(
+    source: str, target: str, notices: str
+) -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            asking = asyncio.create_task(ask(cluster, prompt_of(30)))
+            await recorded(cluster, "decode-0", "offer_received", 4)
+            cluster.network.hold(f"{source}.1", f"{target}.1")
+            held_at = asyncio.get_running_loop().time()
+            await recorded(cluster, notices, "kv_failed" if notices == "decode-0" else "lease_suspect")
+            assert asyncio.get_running_loop().time() - held_at <= 3 * SMALL.heartbeat_s + STEP_S
+            assert (await asking).path.attempts == 2
+            cluster.heal()
+            cluster.fabric.thaw("prefill-0.1")
+            await idle(cluster)
+            assert not [name for name, _, _ in events(cluster, "decode-0", "kv_arrived")]
+
+    run_virtually(main())
+
+
+# Many, and the end.
+
+
+def test_a_prefill_node_drains_when_its_last_lease_is_over() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL, prefill=2) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            asking = asyncio.create_task(ask(cluster, prompt_of(30), "first"))
+            await recorded(cluster, "prefill-0", "closing_offered")
+            draining = cluster.nodes["prefill-0"].service
+            draining.refuse_new_work()
+            drained = asyncio.create_task(draining.wait_idle())
+            other = await ask(cluster, prompt_of(30, seed=1), "other")
+            assert (other.path.prefill_node, other.path.attempts) == ("prefill-1", 1)
+            assert not drained.done()
+            cluster.fabric.thaw("prefill-0.1")
+            first = await asking
+            assert (first.path.prefill_node, first.path.attempts) == ("prefill-0", 1)
+            async with asyncio.timeout(AT_ONCE_S):
+                await drained
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_240_at_once_and_no_false_alarm() -> None:
+    async def main() -> None:
+        limits = replace(SMALL, num_blocks=3000, chunk=256, max_num_seqs=256)
+        async with simulated_cluster(Random(1), limits=limits, prefill=2, decode=2) as cluster:
+            asking = [ask(cluster, prompt_of(10 + i % 20, seed=i), f"r{i}", 3) for i in range(240)]
+            ends = await asyncio.gather(*asking)
+            assert {finished.path.attempts for finished in ends} == {1}
+            assert all(finished.kv_bytes for finished in ends)
+            for node_id in cluster.nodes:
+                for alarm in ("kv_failed", "lease_suspect", "lease_expired", "quarantined"):
+                    assert not events(cluster, node_id, alarm), alarm
+            await idle(cluster)
+
+    run_virtually(main())

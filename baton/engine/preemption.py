@@ -26,11 +26,16 @@ class Preemption:
     def make_room(self, needy: Request, plan: StepPlan) -> None:
         """Preempt the running request that gives way first, before anything is scheduled in this step.
 
-        `needy`, which lacks a block, is one itself.
+        `needy`, which lacks a block, is one itself. Computed beams hold blocks as well: they have come after those that
+        run, and their search goes on without them.
         """
-        running = self._ledger.running
-        victim = self._admission.last_in_turn(r for r in running if r.leg is not Leg.PREFILL) or needy
-        self._preempt(victim, plan)
+        ledger = self._ledger
+        candidates = [request for request in ledger.running if request.leg is not Leg.PREFILL]
+        victim = self._admission.last_in_turn([*candidates, *ledger.parked.values()]) or needy
+        if victim.beams is not None and victim.request_id in ledger.parked:
+            ledger.free_parked(victim.beams)
+        else:
+            self._preempt(victim, plan)
 
     def settle(self, plan: StepPlan, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
         """The step's copies were done, or lost: then what it swapped out has to be computed again."""

@@ -138,7 +138,7 @@ def test_an_heir_that_waits_for_a_seat_gives_up_its_blocks_and_keeps_its_tokens(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize(("num_blocks", "seats", "chunk"), [(10, 3, 2), (11, 6, 2), (14, 6, 5)])
+@pytest.mark.parametrize(("num_blocks", "seats", "chunk"), [(10, 3, 2), (11, 6, 2), (12, 6, 3)])
 def test_preempted_beams_come_back_with_their_tokens(mode: str, num_blocks: int, seats: int, chunk: int) -> None:
     rig = EngineRig(
         num_blocks,
@@ -156,6 +156,28 @@ def test_preempted_beams_come_back_with_their_tokens(mode: str, num_blocks: int,
     assert rig.core.make_stats().num_preemptions_by_mode[mode] == len(preempted)
     assert rig.tokens["other"] == rig.expected("other", 24)
     assert_finds_all(rig, 6, 14)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("num_blocks", "width", "caching"), [(12, 4, False), (14, 4, True), (16, 8, True)])
+def test_a_search_gives_way_to_who_came_before(policy: str, num_blocks: int, width: int, caching: bool) -> None:
+    rig = EngineRig(num_blocks, policy=policy, enable_prefix_caching=caching)
+    rig.add("first", 5, max_tokens=38)
+    rig.add("r", prompt_of(9, 2), beam_width=width, n=width, max_tokens=20)
+    rig.run(3000)
+    assert not rig.core.make_stats().num_preemptions
+    assert rig.tokens["first"] == rig.expected("first", 38)
+    assert_finds_all(rig, width, 20)
+
+
+def test_a_search_of_a_better_priority_does_not_give_way() -> None:
+    rig = EngineRig(12, policy="priority", enable_prefix_caching=False)
+    rig.add("first", 5, max_tokens=20, priority=1)
+    rig.add("r", prompt_of(9, 2), beam_width=4, n=4, max_tokens=14)
+    rig.run(3000)
+    assert {name for kind, name, _ in rig.events() if kind == "preempted"} == {"first"}
+    assert rig.tokens["first"] == rig.expected("first", 20)
+    assert_finds_all(rig, 4, 14)
 
 
 @pytest.mark.parametrize("num_searches", [2, 3])

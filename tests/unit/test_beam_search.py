@@ -53,6 +53,15 @@ def test_the_best_continuations_of_all_beams_go_on() -> None:
     assert [beam.token_ids for beam in search.finished] == [(2, 9), (1, 5, 3)]
 
 
+def test_beams_share_what_they_have_in_common() -> None:
+    search = BeamSearch(2, frozenset(), 9)
+    search.advance([[(1, -0.1), (2, -9.0), (3, -10.0), (4, -11.0)]])
+    (one, _) = search.running
+    search.advance([[(5, -0.1), (6, -0.2)], [(7, -0.3), (8, -0.4)]])
+    assert [beam.token_ids for beam in search.running] == [(1, 5), (1, 6)]
+    assert all(beam.before is one for beam in search.running)
+
+
 def test_an_end_outside_the_best_is_no_result() -> None:
     search = BeamSearch(2, frozenset({9}), 5)
     search.advance([[(1, -0.1), (2, -0.2), (9, -0.3), (4, -4.0)]])

@@ -7,9 +7,7 @@ the fault leaves behind proves that it struck, in whom.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from baton.cli.state import ProcessState
 from baton.rpc.messages import GenerateRequest
 from tests.support.caller import Answer
+from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.slow_model import FLAGS, ask, assert_right
 
@@ -45,46 +44,12 @@ def watched(
         yield running
 
 
-class Drill:
-    """One fault: asked for, and then proven."""
-
-    def __init__(self, directory: Path, place: str, words: str) -> None:
-        self._asked = directory / place
-        self.proof = directory / f"{place}.struck"
-        self._asked.write_text(words)
-
-    def has_struck(self) -> bool:
-        return self.proof.exists()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that it struck."""
-        return int(self.proof.read_text())
-
-    def over(self) -> None:
-        self._asked.unlink(missing_ok=True)
-        self.proof.unlink(missing_ok=True)
-
-
 @pytest.fixture
 async def session(watched: ProcessCluster) -> AsyncIterator[ClusterSession]:
     async with watched.session() as opened:
         await opened.whole()
         await opened.idle()
         yield opened
-
-
-@pytest.fixture
-def drill(asked: Path) -> Iterator[Callable[[str, str], Drill]]:
-    made: list[Drill] = []
-
-    def make(place: str, words: str) -> Drill:
-        made.append(Drill(asked, place, words))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.over()
 
 
 async def _answered(session: ClusterSession, request: GenerateRequest) -> Answer:
@@ -98,30 +63,27 @@ def _process(session: ClusterSession, pid: int) -> ProcessState:
 
 
 @pytest.mark.parametrize("place", KILLED)
-async def test_killed_at(session: ClusterSession, drill: Callable[[str, str], Drill], place: str) -> None:
+async def test_killed_at(session: ClusterSession, asked: Path, place: str) -> None:
     request = ask(f"killed-{place}", chunks=3, sampled=True)
     before = {process.pid: process for process in session.cluster.state.processes}
-    struck = drill(place, "kill" if place in NAMELESS else f"kill {request.request_id}")
-    await _answered(session, request)
-    assert struck.has_struck()
-    killed = before[struck.pid]
+    with Drill(asked, place, "kill" if place in NAMELESS else f"kill {request.request_id}") as drill:
+        await _answered(session, request)
+        assert drill.has_struck()
+        killed = before[drill.pid]
     assert killed.role == ("prefill" if place in SENDERS else "decode")
     await session.back(killed)
     await session.idle()
 
 
 @pytest.mark.parametrize("place", STOPS)
-async def test_stopped_at(session: ClusterSession, drill: Callable[[str, str], Drill], place: str) -> None:
+async def test_stopped_at(session: ClusterSession, asked: Path, place: str) -> None:
     request = ask(f"stopped-{place}", chunks=3, sampled=True)
-    struck = drill(place, f"stop {request.request_id}")
-    answering = asyncio.create_task(_answered(session, request))
-    await session.until(lambda _: struck.has_struck())
-    try:
-        name = _process(session, struck.pid).name
+    with Drill(asked, place, f"stop {request.request_id}") as drill:
+        answering = asyncio.create_task(_answered(session, request))
+        await session.until(lambda _: drill.has_struck())
+        name = _process(session, drill.pid).name
         answer = await answering
         assert answer.end.path.attempts == 2
         assert name not in (answer.end.path.prefill_node, answer.end.path.decode_node)
-    finally:
-        os.kill(struck.pid, signal.SIGCONT)
     await session.whole()
     await session.idle()

@@ -1,0 +1,181 @@
+"""Router and nodes on hosts of their own, over a network whose links are cut, deaf or slow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
+
+import grpc
+import pytest
+
+from baton.registry.embedded import find_redis_server
+from baton.rpc.messages import ClusterStatus
+from tests.support.hosts import Hosts, NotPermitted, hosts
+from tests.support.process_cluster import BOUND_S, ClusterSession
+from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
+
+PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+PORT, OPERATOR_PORT, REDIS_PORT = 7000, 7001, 7002
+BATON = [sys.executable, "-P", "-m", "baton.cli.main"]
+ENVIRONMENT = {**STEP_TIMES, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "v0", "OMP_NUM_THREADS": "1"}
+
+
+class HostsCluster:
+    """Five processes on five hosts, without a supervisor."""
+
+    def __init__(self, network: Hosts, directory: Path, model: Path) -> None:
+        self.network = network
+        self._directory = directory
+        self._model = model
+        self._stack = ExitStack()
+
+    def __enter__(self) -> HostsCluster:
+        address = self.network.address
+        redis = [str(find_redis_server()), "--port", str(REDIS_PORT), "--bind", address("router"), "--save", ""]
+        self._start("router", [*redis, "--protected-mode", "no"], b"ready")
+        common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model)]
+        front = ["--router-id", "router-0", "--grpc-port", str(PORT), "--operator-port", str(OPERATOR_PORT)]
+        words = ["router", *common, "--host", address("router"), *front, "--runner", "simulated"]
+        self._start("router", [*BATON, *words], b"ready")
+        for name in (*PREFILL, *DECODE):
+            place = ["--role", name.partition("-")[0], "--node-id", name, "--host", address(name), "--port", str(PORT)]
+            self._start(name, [*BATON, "node", *common, *place, *FLAGS], b"ready")
+        return self
+
+    def _start(self, host: str, words: list[str], ready: bytes) -> None:
+        log = self._directory / f"{host}-{len(words)}.log"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                self.network.command(host, words), env={**os.environ, **ENVIRONMENT}, stdout=output, stderr=output
+            )
+        self._stack.callback(_end, process)
+        with open(log, "rb") as output:
+            _wait_for(ready, output, process)
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def nodes(self, role: str) -> tuple[str, ...]:
+        return PREFILL if role == "prefill" else DECODE
+
+    def process(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(address=f"{self.network.address(name)}:{PORT}")
+
+    def complaints(self) -> dict[str, str]:
+        """First lines with a traceback in the logs."""
+        logs = {log.stem: log.read_text(errors="replace").splitlines() for log in self._directory.glob("*.log")}
+        found = {name: [line for line in lines if "Traceback" in line] for name, lines in logs.items()}
+        return {name: lines[0][:2000] for name, lines in found.items() if lines}
+
+
+def _wait_for(words: bytes, output: IO[bytes], process: subprocess.Popen[bytes]) -> None:
+    seen = b""
+    while words not in seen.lower():
+        seen += output.read()
+        assert process.poll() is None, seen.decode()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(BOUND_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+
+
+class HostsSession(ClusterSession):
+    """A client and operator of it."""
+
+    async def whole(self) -> ClusterStatus:
+        """Wait until the router uses every node."""
+        return await self.until(lambda status: sum(node.status == "Ready" for node in status.nodes) == 5)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[HostsCluster]:
+    try:
+        with hosts(f"bt{os.getpid() % 10_000}", ("router", *PREFILL, *DECODE)) as network:
+            with HostsCluster(network, tmp_path_factory.mktemp("hosts"), model) as cluster:
+                yield cluster
+            assert cluster.complaints() == {}
+    except NotPermitted as why:
+        pytest.skip(f"no network namespaces here: {why}")
+
+
+@pytest.fixture
+async def session(spread: HostsCluster) -> AsyncIterator[HostsSession]:
+    """The cluster, whole and idle before a test and again after it."""
+    router = spread.network.address("router")
+    async with (
+        grpc.aio.insecure_channel(f"{router}:{PORT}") as public,
+        grpc.aio.insecure_channel(f"{router}:{OPERATOR_PORT}") as private,
+    ):
+        opened = HostsSession(spread, public, private)  # type: ignore[arg-type]
+        await opened.whole()
+        await opened.idle()
+        yield opened
+        await opened.whole()
+        await opened.idle()
+        after = ask(f"after-{os.urandom(4).hex()}", chunks=1)
+        assert_right(await opened.generate(after), after)
+
+
+async def test_undisturbed(session: HostsSession) -> None:
+    requests = [ask(f"plain-{i}", chunks=2, sampled=bool(i % 2)) for i in range(4)]
+    for answer, request in zip(await asyncio.gather(*map(session.generate, requests)), requests, strict=True):
+        assert_right(answer, request)
+        assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)
+
+
+async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, spread: HostsCluster) -> None:
+    request = ask("unplugged", sampled=True)
+    answering = asyncio.create_task(session.generate(request, BOUND_S))
+    name = await session.seen("decode", "read_done", "unplugged")
+    with spread.network.unplugged(name):
+        answer = await answering
+        assert_right(answer, request)
+        assert answer.end.path.attempts >= 2
+        assert answer.end.path.decode_node != name
+    await session.whole()
+    first = [event.name for event in await session.trace(name, "unplugged") if event.attempt.attempt == 1]
+    assert "kv_arrived" not in first
+
+
+@pytest.mark.parametrize("deaf", ["both", "prefill", "decode"])
+async def test_a_pair_that_can_not_hear_each_other(session: HostsSession, spread: HostsCluster, deaf: str) -> None:
+    """Both still hear the router. `deaf` is who gets nothing from the other."""
+    request = ask(f"deaf-{deaf}", sampled=True)
+    answering = asyncio.create_task(session.generate(request, BOUND_S))
+    decode = await session.seen("decode", "read_done", request.request_id)
+    prefill = await session.seen("prefill", "chunk_computed", request.request_id)
+    with ExitStack() as cut:
+        if deaf != "decode":
+            cut.enter_context(spread.network.blackhole(decode, prefill))
+        if deaf != "prefill":
+            cut.enter_context(spread.network.blackhole(prefill, decode))
+        answer = await answering
+        assert_right(answer, request)
+        assert answer.end.path.attempts >= 2
+        first = [e for e in await session.trace(decode, request.request_id) if e.attempt.attempt == 1]
+        assert "kv_arrived" not in [event.name for event in first]
+        assert [event.detail for event in first if event.name == "kv_failed"] == ["peer_gone"]
+        told = [e.name for e in await session.trace(prefill, request.request_id) if e.attempt.attempt == 1]
+        assert "lease_suspect" in told
+
+
+async def test_a_slow_link_is_waited_for(session: HostsSession, spread: HostsCluster) -> None:
+    request = ask("slow", chunks=4)
+    with spread.network.throttled(PREFILL[0], "400kbit"), spread.network.throttled(PREFILL[1], "400kbit"):
+        answers = await asyncio.gather(*(session.generate(one, BOUND_S) for one in (request, ask("slow-2", chunks=4))))
+    assert_right(answers[0], request)
+    assert [(answer.end.path.attempts, answer.end.kv_bytes > 0) for answer in answers] == [(1, True), (1, True)]

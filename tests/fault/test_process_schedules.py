@@ -1,0 +1,141 @@
+"""Random schedules of faults, drawn from seeds, over real processes and NIXL, in both kinds of transport.
+
+`BATON_FAULT_SCHEDULES=100` runs a hundred of each kind instead of a few; a failure names its seed, and
+`BATON_FAULT_SEED=N` begins with that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.cli.state import ProcessState
+from baton.errors import BatonError
+from baton.rpc.messages import GenerateRequest
+from tests.fault.test_handoff_steps import PLACES
+from tests.support.drill import Drill
+from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
+from tests.support.slow_model import FLAGS, ask, assert_right
+
+NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
+FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
+STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
+BOUND_S = 100.0
+SPARE_DESCRIPTORS = 16
+"""Connections come and go; what leaks with every fault is more than this in the end."""
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failpoints")
+
+
+@pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
+def disturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
+) -> Iterator[ProcessCluster]:
+    transport = {} if request.param == "default" else {"UCX_TLS": request.param}
+    environment = {**STEP_TIMES, **transport, "BATON_FAILPOINTS": str(asked)}
+    flags = (*FLAGS, "--prefill", "2", "--decode", "2")
+    run_dir = tmp_path_factory.mktemp("disturbed") / "run"
+    with process_cluster(run_dir, model, *flags, environment=environment) as running:
+        yield running
+
+
+class Schedule:
+    """A few requests and what befalls the nodes meanwhile."""
+
+    def __init__(self, seed: int, session: ClusterSession, asked: Path) -> None:
+        self._seed = seed
+        self._rng = Random(seed)
+        self._session = session
+        self._asked = asked
+        self.seen: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        requests = [self._request(number) for number in range(self._rng.randint(3, 8))]
+        asking = [asyncio.create_task(self._ask(request)) for request in requests]
+        await asyncio.gather(*(self._disturb() for _ in range(self._rng.randint(1, 2))))
+        async with asyncio.timeout(BOUND_S):
+            await asyncio.gather(*asking)
+        await self._session.whole()
+        await self._session.idle()
+
+    def _request(self, number: int) -> GenerateRequest:
+        rng = self._rng
+        return ask(f"s{self._seed}-{number}", rng.randint(1, 4), rng.randint(1, 12), sampled=rng.random() < 0.5)
+
+    async def _ask(self, request: GenerateRequest) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+        leaves = self._rng.random() < 0.2
+        try:
+            answer = await self._session.generate(request, self._rng.uniform(0.05, 1.0) if leaves else BOUND_S)
+        except BatonError as error:
+            if type(error) is BatonError:
+                raise  # nobody foresaw it
+            self.seen["left" if leaves else f"failed: {error}"] += 1
+            return
+        assert_right(answer, request)
+        self.seen["right"] += 1
+        self.seen["failed over"] += answer.end.path.attempts > 1
+
+    def _node(self) -> ProcessState:
+        nodes = [p for p in self._session.cluster.state.processes if p.role in ("prefill", "decode") and p.pid]
+        return self._rng.choice(sorted(nodes, key=lambda process: process.name))
+
+    async def _disturb(self) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, 0.6))
+        match self._rng.randrange(4):
+            case 0:
+                self._send(self._node(), signal.SIGKILL)
+            case 1:
+                node = self._node()
+                self._send(node, signal.SIGSTOP)
+                await asyncio.sleep(self._rng.uniform(0.1, 4.5))
+                self._send(node, signal.SIGCONT)
+            case _:
+                act = self._rng.choice(["kill", "stop", "sleep 0.3", "sleep 2"])
+                with Drill(self._asked, self._rng.choice(PLACES), act) as drill:
+                    await asyncio.sleep(self._rng.uniform(0.5, 4.5))
+                    self.seen[f"drill: {act}"] += drill.has_struck()
+
+    def _send(self, node: ProcessState, number: signal.Signals) -> None:
+        try:
+            os.kill(node.pid, number)
+            self.seen[number.name] += 1
+        except ProcessLookupError:
+            # The other fault of the schedule was quicker.
+            return
+
+
+def num_descriptors(session: ClusterSession) -> int:
+    """Open files of the router, which is never hurt."""
+    return len(os.listdir(f"/proc/{session.cluster.process('router-0').pid}/fd"))
+
+
+@pytest.mark.timeout(120 + 60 * NUM_SCHEDULES)
+async def test_every_request_ends_once_and_everybody_is_idle_again(disturbed: ProcessCluster, asked: Path) -> None:
+    seen: Counter[str] = Counter()
+    async with disturbed.session() as session:
+        await session.whole()
+        assert_right(await session.generate(request := ask("before")), request)
+        before = num_descriptors(session)
+        for seed in range(FIRST_SEED, FIRST_SEED + NUM_SCHEDULES):
+            schedule = Schedule(seed, session, asked)
+            try:
+                await schedule.run()
+            except BaseException as error:
+                error.add_note(f"BATON_FAULT_SEED={seed}")
+                raise
+            seen += schedule.seen
+        assert seen["right"] > NUM_SCHEDULES, seen
+        assert num_descriptors(session) <= before + SPARE_DESCRIPTORS
+    if NUM_SCHEDULES > 20:
+        assert seen["failed over"] > NUM_SCHEDULES / 4, seen

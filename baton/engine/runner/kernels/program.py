@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -75,7 +75,7 @@ class Program:
         if dtype not in DTYPES:
             raise KernelArgumentError("dtype", f"must be float32 or bfloat16, is {dtype}")
         self.timing = False
-        """Whether `run` adds up for `take_seconds` how long the operations took."""
+        """Whether `run` keeps for `take_seconds` how long the operations took."""
         self.timed_until = 0.0
         """When the last timed run ended (perf_counter)."""
         self._dtype = dtype
@@ -90,7 +90,7 @@ class Program:
         self._memory = torch.empty(0, dtype=dtype)
         self._capacity = 0
         self._num_groups = 0
-        self._nanoseconds: Counter[str] = Counter()
+        self._times: list[ctypes.Array[ctypes.c_int64]] = []
 
     def argument(self, width: int, *, sampled: bool = False) -> Rows:
         """A matrix [T, width], or [S, width] with `sampled`, that the caller of `run` brings: contiguous."""
@@ -242,13 +242,16 @@ class Program:
         )
         if times is not None:
             self.timed_until = time.perf_counter()
-            for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
-                self._nanoseconds[_NAMES[operation.kind]] += after - before
+            self._times.append(times)
 
     def take_seconds(self) -> dict[str, float]:
         """What all operations of one name took in the timed runs since the last call."""
-        taken, self._nanoseconds = self._nanoseconds, Counter()
-        return {name: nanoseconds / 1e9 for name, nanoseconds in taken.items()}
+        taken: defaultdict[str, float] = defaultdict(float)
+        for times in self._times:
+            for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
+                taken[_NAMES[operation.kind]] += (after - before) / 1e9
+        self._times = []
+        return taken
 
     def _multiply(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, activation: int, into: str | Rows) -> Rows:
         if w.dtype != self._dtype or w.isa != self._isa:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+_BOUND_S = 10.0
+_PAUSE_S = 0.01
 
 
 class Drill:
-    """One fault: asked for, and then proven. Leave the `with` and it is over."""
+    """One fault: asked for, and then proven. Leave the `with` and it is over: what it had stopped runs again."""
 
     def __init__(self, directory: Path, place: str, words: str) -> None:
-        self.proof = directory / f"{place}.struck"
+        self._proof = directory / f"{place}.struck"
         self._asked = directory / place
         self._stops = words.startswith("stop")
         self._asked.write_text(words)
@@ -20,20 +25,36 @@ class Drill:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._asked.unlink(missing_ok=True)
-        if self.has_struck():
-            if self._stops:
-                self.go_on()
-            self.proof.unlink()
+        try:
+            self._asked.unlink()
+            return
+        except FileNotFoundError:
+            # Somebody took it: it strikes, or has struck.
+            if not _until(self.has_struck):
+                return
+        if self._stops and _until(lambda: _is_stopped(self.pid)):
+            os.kill(self.pid, signal.SIGCONT)
+        self._proof.unlink()
 
     def has_struck(self) -> bool:
-        return self.proof.exists() and bool(self.proof.read_text())
+        return self._proof.exists()
 
     @property
     def pid(self) -> int:
         """Of the process that it struck."""
-        return int(self.proof.read_text())
+        return int(self._proof.read_text())
 
-    def go_on(self) -> None:
-        """What was stopped runs again."""
-        os.kill(self.pid, signal.SIGCONT)
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    """Whether it came to be so: a process that takes a file acts at once, unless something else ended it."""
+    deadline = time.monotonic() + _BOUND_S
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(_PAUSE_S)
+    return is_so()

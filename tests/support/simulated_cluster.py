@@ -22,6 +22,7 @@ from baton.engine.request import Request
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler_config import PreemptionMode
 from baton.errors import BatonError, NodeLost
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
@@ -54,13 +55,14 @@ from router.dispatcher import Dispatcher, DispatchLimits
 from router.node_links import NodeLinks
 from router.timers import LoopTimers
 from router.view import ClusterView
+from tests.support.executors import Ahead, executor_for
 from tests.support.memory_network import MemoryNetwork, MemoryServer
 from tests.support.router_parts import record_of
 from tests.support.virtual_time import LoopClock
 
 ROUTER = "router-0"
 STEP_S = 0.01
-MOVER_TURN_S = 0.01
+MOVER_TURN_S = 0.02
 BLOCK_SIZE = 4
 _LOOK_S = 0.25
 
@@ -76,12 +78,17 @@ class SimulatedLimits:
     max_quarantined_blocks: int = 1024
     window: WindowLimits | None = None
     heartbeat_s: float = 1.0
+    ahead: Ahead = "no"
+    """Whether nodes schedule asynchronously."""
+    num_host_blocks: int = 0
+    preemption_mode: PreemptionMode = "recompute"
 
     @property
     def spec(self) -> SimulatedSpec:
         return SimulatedSpec(
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,
+            num_host_blocks=self.num_host_blocks,
             num_layers=1,
             num_kv_heads=1,
             head_dim=4,
@@ -235,7 +242,7 @@ class SimulatedNode:
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector
         self.scheduler = self._new_scheduler(limits, clock, connector)
-        core = EngineCore(self.scheduler, self.runner)
+        core = EngineCore(self.scheduler, self.runner, executor_for(limits.ahead))
         self.crashes: list[BaseException] = []
         self.driver = _Driver(
             self.machine, core, lambda news: post(self._on_step, news), self.crashes.append, outbox.flush
@@ -253,6 +260,8 @@ class SimulatedNode:
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.spec.max_model_len,
             watermark=0.0,
+            num_host_blocks=limits.num_host_blocks,
+            preemption_mode=limits.preemption_mode,
         )
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         return Scheduler(config, fields, clock, connector=connector)
@@ -403,11 +412,16 @@ class _Client:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of a request: its tokens so far, and the one end."""
+    """What became of a request: the tokens of each sequence so far, and the one end."""
 
-    token_ids: list[int] = field(default_factory=list)
+    sequences: dict[int, list[int]] = field(default_factory=lambda: {0: []})
     finished: Finished | None = None
     error: BatonError | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first sequence."""
+        return self.sequences[0]
 
 
 class SimulatedCluster:
@@ -497,8 +511,9 @@ class SimulatedCluster:
             async for event in self.dispatcher.generate(request, timeout_s):
                 assert answer.finished is None, f"{event} after the end"
                 if isinstance(event, Chunk):
-                    assert event.first_index == len(answer.token_ids), "a gap, or a token twice"
-                    answer.token_ids += event.token_ids
+                    token_ids = answer.sequences.setdefault(event.sequence_index, [])
+                    assert event.first_index == len(token_ids), "a gap, or a token twice"
+                    token_ids += event.token_ids
                 elif isinstance(event, Finished):
                     answer.finished = event
         except BatonError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.config import NodeConfig
+from baton.engine.runner.block_digests import block_digests
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
@@ -15,7 +16,6 @@ from baton.observe.metrics import Figure, by_label
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -32,8 +32,8 @@ class DecodeRole:
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
-        digest = block_digest(runner.memory) if config.kv_digests == "on" else None
-        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post, digest=digest)
+        digests = block_digests(runner.memory) if config.kv_digests == "on" else None
+        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post, digests=digests)
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
 
     @property

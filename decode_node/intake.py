@@ -19,11 +19,11 @@ import grpc
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request
 from baton.engine.runner.base import KVLayout
+from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockDigest, wrong_block
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
@@ -34,8 +34,8 @@ from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadD
 from kv_transfer.transfer import (
     Arrived,
     CancelRead,
-    CheckBlocks,
     CutLink,
+    DigestBlocks,
     Failed,
     OpenLink,
     Plan,
@@ -66,12 +66,12 @@ class Intake:
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
         make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
-        digest: BlockDigest | None = None,
-        checker: Executor | None = None,
+        digests: BlockDigests | None = None,
+        hasher: Executor | None = None,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
-        `digest`: of this node's blocks; None: what senders say of theirs is not compared with it. `checker` compares;
+        `digests`: of this node's blocks; None: they are not compared with the senders'. `hasher` computes them;
         default: a thread of its own, so that neither the loop nor a read in flight waits for it.
         """
         self._identity = identity
@@ -81,9 +81,9 @@ class Intake:
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
         self._post = post
-        self._digest = digest
-        self._checker = checker or ThreadPoolExecutor(1, "baton-digests")
-        self._book = TransferBook(max_quarantined_blocks)
+        self._digests = digests
+        self._hasher = hasher or ThreadPoolExecutor(1, "baton-digests")
+        self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._num_blocks: dict[str, int] = {}
@@ -103,7 +103,7 @@ class Intake:
         for link in links:
             await link.close()
         await asyncio.to_thread(self.mover.stop)
-        self._checker.shutdown()
+        await asyncio.to_thread(self._hasher.shutdown)
 
     # From the engine, by way of the loop.
 
@@ -217,8 +217,8 @@ class Intake:
                         link.send(message)
                 case StartRead(read_id, incarnation, ranges):
                     self.mover.read(read_id, incarnation, ranges)
-                case CheckBlocks(read_id, block_ids, digests):
-                    self._check(read_id, block_ids, digests)
+                case DigestBlocks(read_id, block_ids):
+                    self._hasher.submit(self._digest_blocks, read_id, block_ids)
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
@@ -228,17 +228,10 @@ class Intake:
                 case Arrived() | Failed() | Released():
                     self._report(effect)
 
-    def _check(self, read_id: int, block_ids: Sequence[int], digests: Sequence[int]) -> None:
-        digest = self._digest
-        if digest is None:
-            self._carry_out(self._book.checked(read_id, None))
-            return
-
-        def compare() -> None:
-            wrong = wrong_block(digest, block_ids, digests)
-            self._post(lambda: self._carry_out(self._book.checked(read_id, wrong)))
-
-        self._checker.submit(compare)
+    def _digest_blocks(self, read_id: int, block_ids: Sequence[int]) -> None:
+        assert self._digests is not None
+        found = self._digests(block_ids)
+        self._post(lambda: self._carry_out(self._book.digested(read_id, found)))
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)

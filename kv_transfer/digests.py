@@ -1,73 +1,56 @@
-"""Digests of blocks, by which a receiver knows that what it read is what its sender had computed.
-
-XXH3 with 64 bits (https://github.com/Cyan4973/xxHash): it finds accidents (a torn read, a block that was overwritten, a
-fault of memory or transport), not attacks; whoever could forge KV is authenticated by other means.
-"""
+"""Digests of what a sender offers, by which a receiver knows that what it read is what had been computed."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
-
-import xxhash
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from baton.engine.block_hash import group_key
 from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import Request
-from baton.engine.runner.base import KVLayout, KVMemory
-
-BlockDigest = Callable[[int], int]
-"""The digest of a block's bytes, 0 to 2**64 - 1; from any thread."""
+from baton.engine.runner.base import KVLayout
+from baton.engine.runner.block_digests import BlockDigests
 
 
-def block_digest(memory: KVMemory) -> BlockDigest | None:
-    """Digests of a runner's blocks; None for memory that the processor can't read."""
-    if memory.kind != "DRAM":
-        return None
+class BlockName(NamedTuple):
+    """What the digest of a sender's block is remembered by."""
 
-    def digest(block_id: int) -> int:
-        # The closure keeps `memory`, and that its owner, alive.
-        start = memory.base_address + block_id * memory.block_bytes
-        return xxhash.xxh3_64_intdigest((ctypes.c_char * memory.block_bytes).from_address(start))
-
-    return digest
+    key: bytes
+    """Of what it holds; empty when that has none."""
+    is_cached: bool
+    """It was computed for an earlier request."""
 
 
-def wrong_block(digest: BlockDigest, block_ids: Sequence[int], digests: Sequence[int]) -> int | None:
-    """The first of these blocks that does not have its digest; None when all have."""
-    for block_id, expected in zip(block_ids, digests, strict=True):
-        if digest(block_id) != expected:
-            return block_id
-    return None
+def block_names(request: Request, layout: KVLayout, first: int, count: int) -> Sequence[BlockName]:
+    """Of `count` blocks of a prompt, from entry `first` of its table on."""
+    groups, names = len(layout.groups), []
+    num_cached = request.num_cached_tokens // layout.block_size
+    for entry in range(first, first + count):
+        stripe, group = divmod(entry, groups)
+        is_named = stripe < len(request.block_hashes)
+        key = group_key(request.block_hashes[stripe], group) if is_named else b""
+        names.append(BlockName(key, stripe < num_cached))
+    return names
 
 
 class OfferedDigests:
-    """The digests of what a sender offers: each is computed once, when its block was filled.
+    """Each is computed once, when its block was filled. Called from one thread.
 
     A block of a cached prefix keeps the digest that it had when it was computed: one that was damaged since is found.
     """
 
-    def __init__(self, digest: BlockDigest, layout: KVLayout) -> None:
-        self._digest = digest
-        self._layout = layout
+    def __init__(self, digests: BlockDigests) -> None:
+        self._digests = digests
         self._known: dict[int, tuple[bytes, int]] = {}
         """By block: the key of what it held, and the digest of that."""
 
-    def of(self, request: Request, first: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """One for each of a prompt's blocks from entry `first` of its table on; 0 for the null block."""
-        return tuple(
-            self._one(request, entry, block_id) if block_id != NULL_BLOCK else 0
-            for entry, block_id in enumerate(block_ids, first)
-        )
+    def of(self, block_ids: Sequence[int], names: Sequence[BlockName]) -> Sequence[int]:
+        """One for each of these blocks; 0 for the null block."""
+        named = {block_id: name for block_id, name in zip(block_ids, names, strict=True) if block_id != NULL_BLOCK}
+        missing = [block_id for block_id, name in named.items() if not self._is_known(block_id, name)]
+        for block_id, digest in zip(missing, self._digests(missing), strict=True):
+            self._known[block_id] = (named[block_id].key, digest)
+        return [self._known[block_id][1] if block_id in named else 0 for block_id in block_ids]
 
-    def _one(self, request: Request, entry: int, block_id: int) -> int:
-        stripe, group = divmod(entry, len(self._layout.groups))
-        if stripe >= len(request.block_hashes):
-            return self._digest(block_id)  # not full, or nothing is cached here
-        key = group_key(request.block_hashes[stripe], group)
-        was_cached = stripe < request.num_cached_tokens // self._layout.block_size
-        known_key, digest = self._known.get(block_id, (b"", 0))
-        if not was_cached or known_key != key:
-            digest = self._digest(block_id)
-            self._known[block_id] = (key, digest)
-        return digest
+    def _is_known(self, block_id: int, name: BlockName) -> bool:
+        return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key

@@ -104,6 +104,9 @@ class _Lease:
     granted_at: float
     block_ids: list[int]
     digests: list[int] = field(default_factory=list)
+    """Of the first blocks, as far as they are known."""
+    asked_on: int | None = None
+    """The link on which the reader waits for its answer, until all digests are known."""
     closing: Closing | None = None
     deadline: float | None = None
     reader: str | None = None
@@ -128,8 +131,10 @@ class _Reader:
 class LeaseBook:
     """All leases of one sender. One thread calls it; every method returns at once with the effects, in order."""
 
-    def __init__(self, clock: Clock, times: LeaseTimes | None = None) -> None:
+    def __init__(self, clock: Clock, times: LeaseTimes | None = None, *, has_digests: bool = False) -> None:
+        """`has_digests`: of every offer's blocks; `digested` brings them."""
         self._clock = clock
+        self._has_digests = has_digests
         self._times = times or LeaseTimes()
         self._leases: dict[AttemptKey, _Lease] = {}
         self._over: OrderedDict[AttemptKey, None] = OrderedDict()
@@ -149,12 +154,8 @@ class LeaseBook:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        digests: Sequence[int] = (),
     ) -> list[LeaseEffect]:
-        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last.
-
-        `digests`: one for each block, or none in all offers of the attempt.
-        """
+        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last."""
         if attempt in self._over:
             self.counters["offer_after_end"] += 1
             return []
@@ -166,11 +167,8 @@ class LeaseBook:
             effects.append(Recorded("lease_granted", attempt, len(block_ids)))
         if first_block != len(lease.block_ids) or lease.closing is not None:
             raise ValueError(f"{attempt}: blocks from {first_block} offered after {len(lease.block_ids)}")
-        if len(lease.digests) + len(digests) not in (0, first_block + len(block_ids)):
-            raise ValueError(f"{attempt}: {len(digests)} digests for {len(block_ids)} blocks")
         self._feed(lease, LeaseEvent.OFFER)
         lease.block_ids.extend(block_ids)
-        lease.digests.extend(digests)
         lease.closing = closing
         effects.append(Recorded("offered", attempt, len(lease.block_ids)))
         if closing is not None:
@@ -183,6 +181,19 @@ class LeaseBook:
         elif lease.machine.state is LeaseState.GRANTED and closing is not None:
             lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
         return effects
+
+    def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
+        """The digests of its next blocks, in the order in which they were offered."""
+        lease = self._leases.get(attempt)
+        if lease is None:
+            self.counters["digested_unknown"] += 1
+            return []
+        lease.digests.extend(digests)
+        known = Recorded("digested", attempt, len(lease.digests))
+        link = lease.asked_on
+        if link is None or link not in self._links:
+            return [known]
+        return [known, *self._confirm(link, self._links[link], attempt)]
 
     def withdraw(self, attempt: AttemptKey, cause: str, *, promise_broken: bool = False) -> list[LeaseEffect]:
         """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption)."""
@@ -340,8 +351,8 @@ class LeaseBook:
         if not block_ids and lease.closing is None:
             return []
         lease_ms = int(self._times.lease_s * 1000)
-        digests = tuple(lease.digests[first_block:])
-        return self._tell(lease, Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, digests))
+        offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, self._has_digests)
+        return self._tell(lease, offer)
 
     def _confirm(self, link: int, reader: _Reader, attempt: AttemptKey) -> list[LeaseEffect]:
         lease = self._read_by(reader, attempt, "confirm_read")
@@ -350,9 +361,13 @@ class LeaseBook:
         # Nobody can have read a prompt that is not computed: such a reader gets a no, and nothing more.
         complete = lease.closing is not None
         held = complete and lease.kept
+        if held and self._has_digests and len(lease.digests) < len(lease.block_ids):
+            lease.asked_on = link
+            return []
         event = LeaseEvent.CONFIRM if complete else LeaseEvent.ABANDON
         ended = self._advance(lease, event, "confirmed" if held else "not held")
-        return [TellReader(link, ReadConfirmed(attempt, held)), *ended]
+        digests = tuple(lease.digests[lease.first_block :]) if held else ()
+        return [TellReader(link, ReadConfirmed(attempt, held, digests)), *ended]
 
     def _abandon(self, link: int, reader: _Reader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
         early = self._early.get(attempt)

@@ -62,8 +62,8 @@ def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
     match message:
         case Offer():
             return kv_link_pb2.OpenResponse(offer=_offer_pb(message))
-        case ReadConfirmed(attempt, held):
-            confirmed = kv_link_pb2.ReadConfirmed(attempt=_attempt_pb(attempt), held=held)
+        case ReadConfirmed(attempt, held, digests):
+            confirmed = kv_link_pb2.ReadConfirmed(attempt=_attempt_pb(attempt), held=held, digests=digests)
             return kv_link_pb2.OpenResponse(read_confirmed=confirmed)
         case OfferLost(attempt, cause):
             return kv_link_pb2.OpenResponse(offer_lost=kv_link_pb2.OfferLost(attempt=_attempt_pb(attempt), cause=cause))
@@ -77,7 +77,8 @@ def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | N
         case "offer":
             return _offer(response.offer)
         case "read_confirmed":
-            return ReadConfirmed(_attempt(response.read_confirmed.attempt), response.read_confirmed.held)
+            answer = response.read_confirmed
+            return ReadConfirmed(_attempt(answer.attempt), answer.held, tuple(answer.digests))
         case "offer_lost":
             return OfferLost(_attempt(response.offer_lost.attempt), response.offer_lost.cause)
         case "heartbeat":
@@ -172,7 +173,7 @@ def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
         block_ids=offer.block_ids,
         lease_ms=offer.lease_ms,
         closing=closing,
-        digests=offer.digests,
+        has_digests=offer.has_digests,
     )
 
 
@@ -181,8 +182,8 @@ def _offer(offer: kv_link_pb2.Offer) -> Offer:
     if offer.HasField("closing"):
         read = offer.closing
         closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended)
-    block_ids, digests = tuple(offer.block_ids), tuple(offer.digests)
-    return Offer(_attempt(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, digests)
+    block_ids = tuple(offer.block_ids)
+    return Offer(_attempt(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.has_digests)
 
 
 def _layout_pb(layout: LayoutFingerprint) -> kv_link_pb2.KvLayout:

@@ -88,8 +88,8 @@ class Offer:
     block_ids: Sequence[int]
     lease_ms: int
     closing: Closing | None = None
-    digests: Sequence[int] = ()
-    """One for each block, or none at all."""
+    has_digests: bool = False
+    """The answer to `ConfirmRead` brings digests to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ class ReadConfirmed:
 
     attempt: AttemptKey
     held: bool
+    digests: Sequence[int] = ()
+    """Of the blocks' bytes, one for each from the subscription's first on; 0 for those that were not offered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ from kv_transfer.link_messages import (
 )
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
+_UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -99,12 +101,11 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckBlocks:
-    """Compare what was read with what the sender says it is; `checked` answers with the id."""
+class DigestBlocks:
+    """A read is done: compute the digests of its blocks; `digested` answers with the id."""
 
     read_id: int
     block_ids: Sequence[int]
-    digests: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ TransferEffect = (
     | ReopenLink
     | TellSender
     | StartRead
-    | CheckBlocks
+    | DigestBlocks
     | CancelRead
     | CutLink
     | Arrived
@@ -179,9 +180,11 @@ class _Transfer:
     closing: Closing | None = None
     reads: dict[int, int] = field(default_factory=dict)
     """Reads in flight, with their number of blocks."""
-    checks: dict[int, CheckBlocks] = field(default_factory=dict)
-    """Of reads in flight, and of those whose blocks are being compared."""
-    held: bool = False
+    to_digest: dict[int, DigestBlocks] = field(default_factory=dict)
+    """Of reads in flight, and of those whose digests are being computed."""
+    digests: dict[int, int] = field(default_factory=dict)
+    """Of the blocks that were read."""
+    answer: ReadConfirmed | None = None
     """The sender's word that it held its lease."""
     remote_blocks: set[int] = field(default_factory=set)
     num_bytes: int = 0
@@ -204,13 +207,17 @@ class _Peer:
 class TransferBook:
     """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
 
-    def __init__(self, max_quarantined_blocks: int = 1024) -> None:
-        """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there."""
+    def __init__(self, max_quarantined_blocks: int = 1024, *, compare_digests: bool = True) -> None:
+        """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
+
+        `compare_digests`: with those of senders that have some.
+        """
+        self._compare = compare_digests
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
         self._reads: dict[int, _Transfer] = {}
         self._peers: dict[str, _Peer] = {}
-        self._checks: dict[int, _Transfer] = {}
+        self._digesting: dict[int, _Transfer] = {}
         self._last_read_id = 0
         self.failures: Counter[TransferCause] = Counter()
         """Transfers that failed, by cause."""
@@ -278,8 +285,8 @@ class TransferBook:
         self._peers.pop(incarnation, None)
         effects: list[TransferEffect] = []
         for transfer in self._transfers_of(incarnation):
-            # One whose sender has kept its word only waits for its blocks to be compared.
-            if transfer.machine.state is not TransferState.QUARANTINED and not transfer.held:
+            # One whose sender has kept its word only waits for what is computed here.
+            if transfer.machine.state is not TransferState.QUARANTINED and transfer.answer is None:
                 effects += self._fail(transfer, cause, story)
         left = self._transfers_of(incarnation)
         return [*effects, ReopenLink(left[0].plan.source)] if left else effects
@@ -297,11 +304,9 @@ class TransferBook:
         match message:
             case Offer() if state in (TransferState.RESERVED, TransferState.READING):
                 return self._offered(transfer, message)
-            case ReadConfirmed(_, held) if state is TransferState.CONFIRMING:
-                return self._answered(transfer, held)
-            case OfferLost(_, cause) if not (
-                transfer.held or state in (TransferState.PLANNED, TransferState.QUARANTINED)
-            ):
+            case ReadConfirmed() if state is TransferState.CONFIRMING and transfer.answer is None:
+                return self._answered(transfer, message)
+            case OfferLost(_, cause) if transfer.answer is None and state not in _UNPROMISED:
                 return self._fail(transfer, TransferCause.LEASE_LOST, cause)
             case _:
                 self.counters[f"{kind}_in_{state.name.lower()}"] += 1
@@ -323,24 +328,19 @@ class TransferBook:
         if transfer.machine.state is TransferState.QUARANTINED:
             return effects + self._flush(transfer)
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        check = transfer.checks.get(read_id)
-        if check is not None:
-            self._checks[read_id] = transfer
-            effects.append(check)
+        if read_id in transfer.to_digest:
+            self._digesting[read_id] = transfer
+            effects.append(transfer.to_digest[read_id])
         return [*effects, *self._tell(transfer, progress), *self._confirm(transfer)]
 
-    def checked(self, read_id: int, wrong_block: int | None) -> list[TransferEffect]:
-        """A read's blocks were compared; None: all of them are what they should be."""
-        transfer = self._checks.pop(read_id, None)
+    def digested(self, read_id: int, digests: Sequence[int]) -> list[TransferEffect]:
+        """The digests of a read's blocks, in their order."""
+        transfer = self._digesting.pop(read_id, None)
         if transfer is None or self._transfers.get(transfer.plan.attempt) is not transfer:
-            self.counters["checked_unknown"] += 1
+            self.counters["digested_unknown"] += 1
             return []
-        del transfer.checks[read_id]
-        if transfer.machine.state is TransferState.QUARANTINED:
-            return []
-        if wrong_block is not None:
-            story = f"block {wrong_block} is not what {transfer.plan.source.node_id} computed"
-            return self._fail(transfer, TransferCause.DIGEST_MISMATCH, story)
+        blocks = transfer.to_digest.pop(read_id).block_ids
+        transfer.digests.update(zip(blocks, digests, strict=True))
         return self._arrive(transfer)
 
     def read_failed(self, read_id: int, cause: TransferCause, story: str) -> list[TransferEffect]:
@@ -395,13 +395,12 @@ class TransferBook:
         effects: list[TransferEffect] = [Recorded("offer_received", attempt, len(offer.block_ids))]
         ours = transfer.plan.block_ids[offer.first_block : end]
         wanted = [pair for pair in zip(ours, offer.block_ids, strict=True) if pair[0] != NULL_BLOCK]
-        wanted_digests = [d for block, d in zip(ours, offer.digests, strict=False) if block != NULL_BLOCK]
         transfer.next_block = end
         transfer.closing = offer.closing
         transfer.remote_blocks.update(remote for _, remote in wanted)
         if wanted:
             local_blocks, remote_blocks = zip(*wanted, strict=True)
-            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), local_blocks, wanted_digests)
+            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), local_blocks, offer)
         return effects + self._confirm(transfer)
 
     def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
@@ -411,8 +410,6 @@ class TransferBook:
             return f"offer from block {offer.first_block} on, expected {transfer.next_block}"
         if end > total:
             return f"offer up to block {end} of a prompt of {total}"
-        if len(offer.digests) not in (0, len(offer.block_ids)):
-            return f"{len(offer.digests)} digests for {len(offer.block_ids)} blocks"
         outside = [b for b in offer.block_ids if not 0 <= b < pool]
         if outside:
             return f"block {outside[0]} offered out of a pool of {pool}"
@@ -435,14 +432,14 @@ class TransferBook:
         return None if closing.first_token_ids else "no first token"
 
     def _read(
-        self, transfer: _Transfer, ranges: list[ReadRange], block_ids: Sequence[int], digests: Sequence[int]
+        self, transfer: _Transfer, ranges: list[ReadRange], block_ids: Sequence[int], offer: Offer
     ) -> list[TransferEffect]:
         self._last_read_id += 1
         read_id, num_blocks = self._last_read_id, len(block_ids)
         self._reads[read_id] = transfer
         transfer.reads[read_id] = num_blocks
-        if digests:
-            transfer.checks[read_id] = CheckBlocks(read_id, block_ids, digests)
+        if offer.has_digests and self._compare:
+            transfer.to_digest[read_id] = DigestBlocks(read_id, block_ids)
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
         return [StartRead(read_id, transfer.peer, ranges), started]
 
@@ -452,16 +449,19 @@ class TransferBook:
         transfer.machine.feed(TransferEvent.ALL_READ)
         return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
 
-    def _answered(self, transfer: _Transfer, held: bool) -> list[TransferEffect]:
-        if not held:
+    def _answered(self, transfer: _Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
+        if not answer.held:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
-        transfer.held = True
+        transfer.answer = answer
         return self._arrive(transfer)
 
     def _arrive(self, transfer: _Transfer) -> list[TransferEffect]:
-        """Say so once nothing is in doubt any more."""
-        if not transfer.held or transfer.checks or transfer.closing is None:
+        """Say so when nothing is left to wait for, and nothing is in doubt."""
+        if transfer.answer is None or transfer.to_digest or transfer.closing is None:
             return []
+        doubt = self._doubt(transfer, transfer.answer.digests)
+        if doubt is not None:
+            return self._fail(transfer, TransferCause.DIGEST_MISMATCH, doubt)
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
         del self._transfers[attempt]
@@ -471,6 +471,16 @@ class TransferBook:
             Arrived(attempt, tuple(transfer.closing.first_token_ids), stats),
             Recorded("kv_arrived", attempt, transfer.num_bytes),
         ]
+
+    def _doubt(self, transfer: _Transfer, digests: Sequence[int]) -> str | None:
+        if not transfer.digests:
+            return None
+        sender, blocks = transfer.plan.source.node_id, transfer.plan.block_ids[transfer.plan.first_block :]
+        if len(digests) != len(blocks):
+            return f"{sender} says {len(digests)} digests of {len(blocks)} blocks"
+        pairs = zip(blocks, digests, strict=True)
+        wrong = [block for block, digest in pairs if transfer.digests.get(block, digest) != digest]
+        return f"block {wrong[0]} is not what {sender} computed" if wrong else None
 
     def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
         attempt = transfer.plan.attempt

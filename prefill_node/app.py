@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.config import NodeConfig
+from baton.engine.runner.block_digests import block_digests
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.process import run_node
@@ -12,7 +13,6 @@ from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure, by_label
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -30,9 +30,17 @@ class PrefillRole:
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
-        self.handoff = HandOff(identity, runner.memory, make_mover, context.tell_engine, context.record, context.clock)
-        digest = block_digest(runner.memory) if config.kv_digests == "on" else None
-        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step, digest)
+        digests = block_digests(runner.memory) if config.kv_digests == "on" else None
+        self.handoff = HandOff(
+            identity,
+            runner.memory,
+            make_mover,
+            context.tell_engine,
+            context.record,
+            context.clock,
+            digests=digests,
+        )
+        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step)
 
     @property
     def connector(self) -> OfferConnector:

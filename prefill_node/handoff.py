@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from baton.clock import Clock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
+from baton.engine.runner.block_digests import BlockDigests
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockDigest, OfferedDigests
+from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
@@ -52,8 +54,13 @@ class HandOff:
         times: LeaseTimes | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
+        digests: BlockDigests | None = None,
+        hasher: Executor | None = None,
     ) -> None:
-        """`make_mover` takes what the mover delivers its events to; a sender has no use for them."""
+        """`make_mover` takes what the mover delivers its events to; a sender has no use for them.
+
+        `digests`: of this node's blocks; None: readers get none. `hasher` computes them; default: a thread of its own.
+        """
         self._identity = identity
         self._memory = memory
         self.mover = make_mover(lambda event: None)
@@ -61,7 +68,9 @@ class HandOff:
         self._record = record
         self._clock = clock
         self._heartbeat_s = heartbeat_s
-        self._book = LeaseBook(clock, times)
+        self._book = LeaseBook(clock, times, has_digests=digests is not None)
+        self._digests = OfferedDigests(digests) if digests is not None else None
+        self._hasher = hasher or ThreadPoolExecutor(1, "baton-digests")
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
@@ -90,6 +99,7 @@ class HandOff:
         for task in self._looking:
             task.cancel()
         await asyncio.gather(*self._looking, return_exceptions=True)
+        await asyncio.to_thread(self._hasher.shutdown)
         await asyncio.to_thread(self.mover.stop)
 
     @property
@@ -106,16 +116,20 @@ class HandOff:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        digests: Sequence[int] = (),
+        names: Sequence[BlockName] = (),
     ) -> None:
-        """Prompt blocks from `first_block` on are computed; with `closing` they are the last."""
+        """Prompt blocks from `first_block` on are computed, with `closing` they are the last; `names` are theirs."""
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
-            effects = self._book.offer(attempt, first_block, block_ids, closing, digests)
+            effects = self._book.offer(attempt, first_block, block_ids, closing)
         except ValueError:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
+        if self._digests is not None:
+            # While the reader reads: the answer to its question waits for them.
+            post = asyncio.get_running_loop().call_soon_threadsafe
+            self._hasher.submit(self._digest_blocks, self._digests, attempt, block_ids, names, post)
 
     def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
@@ -174,6 +188,17 @@ class HandOff:
         self._timer = self._due = None
         self._carry_out(self._book.tick())
 
+    def _digest_blocks(
+        self,
+        digests: OfferedDigests,
+        attempt: AttemptKey,
+        block_ids: Sequence[int],
+        names: Sequence[BlockName],
+        post: Callable[[Callable[[], None]], Any],
+    ) -> None:
+        found = digests.of(block_ids, names)
+        post(lambda: self._carry_out(self._book.digested(attempt, found)))
+
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:
             match effect:
@@ -216,15 +241,10 @@ class OfferConnector:
         handoff: HandOff,
         layout: KVLayout,
         post: Callable[[Callable[[], None]], None],
-        digest: BlockDigest | None = None,
     ) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`).
-
-        `digest`: of this node's blocks; None: offers bring none.
-        """
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._handoff = handoff
         self._layout = layout
-        self._digests = OfferedDigests(digest, layout) if digest is not None else None
         self._post = post
         self._offered: dict[str, _Offered] = {}
 
@@ -250,9 +270,9 @@ class OfferConnector:
         if full > offered.num_blocks:
             attempt, first = AttemptKey.parse(request.request_id), offered.num_blocks
             new = tuple(block_ids[first:full])
-            digests = self._digests_of(request, first, new)
+            names = block_names(request, self._layout, first, len(new))
             offered.num_blocks = full
-            self._post(lambda: self._handoff.offer(attempt, first, new, digests=digests))
+            self._post(lambda: self._handoff.offer(attempt, first, new, names=names))
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
@@ -277,12 +297,9 @@ class OfferConnector:
         ended = request.status is not RequestStatus.HANDED_OFF
         closing = Closing(request.num_prompt_tokens, tuple(request.output_token_ids), ended)
         new = block_ids[first:]
-        digests = self._digests_of(request, first, new)
-        self._post(lambda: self._handoff.offer(attempt, first, new, closing, digests))
+        names = block_names(request, self._layout, first, len(new))
+        self._post(lambda: self._handoff.offer(attempt, first, new, closing, names))
         self._post(lambda: self._handoff.ended(attempt))
-
-    def _digests_of(self, request: Request, first: int, block_ids: Sequence[int]) -> Sequence[int]:
-        return self._digests.of(request, first, block_ids) if self._digests is not None else ()
 
     def _follow(self, request: Request) -> _Offered:
         """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""

@@ -1,7 +1,8 @@
 """What a hand-off costs: `baton bench handoff`.
 
-A real cluster of one prefill and one decode node, one request at a time, beside the same prompt on one engine alone
-and the same bytes in a bare NIXL loop. All nodes and the engine alone compute with the same number of threads.
+A real cluster of one prefill and one decode node, one request at a time, beside the same prompt on one engine alone, on
+a second cluster that compares no digests, and the same bytes in a bare NIXL loop. All nodes and the engine alone
+compute with the same number of threads; whoever waits for its turn uses no processor.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class HandoffReport:
     """A bare read of the blocks that the last chunk leaves."""
     handover_ms: float
     """From the last chunk computed to the request's first decode step."""
+    transfer_ms: float
+    """From the last chunk computed to its blocks' arrival, proven."""
+    transfer_without_digests_ms: float
+    digest_cost: float
+    """What digests add to a transfer, as a share of one without them."""
     decode_step_ms: float
     bandwidth_gbps: float
     """Bytes over the time that the reads took on the mover's clock, gigabytes per second."""
@@ -84,6 +90,7 @@ class _ClusterRun:
 @dataclass(frozen=True, slots=True)
 class _HandOverTimes:
     handover_ms: float
+    transfer_ms: float
     read_before_last_chunk: int
 
 
@@ -112,24 +119,34 @@ def run(config: HandoffBenchConfig) -> HandoffReport:
         *("--kv-cache-memory", str(config.kv_cache_bytes)),
         *("--max-num-batched-tokens", str(config.max_num_batched_tokens)),
     ]
-    cluster_runs, solo_runs, times = [], [], []
-    with live_cluster(*flags) as cluster, GenerationClient(cluster.grpc_address) as client:
+    cluster_runs, solo_runs, times, unchecked = [], [], [], []
+    with live_cluster(*flags) as cluster, live_cluster(*flags, "--kv-digests", "off") as other:
         for index in range(config.requests + _WARM_UP):
             prompt = [rng.randrange(vocab) for _ in range(config.prompt_tokens)]
-            one = _through_cluster(client, prompt, config)
+            one, its_times = _through_cluster(cluster, prompt, config)
             alone = solo.run(prompt, _sampling(config))
+            _, other_times = _through_cluster(other, prompt, config)
             if index >= _WARM_UP:
                 cluster_runs.append(one)
                 solo_runs.append(alone)
-                times.append(_hand_over_times(cluster, one.request_id, config.prompt_tokens))
-    return _report(config, solo, cluster_runs, solo_runs, times)
+                times.append(its_times)
+                unchecked.append(other_times)
+    return _report(config, solo, cluster_runs, solo_runs, times, unchecked)
 
 
 def _sampling(config: HandoffBenchConfig) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
 
 
-def _through_cluster(client: GenerationClient, prompt: Sequence[int], config: HandoffBenchConfig) -> _ClusterRun:
+def _through_cluster(
+    cluster: LiveCluster, prompt: Sequence[int], config: HandoffBenchConfig
+) -> tuple[_ClusterRun, _HandOverTimes]:
+    with GenerationClient(cluster.grpc_address) as client:
+        one = _generate(client, prompt, config)
+    return one, _hand_over_times(cluster, one.request_id, config.prompt_tokens)
+
+
+def _generate(client: GenerationClient, prompt: Sequence[int], config: HandoffBenchConfig) -> _ClusterRun:
     request = GenerateRequest(prompt, temperature=0.0, max_tokens=config.new_tokens, ignore_eos=True)
     arrivals: list[float] = []
     tokens: list[int] = []
@@ -155,10 +172,12 @@ def _hand_over_times(cluster: LiveCluster, request_id: str, prompt_tokens: int) 
     for node in cluster.nodes():
         events[node.role] += [e for e in cluster.trace(node) if e.attempt.request_id == request_id]
     last_chunk = next(e for e in events["prefill"] if e.name == "chunk_computed" and e.value == prompt_tokens)
+    arrived = next(e for e in events["decode"] if e.name == "kv_arrived")
     joined = [e.monotonic_ns for e in events["decode"] if e.name == "scheduled"][-1]
     read_before = [e.value for e in events["prefill"] if e.name == "read_progress" and e.seq < last_chunk.seq]
     return _HandOverTimes(
         handover_ms=(joined - last_chunk.monotonic_ns) / 1e6,
+        transfer_ms=(arrived.monotonic_ns - last_chunk.monotonic_ns) / 1e6,
         read_before_last_chunk=max(read_before, default=0),
     )
 
@@ -169,6 +188,7 @@ def _report(
     cluster_runs: Sequence[_ClusterRun],
     solo_runs: Sequence[SoloRun],
     times: Sequence[_HandOverTimes],
+    unchecked: Sequence[_HandOverTimes],
 ) -> HandoffReport:
     block_size, block_bytes = solo.layout.block_size, solo.layout.block_bytes
     blocks = -(-config.prompt_tokens // block_size)
@@ -180,6 +200,7 @@ def _report(
     ttft = sorted(one.ttft_ms for one in cluster_runs)
     ttft_alone = sorted(one.ttft_ms for one in solo_runs)
     total_bytes = blocks * block_bytes
+    transfer, plain = (median(t.transfer_ms for t in of) for of in (times, unchecked))
     return HandoffReport(
         requests=len(cluster_runs),
         prompt_tokens=config.prompt_tokens,
@@ -187,6 +208,9 @@ def _report(
         bytes=total_bytes,
         raw_nixl_ms=raw_ms,
         handover_ms=median(t.handover_ms for t in times),
+        transfer_ms=transfer,
+        transfer_without_digests_ms=plain,
+        digest_cost=transfer / plain - 1,
         decode_step_ms=median(one.step_ms for one in cluster_runs),
         bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
         raw_bandwidth_gbps=total_bytes / raw_all_ms / 1e6,

@@ -104,20 +104,20 @@ class Subscribe(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing", "digests")
+    __slots__ = ("attempt", "first_block", "block_ids", "lease_ms", "closing", "has_digests")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
-    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    HAS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     attempt: _node_pb2.Attempt
     first_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     lease_ms: int
     closing: Closing
-    digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    has_digests: bool
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., lease_ms: _Optional[int] = ..., closing: _Optional[_Union[Closing, _Mapping]] = ..., has_digests: _Optional[bool] = ...) -> None: ...
 
 class Closing(_message.Message):
     __slots__ = ("num_prompt_tokens", "first_token_ids", "ended")
@@ -144,12 +144,14 @@ class ConfirmRead(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
 
 class ReadConfirmed(_message.Message):
-    __slots__ = ("attempt", "held")
+    __slots__ = ("attempt", "held", "digests")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     attempt: _node_pb2.Attempt
     held: bool
-    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., held: _Optional[bool] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., held: _Optional[bool] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ("attempt", "reads_in_flight")

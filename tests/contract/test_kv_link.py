@@ -132,7 +132,7 @@ async def test_the_same_over_nixl() -> None:
 async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
     rig.sender.finish(prefill, THEIRS)
-    await rig.sender.notes.until(lambda: "closing_offered" in rig.sender.notes.names(KEY))
+    await rig.sender.notes.until(lambda: "digested" in rig.sender.notes.names(KEY))
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)

@@ -14,11 +14,11 @@ from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory
+from baton.engine.runner.block_digests import block_digests
 from baton.ids import AttemptKey
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
-from kv_transfer.digests import block_digest
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.link_messages import Heartbeat, ReaderMessage
 from kv_transfer.mover import Mover
@@ -138,9 +138,10 @@ class SenderHalf:
             clock,
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
+            digests=block_digests(self.memory),
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, block_digest(self.memory))
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -207,7 +208,7 @@ class ReceiverHalf:
             self.notes.record,
             post,
             heartbeat_s=HEARTBEAT_S,
-            digest=block_digest(self.memory),
+            digests=block_digests(self.memory),
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
+import pytest
 import xxhash
 
 from baton.engine.request import Request, SamplingParams
+from baton.engine.runner import block_digests as block_digests_module
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup
-from kv_transfer.digests import OfferedDigests, block_digest, wrong_block
+from baton.engine.runner.block_digests import block_digests
+from baton.engine.runner.kernel_file import KernelsUnavailable
+from kv_transfer.digests import OfferedDigests, block_names
 
-BLOCK_BYTES = 64
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 
 
-def memory_of(content: bytes) -> KVMemory:
+def memory_of(content: bytes, block_bytes: int) -> KVMemory:
     owner = ctypes.create_string_buffer(content, len(content))
-    return KVMemory(ctypes.addressof(owner), len(content) // BLOCK_BYTES, BLOCK_BYTES, "DRAM", 0, owner)
+    return KVMemory(ctypes.addressof(owner), len(content) // block_bytes, block_bytes, "DRAM", 0, owner)
 
 
-class CountingDigest:
+class CountingDigests:
     """Digests of numbers that a test changes."""
 
     def __init__(self) -> None:
         self.content = dict(enumerate(range(100, 140)))
         self.asked: list[int] = []
 
-    def __call__(self, block_id: int) -> int:
-        self.asked.append(block_id)
-        return self.content[block_id]
+    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+        self.asked += block_ids
+        return [self.content[block_id] for block_id in block_ids]
 
 
 def request_with_keys(num_tokens: int, num_keys: int, num_cached_tokens: int = 0) -> Request:
@@ -39,79 +44,97 @@ def request_with_keys(num_tokens: int, num_keys: int, num_cached_tokens: int = 0
     return request
 
 
-def test_a_digest_is_that_of_the_blocks_bytes() -> None:
-    content = bytes(range(192))
-    digest = block_digest(memory_of(content))
-    assert digest is not None
-    assert [digest(block) for block in range(3)] == [
-        xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES]) for start in (0, 64, 128)
-    ]
+def expected(content: bytes, block_bytes: int) -> list[int]:
+    starts = range(0, len(content), block_bytes)
+    return [xxhash.xxh3_64_intdigest(content[start : start + block_bytes]) for start in starts]
 
 
-def test_every_bit_counts() -> None:
-    memory = memory_of(bytes(128))
-    digest = block_digest(memory)
-    assert digest is not None
-    clean = digest(1)
-    for bit in range(8 * BLOCK_BYTES):
-        memory.owner[64 + bit // 8] = bytes([1 << bit % 8])
-        assert digest(1) != clean
-        memory.owner[64 + bit // 8] = b"\0"
-    assert digest(1) == clean
+SIZES = [1, 16, 64, 240, 241, 255, 256, 257, 320, 512, 1023, 1024, 1025, 1088, 1089, 2048, 2049, 8192, 100_003]
+
+
+@pytest.mark.parametrize("block_bytes", SIZES)
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "library"])
+def test_a_digest_is_xxh3_of_the_blocks_bytes(
+    block_bytes: int, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_kernels:
+        monkeypatch.setattr(block_digests_module, "open_kernels", no_kernels)
+    content = Random(block_bytes).randbytes(5 * block_bytes)
+    digests = block_digests(memory_of(content, block_bytes))
+    assert digests is not None
+    assert digests([4, 0, 3]) == [expected(content, block_bytes)[block] for block in (4, 0, 3)]
+    assert digests([]) == []
+
+
+def no_kernels() -> ctypes.CDLL:
+    raise KernelsUnavailable("not built")
+
+
+@pytest.mark.parametrize("block_bytes", [64, 1500])
+def test_every_bit_counts(block_bytes: int) -> None:
+    memory = memory_of(bytes(2 * block_bytes), block_bytes)
+    digests = block_digests(memory)
+    assert digests is not None
+    [clean] = digests([1])
+    for bit in range(8 * block_bytes):
+        memory.owner[block_bytes + bit // 8] = bytes([1 << bit % 8])
+        assert digests([1]) != [clean]
+        memory.owner[block_bytes + bit // 8] = b"\0"
+    assert digests([1]) == [clean]
 
 
 def test_memory_of_a_device_has_none() -> None:
-    assert block_digest(replace(memory_of(bytes(128)), kind="VRAM")) is None
+    assert block_digests(replace(memory_of(bytes(128), 64), kind="VRAM")) is None
 
 
-def test_the_first_wrong_block_is_named() -> None:
-    digest = CountingDigest()
-    assert wrong_block(digest, [4, 7, 9], [104, 107, 109]) is None
-    assert wrong_block(digest, [4, 7, 9], [104, 108, 110]) == 7
+def offer(
+    digests: OfferedDigests, request: Request, first: int, block_ids: Sequence[int], layout: KVLayout = LAYOUT
+) -> Sequence[int]:
+    return digests.of(block_ids, block_names(request, layout, first, len(block_ids)))
 
 
 def test_a_cached_block_keeps_the_digest_it_was_computed_with() -> None:
-    digest = CountingDigest()
-    offered = OfferedDigests(digest, LAYOUT)
-    assert offered.of(request_with_keys(10, 2), 0, (5, 6, 7)) == (105, 106, 107)
+    digest = CountingDigests()
+    offered = OfferedDigests(digest)
+    assert offer(offered, request_with_keys(10, 2), 0, (5, 6, 7)) == [105, 106, 107]
     digest.content[5] = 0  # damaged in memory
     digest.asked.clear()
-    assert offered.of(request_with_keys(10, 2, num_cached_tokens=8), 0, (5, 6, 9)) == (105, 106, 109)
+    assert offer(offered, request_with_keys(10, 2, num_cached_tokens=8), 0, (5, 6, 9)) == [105, 106, 109]
     assert digest.asked == [9]
 
 
 def test_what_is_computed_anew_has_a_new_digest() -> None:
-    digest = CountingDigest()
-    offered = OfferedDigests(digest, LAYOUT)
+    digest = CountingDigests()
+    offered = OfferedDigests(digest)
     request = request_with_keys(10, 2)
-    offered.of(request, 0, (5, 6, 7))
+    offer(offered, request, 0, (5, 6, 7))
     digest.content[5] = 55
-    assert offered.of(request, 0, (5, 6, 7))[0] == 55
+    assert offer(offered, request, 0, (5, 6, 7))[0] == 55
 
 
 def test_a_block_with_another_key_is_another_block() -> None:
-    digest = CountingDigest()
-    offered = OfferedDigests(digest, LAYOUT)
-    offered.of(request_with_keys(10, 2), 0, (5, 6, 7))
+    digest = CountingDigests()
+    offered = OfferedDigests(digest)
+    offer(offered, request_with_keys(10, 2), 0, (5, 6, 7))
     digest.content[6] = 66
     other = request_with_keys(10, 2, num_cached_tokens=8)
     other.block_hashes[1] = b"x" * 32
-    assert offered.of(other, 0, (5, 6)) == (105, 66)
+    assert offer(offered, other, 0, (5, 6)) == [105, 66]
 
 
 def test_without_keys_every_digest_is_computed() -> None:
-    digest = CountingDigest()
-    offered = OfferedDigests(digest, LAYOUT)
+    digest = CountingDigests()
+    offered = OfferedDigests(digest)
     for _ in range(2):
-        offered.of(request_with_keys(10, 0, num_cached_tokens=8), 0, (5, 6))
+        offer(offered, request_with_keys(10, 0, num_cached_tokens=8), 0, (5, 6))
     assert digest.asked == [5, 6, 5, 6]
 
 
 def test_of_several_groups_each_block_has_its_own() -> None:
     layers = (LayerGeometry(1, 2, 2),) * 2
     layout = KVLayout(4, layers, "float32", (LayerGroup((0,)), LayerGroup((1,), 4)))
-    digest = CountingDigest()
-    offered = OfferedDigests(digest, layout)
-    assert offered.of(request_with_keys(10, 2), 0, (5, 0, 6, 7)) == (105, 0, 106, 107)
-    assert offered.of(request_with_keys(10, 2, num_cached_tokens=8), 2, (6, 7)) == (106, 107)
+    digest = CountingDigests()
+    offered = OfferedDigests(digest)
+    assert offer(offered, request_with_keys(10, 2), 0, (5, 0, 6, 7), layout) == [105, 0, 106, 107]
+    assert offer(offered, request_with_keys(10, 2, num_cached_tokens=8), 2, (6, 7), layout) == [106, 107]
     assert digest.asked == [5, 6, 7]

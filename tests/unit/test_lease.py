@@ -66,12 +66,14 @@ def test_final_states_are_final_and_a_possible_reader_is_never_skipped() -> None
 
 def test_a_whole_hand_off(book: LeaseBook) -> None:
     assert lines(book.received(1, Subscribe(A, 0))) == []
-    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None [])"]
+    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None False)"]
     assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
-    assert lines(book.offer(A, 2, (9,), CLOSING)) == ["TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False) [])"]
+    assert lines(book.offer(A, 2, (9,), CLOSING)) == [
+        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False) False)"
+    ]
     assert lines(book.ended(A)) == []
     assert lines(book.received(1, ConfirmRead(A))) == [
-        "TellReader 1 (ReadConfirmed a#1 True)",
+        "TellReader 1 (ReadConfirmed a#1 True [])",
         "OpenLeases 0",
         "Released a#1",
     ]
@@ -84,14 +86,14 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
     book.offer(A, 2, (9,), CLOSING)
     assert lines(book.received(1, Subscribe(A, 1))) == [
         "OpenLeases 1",
-        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False) [])",
+        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False) False)",
     ]
 
 
 def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
     book.received(1, Subscribe(A, 3))
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
-    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None [])"]
+    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None False)"]
 
 
 def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: ManualClock) -> None:
@@ -108,7 +110,7 @@ def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: L
     assert lines(effects) == ["Released a#1"]
     assert names(effects) == ["lease_expired"]
     assert lines(book.received(1, Subscribe(A, 0))) == ["TellReader 1 (OfferLost a#1 it is over here)"]
-    assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False)"]
+    assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False [])"]
 
 
 def _reading(book: LeaseBook) -> None:
@@ -137,7 +139,7 @@ def test_a_suspect_on_a_live_link_waits_for_its_reader(book: LeaseBook, clock: M
     assert book.tick() == []
     assert book.state(A) is LeaseState.SUSPECT
     # The blocks were kept all the time, so what was read is good.
-    assert "TellReader 1 (ReadConfirmed a#1 True)" in lines(book.received(1, ConfirmRead(A)))
+    assert "TellReader 1 (ReadConfirmed a#1 True [])" in lines(book.received(1, ConfirmRead(A)))
 
 
 def test_a_lost_link_releases_after_the_grace_and_not_before(book: LeaseBook, clock: ManualClock) -> None:
@@ -192,7 +194,7 @@ def test_reads_that_outlive_their_lease_make_progress_until_their_reader_says_th
     book.link_opened(2, "d0", "d0.x")
     assert lines(book.received(2, Abandon(A, True))) == ["OpenLeases 1"]
     assert lines(book.received(2, Abandon(A, True))) == []
-    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False)"]
+    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False [])"]
     assert lines(book.received(2, Abandon(A, False))) == ["OpenLeases 0"]
     book.received(2, Abandon(A, True))
     assert lines(book.link_closed(2)) == ["OpenLeases 0"]
@@ -219,13 +221,13 @@ def test_a_withdrawn_offer_that_nobody_reads_is_released(book: LeaseBook) -> Non
 def test_a_broken_promise_is_admitted(book: LeaseBook) -> None:
     _reading(book)
     book.withdraw(A, "preempted", promise_broken=True)
-    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False)"
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
 
 
 def test_nobody_confirms_what_is_not_computed(book: LeaseBook) -> None:
     book.offer(A, 0, (5,))
     book.received(1, Subscribe(A, 0))
-    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False)"
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
 
 
 def test_the_release_waits_for_the_engine(book: LeaseBook) -> None:
@@ -239,7 +241,7 @@ def test_only_its_reader_ends_a_lease(book: LeaseBook) -> None:
     _reading(book)
     book.link_opened(2, "d1", "d1.x")
     assert lines(book.received(2, Subscribe(A, 0))) == ["TellReader 2 (OfferLost a#1 it has another reader)"]
-    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False)"]
+    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False [])"]
     assert lines(book.received(2, Abandon(A, False))) == []
     assert book.received(2, Heartbeat(1)) == []
     assert book.state(A) is LeaseState.READING
@@ -267,7 +269,7 @@ def test_a_reader_that_is_wrongly_taken_for_gone_hears_of_it(book: LeaseBook) ->
     assert lines(book.reader_gone("d0.x")) == ["CutLink 1 d0.x is gone", "OpenLeases 0", "Released a#1"]
     assert not book.may_be_read_by("d0.x")
     book.link_opened(2, "d0", "d0.x")
-    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False)"]
+    assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False [])"]
 
 
 def test_a_newer_link_of_the_same_process_replaces_the_older(book: LeaseBook) -> None:
@@ -348,20 +350,40 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
     assert (stats.granted, stats.reading, stats.suspect, stats.oldest_s) == (1, 1, 0, 3.0)
 
 
-def test_digests_travel_with_their_blocks(book: LeaseBook) -> None:
-    book.offer(A, 0, (5, 6), digests=(50, 60))
+def with_digests() -> LeaseBook:
+    """Three blocks are offered from the second on, and read; the last one's digest is not known."""
+    book = LeaseBook(ManualClock(), has_digests=True)
+    book.offer(A, 0, (5, 6))
     book.link_opened(1, "d0", "d0.x")
-    assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None [60])"
-    assert lines(book.offer(A, 2, (9,), CLOSING, (90,))) == [
-        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False) [90])"
-    ]
+    assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None True)"
+    book.digested(A, [50, 60])
+    book.offer(A, 2, (9,), CLOSING)
+    return book
 
 
-def test_digests_are_one_for_each_block_or_none(book: LeaseBook) -> None:
-    book.offer(A, 0, (5, 6), digests=(50, 60))
-    for wrong in ((), (90, 91)):
-        with pytest.raises(ValueError, match="digests for 1 blocks"):
-            book.offer(A, 2, (9,), digests=wrong)
-    book.offer(B, 0, (5, 6))
-    with pytest.raises(ValueError, match="1 digests for 1 blocks"):
-        book.offer(B, 2, (9,), digests=(90,))
+def test_the_answer_waits_for_the_digests() -> None:
+    book = with_digests()
+    assert lines(book.received(1, ConfirmRead(A))) == []
+    assert book.state(A) is LeaseState.READING, "its blocks must not change before they are known"
+    assert lines(book.digested(A, [90])) == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])", "OpenLeases 0"]
+
+
+def test_digests_that_are_known_wait_for_the_question() -> None:
+    book = with_digests()
+    assert lines(book.digested(A, [90])) == []
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 True [60, 90])"
+
+
+def test_a_broken_promise_needs_no_digests() -> None:
+    book = with_digests()
+    book.withdraw(A, "preempted", promise_broken=True)
+    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
+
+
+def test_digests_that_come_too_late_change_nothing() -> None:
+    book = with_digests()
+    book.received(1, ConfirmRead(A))
+    book.link_closed(1)
+    assert lines(book.digested(A, [90])) == []
+    assert lines(book.digested(B, [1])) == []
+    assert book.counters["digested_unknown"] == 1

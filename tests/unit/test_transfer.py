@@ -410,84 +410,94 @@ def test_what_is_wanted_must_be_offered(book: TransferBook) -> None:
 
 
 def with_digests(book: TransferBook) -> None:
-    """Both reads of an attempt are done, the second is being compared, and the sender was asked for its word."""
+    """Both reads of an attempt are done, the second's digests are not known, and the sender was asked for its word."""
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50, 60)))
-    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, (70, 200, 210)))
-    assert lines(book.read_done(1, 128)) == ["CheckBlocks 1 [40, 41] [50, 60]", "TellSender p0.x (ReadProgress a#1 2)"]
-    assert lines(book.checked(1, None)) == []
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, True))
+    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, True))
+    assert lines(book.read_done(1, 128)) == ["DigestBlocks 1 [40, 41]", "TellSender p0.x (ReadProgress a#1 2)"]
+    assert lines(book.digested(1, [50, 60])) == []
     assert lines(book.read_done(2, 192)) == [
-        "CheckBlocks 2 [42, 43, 10] [70, 200, 210]",
+        "DigestBlocks 2 [42, 43, 10]",
         "TellSender p0.x (ReadProgress a#1 5)",
         "TellSender p0.x (ConfirmRead a#1)",
     ]
 
 
-@pytest.mark.parametrize("checked_first", [True, False])
-def test_a_prompt_arrives_when_it_is_held_and_compared(book: TransferBook, checked_first: bool) -> None:
+DIGESTS = (50, 60, 70, 200, 210)
+
+
+@pytest.mark.parametrize("digested_first", [True, False])
+def test_a_prompt_arrives_when_it_is_held_and_equal(book: TransferBook, digested_first: bool) -> None:
     with_digests(book)
-    answers = [lambda: book.checked(2, None), lambda: book.received("p0.x", ReadConfirmed(A, True))]
-    first, second = answers if checked_first else reversed(answers)
+    answers = [
+        lambda: book.digested(2, [70, 200, 210]),
+        lambda: book.received("p0.x", ReadConfirmed(A, True, DIGESTS)),
+    ]
+    first, second = answers if digested_first else reversed(answers)
     assert lines(first()) == []
     assert lines(second())[0].startswith("Arrived a#1 [7]")
     assert book.counts().live == 0
 
 
-@pytest.mark.parametrize("held_first", [True, False])
-def test_a_block_that_is_not_what_was_computed_fails_its_prompt(book: TransferBook, held_first: bool) -> None:
+@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("digested_first", [True, False])
+def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
+    book: TransferBook, place: int, digested_first: bool
+) -> None:
     with_digests(book)
-    if held_first:
-        assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
-    assert lines(book.checked(2, 43)) == [
-        "Failed a#1 DIGEST_MISMATCH block 43 is not what p0 computed",
+    said = tuple(digest + (index == place) for index, digest in enumerate(DIGESTS))
+    effects = book.digested(2, [70, 200, 210]) if digested_first else []
+    effects += book.received("p0.x", ReadConfirmed(A, True, said))
+    effects += book.digested(2, [70, 200, 210]) if not digested_first else []
+    assert lines(effects) == [
+        f"Failed a#1 DIGEST_MISMATCH block {PLAN.block_ids[place]} is not what p0 computed",
         "TellSender p0.x (Abandon a#1 False)",
     ]
     assert book.failures == {TransferCause.DIGEST_MISMATCH: 1}
-    assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
     assert book.counts().live == 0
+
+
+@pytest.mark.parametrize("said", [(), DIGESTS[:4], (*DIGESTS, 7)])
+def test_digests_of_other_than_all_blocks_prove_nothing(book: TransferBook, said: tuple[int, ...]) -> None:
+    with_digests(book)
+    book.digested(2, [70, 200, 210])
+    assert Failed(A, TransferCause.DIGEST_MISMATCH, f"p0 says {len(said)} digests of 5 blocks") in book.received(
+        "p0.x", ReadConfirmed(A, True, said)
+    )
 
 
 def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook) -> None:
     with_digests(book)
-    book.received("p0.x", ReadConfirmed(A, True))
+    book.received("p0.x", ReadConfirmed(A, True, DIGESTS))
     assert lines(book.received("p0.x", OfferLost(A, "gone"))) == []
-    assert not [
-        effect for effect in book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut") if isinstance(effect, Failed)
-    ]
-    assert lines(book.checked(2, None))[0].startswith("Arrived a#1")
+    lost = book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")
+    assert not [effect for effect in lost if isinstance(effect, Failed)]
+    assert lines(book.digested(2, [70, 200, 210]))[0].startswith("Arrived a#1")
 
 
-def test_a_comparison_that_nobody_waits_for_changes_nothing(book: TransferBook) -> None:
+def test_digests_that_nobody_waits_for_change_nothing(book: TransferBook) -> None:
     with_digests(book)
     book.abandon(A)
-    assert lines(book.checked(2, 43)) == []
-    assert lines(book.checked(7, None)) == []
-    assert book.counters["checked_unknown"] == 2
+    assert lines(book.digested(2, [1, 2, 3])) == []
+    assert lines(book.digested(7, [1])) == []
+    assert book.counters["digested_unknown"] == 2
     assert not book.failures
 
 
-def test_a_wrong_block_while_others_are_still_read_is_quarantined_with_them(book: TransferBook) -> None:
+def test_digests_begin_where_the_plan_does_and_leave_out_what_is_not_wanted(book: TransferBook) -> None:
+    book.plan(Plan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 1, (6, 7, 0, 9), 1000, CLOSING, True))
+    assert lines(book.read_done(1, 192))[0] == "DigestBlocks 1 [41, 43]"
+    book.digested(1, [70, 90])
+    assert lines(book.received("p0.x", ReadConfirmed(A, True, (60, 70, 0, 90))))[0].startswith("Arrived a#1")
+
+
+def test_who_compares_nothing_asks_for_no_digests() -> None:
+    book = TransferBook(compare_digests=False)
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50, 60)))
-    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, (70, 200, 210)))
-    book.read_done(1, 128)
-    assert lines(book.checked(1, 41))[0] == "Failed a#1 DIGEST_MISMATCH block 41 is not what p0 computed"
-    assert book.state(A) is S.QUARANTINED
-    assert lines(book.read_done(2, 192)) == ["TellSender p0.x (Abandon a#1 False)"]
-    assert book.state(A) is None
-
-
-def test_digests_of_what_is_not_wanted_are_not_compared(book: TransferBook) -> None:
-    book.plan(Plan(A, SOURCE, 18, (40, 0, 41, 0, 43), 0))
-    book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6, 7, 0, 9), 1000, CLOSING, (50, 60, 70, 0, 90)))
-    assert lines(book.read_done(1, 192))[0] == "CheckBlocks 1 [40, 41, 43] [50, 70, 90]"
-
-
-def test_digests_for_other_than_all_blocks_are_refused(book: TransferBook) -> None:
-    book.plan(PLAN)
-    book.peer_ready("p0.x", 100)
-    effects = book.received("p0.x", Offer(A, 0, (5, 6), 1000, digests=(50,)))
-    assert Failed(A, TransferCause.REFUSED, "1 digests for 2 blocks") in effects
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 20, 21), 1000, CLOSING, True))
+    assert not [line for line in lines(book.read_done(1, 320)) if line.startswith("Digest")]
+    assert lines(book.received("p0.x", ReadConfirmed(A, True, DIGESTS)))[0].startswith("Arrived a#1")

@@ -6,9 +6,10 @@ computation is the same in every batch, chunk and thread count. See csrc/kernels
 
 from __future__ import annotations
 
+from baton.engine.runner.kernel_file import KernelsUnavailable
 from baton.engine.runner.kernels.attention import paged_attention, store_kv
 from baton.engine.runner.kernels.cache import CacheView
-from baton.engine.runner.kernels.errors import KernelArgumentError, KernelsUnavailable
+from baton.engine.runner.kernels.errors import KernelArgumentError
 from baton.engine.runner.kernels.info import KernelInfo, available
 from baton.engine.runner.kernels.library import use_isa
 from baton.engine.runner.kernels.product import PackedWeight, gated_linear, linear, pack, pack_gated, take_rows

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from baton.errors import BatonError, ConfigError
-
-
-class KernelsUnavailable(ConfigError):
-    """The kernel library is not built, can't be loaded, or lacks the instruction set asked for."""
+from baton.errors import BatonError
 
 
 class KernelArgumentError(BatonError):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine.runner.kernel_file import KernelsUnavailable
 from baton.engine.runner.kernels.attention import paged_attention, store_kv
 from baton.engine.runner.kernels.cache import CacheView
-from baton.engine.runner.kernels.errors import KernelsUnavailable
 from baton.engine.runner.kernels.library import isa_name, library
 from baton.engine.runner.kernels.product import Activation, gated_linear, linear, pack, pack_gated
 from baton.engine.runner.kernels.rows import rms_norm, rotate

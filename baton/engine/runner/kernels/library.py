@@ -7,12 +7,12 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
-from baton.engine.runner.kernels.errors import KernelArgumentError, KernelsUnavailable
+from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
+from baton.engine.runner.kernels.errors import KernelArgumentError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -57,7 +57,7 @@ def check_status(status: int) -> None:
 @functools.cache
 def library() -> Library:
     """Open the library. Raises KernelsUnavailable with the reason and the way out."""
-    functions = _open()
+    functions = open_kernels()
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     functions.baton_isa_name.restype = ctypes.c_char_p
     functions.baton_set_parallel.argtypes = [pointer]
@@ -119,18 +119,6 @@ def use_isa(name: str | None) -> None:
 def _isa_name(functions: ctypes.CDLL, isa: int) -> str:
     name: bytes = functions.baton_isa_name(isa)
     return name.decode()
-
-
-def _open() -> ctypes.CDLL:
-    folder = Path(__file__).parent
-    for suffix in EXTENSION_SUFFIXES:
-        path = folder / f"_kernels{suffix}"
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError as error:
-                raise KernelsUnavailable(f"the kernel library can't be loaded: {error}") from error
-    raise KernelsUnavailable("the kernel library is not built: install a C compiler, then run `pip install -e .` again")
 
 
 def _torch_fork_join() -> int | None:

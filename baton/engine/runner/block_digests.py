@@ -1,0 +1,59 @@
+"""Digests of KV blocks: XXH3 with 64 bits of their bytes.
+
+They find accidents (a torn read, a block that was overwritten, a fault of memory or transport), not attacks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from baton.engine.runner.base import KVMemory
+from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
+
+BlockDigests = Callable[[Sequence[int]], Sequence[int]]
+"""The digests of these blocks' bytes as they are now, each 0 to 2**64 - 1; from any thread."""
+
+_SHORT = 240
+"""XXH3 has other rules for so few bytes, which the kernels leave to the library."""
+
+
+def block_digests(memory: KVMemory) -> BlockDigests | None:
+    """Digests of a runner's blocks; None for memory that the processor can't read."""
+    if memory.kind != "DRAM":
+        return None
+    if memory.block_bytes > _SHORT:
+        try:
+            return _by_kernels(memory)
+        except KernelsUnavailable:
+            pass
+    return _by_library(memory)
+
+
+def _by_kernels(memory: KVMemory) -> BlockDigests:
+    """Without the interpreter: the thread that has to answer at once does not wait for it."""
+    compute = open_kernels().baton_digest_blocks
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    compute.argtypes, compute.restype = [pointer, size, pointer, size, pointer], None
+
+    def digests(block_ids: Sequence[int]) -> Sequence[int]:
+        blocks, found = np.array(block_ids, np.uint64), np.empty(len(block_ids), np.uint64)
+        # The closure keeps `memory`, and that its owner, alive.
+        compute(memory.base_address, memory.block_bytes, blocks.ctypes.data, len(block_ids), found.ctypes.data)
+        result: list[int] = found.tolist()
+        return result
+
+    return digests
+
+
+def _by_library(memory: KVMemory) -> BlockDigests:
+    """By xxhash, which keeps the interpreter to itself while it computes."""
+
+    def digests(block_ids: Sequence[int]) -> Sequence[int]:
+        starts = (memory.base_address + block_id * memory.block_bytes for block_id in block_ids)
+        return [xxhash.xxh3_64_intdigest((ctypes.c_char * memory.block_bytes).from_address(at)) for at in starts]
+
+    return digests

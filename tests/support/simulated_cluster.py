@@ -8,7 +8,9 @@ token follows from every KV byte of the history: a wrong block gives wrong token
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -20,6 +22,7 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.request import Request
 from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode
@@ -82,6 +85,8 @@ class SimulatedLimits:
     """Whether nodes schedule asynchronously."""
     num_host_blocks: int = 0
     preemption_mode: PreemptionMode = "recompute"
+    digests: bool = True
+    """Whether both sides compute them."""
 
     @property
     def spec(self) -> SimulatedSpec:
@@ -131,6 +136,26 @@ class _Machine:
     def end(self) -> None:
         self.is_gone = True
         self._due.clear()
+
+
+class _Hasher(Executor):
+    """A machine's thread for digests: what it is given is computed a little later, one after the other."""
+
+    def __init__(self, machine: _Machine, latency: Callable[[], float]) -> None:
+        self._machine = machine
+        self._latency = latency
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._queue.append(lambda: future.set_result(fn(*args, **kwargs)))
+        self._machine.wake("hasher", self._next, self._latency())
+        return future
+
+    def _next(self) -> None:
+        self._queue.popleft()()
+        if self._queue:
+            self._machine.wake("hasher", self._next, self._latency())
 
 
 class _Driver(ManualDriver):
@@ -213,6 +238,8 @@ class SimulatedNode:
         identity = LinkIdentity("sim", node_id, self.incarnation, layout, address)
         clock, post = cluster.clock, asyncio.get_running_loop().call_soon
         outbox = Outbox(post)
+        digests = block_digests(self.runner.memory) if limits.digests else None
+        hasher = _Hasher(self.machine, lambda: cluster.rng.choice([0.0005, 0.02, 0.2]))
         self.half: HandOff | Intake
         connector: OfferConnector | IntakeConnector
         if self.role is Role.PREFILL:
@@ -226,6 +253,8 @@ class SimulatedNode:
                 limits.lease,
                 limits.heartbeat_s,
                 cluster.nobody_listens,
+                digests=digests,
+                hasher=hasher,
             )
             self.half, connector = handoff, OfferConnector(handoff, self.runner.layout, outbox.add)
         else:
@@ -238,6 +267,8 @@ class SimulatedNode:
                 limits.heartbeat_s,
                 limits.max_quarantined_blocks,
                 lambda address: network.channel(self.incarnation, address),
+                digests=digests,
+                hasher=hasher,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector
@@ -432,6 +463,7 @@ class SimulatedCluster:
 
     def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
         self.limits = limits
+        self.rng = rng
         self.clock = LoopClock()
         self.network = MemoryNetwork(lambda: rng.uniform(0.0002, 0.002))
         self.fabric = MemoryFabric(sender_must_pump=True)

@@ -86,9 +86,12 @@ class Admission:
             "swapped": len(self._swapped),
         }
 
-    def add(self, request: Request) -> None:
-        """A newcomer."""
-        self._waiting.add(request)
+    def add(self, request: Request, outputs: OutputsByClient) -> None:
+        """A newcomer; one that can never fit ends at once."""
+        if request.num_tokens + 1 > self._ledger.max_model_len:
+            self._refuse(request, outputs)
+        else:
+            self._waiting.add(request)
 
     def put_back(self, request: Request) -> None:
         """A preempted request, by its status swapped or not: next in turn."""
@@ -226,8 +229,6 @@ class Admission:
         )
 
     def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
-        if request.num_tokens + 1 > self._ledger.max_model_len:
-            return self._refuse(request, outputs)
         may_load = request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
         if may_load:
             if len(self._remote) + len(self._arrived) >= self._config.max_num_seqs:

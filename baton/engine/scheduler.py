@@ -79,7 +79,7 @@ class Scheduler:
         self._step = 0
         self._in_flight: dict[int, StepPlan] = {}
         self._pending = OutputsByClient()
-        """Ends that `schedule` decided, until the step's outputs are handed out."""
+        """Ends of requests that never ran, until a step's outputs are handed out or somebody asks."""
         self._stalled = False
         """The last `schedule` could compute nothing, and nothing has happened since."""
 
@@ -115,7 +115,7 @@ class Scheduler:
     # --- requests in and out ---
 
     def add_request(self, request: Request) -> None:
-        """Queue a fresh request.
+        """Queue a fresh request. One that can never fit ends at once: `take_refusals` has its output.
 
         DuplicateRequest: its id is live, or a transfer still holds blocks under it. InvalidRequest: its priority or n.
         """
@@ -130,9 +130,9 @@ class Scheduler:
         ledger.requests[request.request_id] = request
         if request.arrival_time == math.inf:
             request.arrival_time = self.clock.monotonic()
-        self._admission.add(request)
         self._stalled = False
         ledger.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_prompt_tokens)
+        self._admission.add(request, self._pending)
 
     def finish_requests(
         self, request_ids: Collection[str], status: RequestStatus, error: str | None = None
@@ -275,7 +275,7 @@ class Scheduler:
         return plan.build(self._ledger.take_finished_req_ids(), copies)
 
     def take_refusals(self) -> dict[int, EngineCoreOutputs]:
-        """The ends that `schedule` decided, ahead of the step's outputs."""
+        """The ends of requests that never ran, ahead of the next step's outputs."""
         outputs, self._pending = self._pending, OutputsByClient()
         return outputs.seal()
 

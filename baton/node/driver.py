@@ -133,12 +133,19 @@ class EngineDriver:
         finally:
             self._flush()
         if self._core.has_work():
+            if any(outputs):
+                # Whose end came with the inbox does not wait for a step.
+                self._tell(outputs)
+                outputs = []
             outputs.append(self._core.step())
+        self._tell(outputs)
+        self._flush()
+        return True
+
+    def _tell(self, outputs: Sequence[dict[int, EngineCoreOutputs]]) -> None:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
         self._publish(StepNews(merged, core.take_events(), core.make_stats(), core.step_times, kv_cache))
-        self._flush()
-        return True
 
     def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
         scheduler = self._core.scheduler
@@ -160,7 +167,7 @@ class EngineDriver:
                 self._core.add_request(command.request)
             except BatonError as error:
                 return {command.request.client_index: EngineCoreOutputs([_refused(command.request, error)])}
-            return {}
+            return self._core.scheduler.take_refusals()
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         if isinstance(command, _WatchKVCache):

@@ -79,6 +79,7 @@ class EngineRig:
         self.core.add_request(request)
         self.requests[request_id] = request
         self.tokens[request_id] = []
+        self._note(self.scheduler.take_refusals())
         return request
 
     def step(self) -> list[EngineCoreOutput]:

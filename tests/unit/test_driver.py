@@ -202,16 +202,16 @@ class WatchedThread(StepThread):
 
 
 class GatedRig:
-    """A driver that decides ahead of a simulated runner, whose steps pass a gate."""
+    """A driver of a simulated runner, whose steps pass a gate; it decides ahead of it unless told otherwise."""
 
-    def __init__(self, allowed: int) -> None:
+    def __init__(self, allowed: int, ahead: bool = True) -> None:
         self.gate = StepGate(allowed)
         self.thread = WatchedThread()
         runner = SimulatedRunner(replace(SPEC, sleep=self.gate))
         fields = CacheKeyFields.of(runner.model, runner.layout)
         self.scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, SystemClock())
         self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
-        core = EngineCore(self.scheduler, runner, self.thread)
+        core = EngineCore(self.scheduler, runner, self.thread if ahead else None)
         self.driver = EngineDriver(core, self.publish, lambda error: None)
         self.driver.start()
 
@@ -253,6 +253,27 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
     rig.driver.stop()
     assert ends == {"aborted": FinishReason.ABORT, "other": FinishReason.LENGTH}
     assert tokens == expected_tokens(prompt_of(6), SamplingParams(max_tokens=3), SPEC)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
+    rig = GatedRig(allowed=1, ahead=ahead)
+    rig.driver.submit(request("runs"))
+    assert rig.outputs.get(timeout=LONG_S).request_id == "runs"
+    rig.gate.wait_for_step(2)
+    # They are heard between the second step and the third, which nothing lets through.
+    rig.driver.submit(Request("huge", prompt_of(4000), SamplingParams()))
+    rig.driver.submit(request("aborted", leg=Leg.DECODE, kv_source=SOURCE))
+    rig.driver.abort(["aborted"])
+    rig.gate.allow(2)
+    ends: dict[str, FinishReason] = {}
+    while len(ends) < 2:
+        output = rig.outputs.get(timeout=LONG_S)
+        if output.finish_reason is not None:
+            ends[output.request_id] = output.finish_reason
+    assert ends == {"huge": FinishReason.IGNORED, "aborted": FinishReason.ABORT}
+    rig.gate.allow(None)
+    rig.driver.stop()
 
 
 def test_stop_waits_for_the_step_in_flight_and_for_nothing_else() -> None:

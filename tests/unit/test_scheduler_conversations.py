@@ -57,7 +57,8 @@ class Conversation:
                 like = fields.pop("like", None)
                 prompt = rig.requests[like].prompt_token_ids if like else int(words[1])
                 rig.add(words[0], prompt, leg=Leg(fields.pop("leg", "whole")), **fields)
-                return []
+                end = rig.ends.get(words[0])
+                return [] if end is None else [self.output(end)]
             case "step":
                 decided = rig.scheduler.schedule()
                 return [*self.decision(decided), *map(self.output, rig.commit(decided))]

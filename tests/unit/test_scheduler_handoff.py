@@ -384,8 +384,7 @@ def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> N
 def test_a_decode_leg_that_never_fits_is_refused() -> None:
     rig = EngineRig(num_blocks=3)
     rig.add("d", 9, leg=Leg.DECODE)
-    (end,) = rig.step()
-    assert end.finish_reason is FinishReason.IGNORED
+    assert rig.reason("d") is FinishReason.IGNORED
     assert rig.connector.loads == {}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.engine.outputs import ModelRunnerOutput, TokenLogprobs
-from baton.engine.request import FinishReason
+from baton.engine.request import FinishReason, Request, SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 PROMPT = prompt_of(6)
@@ -80,21 +80,22 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
     rig = EngineRig(num_blocks=3)
     rig.add("huge", num_tokens, max_tokens=4)
     rig.add("small", 3, max_tokens=1)
+    if refused:
+        assert rig.reason("huge") is FinishReason.IGNORED, "before any step"
     rig.step()
     if refused:
-        assert rig.reason("huge") is FinishReason.IGNORED
         assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
         assert rig.reason("small") is FinishReason.LENGTH, "nobody waits behind it"
     else:
         assert rig.tokens["huge"] == rig.expected("huge", 1)
 
 
-def test_a_refusal_reaches_its_client_though_nothing_runs() -> None:
+def test_a_refusal_that_nobody_asked_for_comes_with_the_next_step() -> None:
     rig = EngineRig(num_blocks=3)
-    rig.add("huge", 40)
+    rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
     assert rig.core.has_work()
-    (output,) = rig.step()
-    assert output.finish_reason is FinishReason.IGNORED
+    (outputs,) = rig.core.step().values()
+    assert [output.finish_reason for output in outputs.outputs] == [FinishReason.IGNORED]
     assert not rig.core.has_work()
 
 

@@ -230,7 +230,13 @@ class Intake:
 
     def _digest_blocks(self, read_id: int, block_ids: Sequence[int]) -> None:
         assert self._digests is not None
-        found = self._digests(block_ids)
+        try:
+            found = self._digests(block_ids)
+        except Exception as error:
+            _log.exception("no digests of a read's blocks")
+            story = f"no digests here: {error!r}"
+            self._post(lambda: self._carry_out(self._book.not_digested(read_id, story)))
+            return
         self._post(lambda: self._carry_out(self._book.digested(read_id, found)))
 
     def _report(self, effect: Arrived | Failed | Released) -> None:

@@ -343,6 +343,16 @@ class TransferBook:
         transfer.digests.update(zip(blocks, digests, strict=True))
         return self._arrive(transfer)
 
+    def not_digested(self, read_id: int, story: str) -> list[TransferEffect]:
+        """The digests of a read's blocks can't be computed: nobody can tell whether they are right."""
+        transfer = self._digesting.pop(read_id, None)
+        if transfer is None or self._transfers.get(transfer.plan.attempt) is not transfer:
+            self.counters["digested_unknown"] += 1
+            return []
+        if transfer.machine.state is TransferState.QUARANTINED:
+            return []
+        return self._fail(transfer, TransferCause.DIGEST_MISMATCH, story)
+
     def read_failed(self, read_id: int, cause: TransferCause, story: str) -> list[TransferEffect]:
         """A read brought nothing usable, and nothing of it writes any more."""
         transfer = self._reads.pop(read_id, None)

@@ -196,8 +196,19 @@ class HandOff:
         names: Sequence[BlockName],
         post: Callable[[Callable[[], None]], Any],
     ) -> None:
-        found = digests.of(block_ids, names)
+        try:
+            found = digests.of(block_ids, names)
+        except Exception as error:
+            _log.exception("%s: no digests", attempt)
+            cause = f"no digests: {error!r}"
+            post(lambda: self._not_digested(attempt, cause))
+            return
         post(lambda: self._carry_out(self._book.digested(attempt, found)))
+
+    def _not_digested(self, attempt: AttemptKey, cause: str) -> None:
+        """Nobody could tell whether what is read is right; who has asked already hears a no."""
+        self.withdraw(attempt, cause, promise_broken=True)
+        self._carry_out(self._book.digested(attempt, ()))
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:

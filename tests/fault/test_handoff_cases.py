@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -15,6 +15,7 @@ from baton.errors import Cancelled
 from baton.failpoints import strike_by
 from baton.rpc.messages import Finished, GenerateRequest
 from kv_transfer.lease import LeaseTimes
+from prefill_node.handoff import HandOff
 from tests.fault.test_handoff_steps import PLACES
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
@@ -276,6 +277,26 @@ def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
             cluster.network.let_through("decode-0.1", "prefill-0.1")
             assert (await asking).path.attempts == 2
             assert not events(cluster, "decode-0", "read_started")
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("node_id", ["prefill-0", "decode-0"])
+def test_digests_that_can_not_be_computed_fail_their_transfer_and_nobody_waits(node_id: str) -> None:
+    def fail(block_ids: Sequence[int]) -> Sequence[int]:
+        raise MemoryError("no digests today")
+
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            half = cluster.nodes[node_id].half
+            if isinstance(half, HandOff):
+                assert half._digests is not None
+                half._digests._digests = fail
+            else:
+                half._digests = fail
+            finished = await ask(cluster, prompt_of(30))
+            assert finished.path.attempts == 2
             await idle(cluster)
 
     run_virtually(main())

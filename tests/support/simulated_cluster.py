@@ -148,7 +148,15 @@ class _Hasher(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._queue.append(lambda: future.set_result(fn(*args, **kwargs)))
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                # As in a real one: nobody hears of it who does not ask.
+                future.set_exception(error)
+
+        self._queue.append(run)
         self._machine.wake("hasher", self._next, self._latency())
         return future
 

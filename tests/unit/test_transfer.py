@@ -501,3 +501,20 @@ def test_who_compares_nothing_asks_for_no_digests() -> None:
     book.received("p0.x", Offer(A, 0, (5, 6, 7, 20, 21), 1000, CLOSING, True))
     assert not [line for line in lines(book.read_done(1, 320)) if line.startswith("Digest")]
     assert lines(book.received("p0.x", ReadConfirmed(A, True, DIGESTS)))[0].startswith("Arrived a#1")
+
+
+def test_a_transfer_whose_digests_can_not_be_computed_has_failed(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, True))
+    book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING, True))
+    book.read_done(1, 128)
+    assert lines(book.not_digested(1, "no memory")) == [
+        "Failed a#1 DIGEST_MISMATCH no memory",
+        "TellSender p0.x (Abandon a#1 True)",
+        "CancelRead 2",
+    ]
+    assert lines(book.not_digested(1, "no memory")) == []
+    book.read_done(2, 192)
+    assert lines(book.not_digested(2, "no memory")) == []
+    assert book.counters["digested_unknown"] == 2

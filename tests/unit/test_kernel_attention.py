@@ -212,6 +212,23 @@ def test_token_by_token_equals_all_at_once(dtype: torch.dtype) -> None:
         assert torch.equal(whole.attend(window=90, softcap=15.0), expected[position : position + 1]), position
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [24, 32, 64, 72, 128])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17])
+def test_one_token_of_any_heads_equals_all_at_once(isa: str, head_dim: int, group: int) -> None:
+    kernels.use_isa(isa)
+    whole = Paged.make(torch.bfloat16, lengths=[150], query_lens=[87], heads=2 * group, head_dim=head_dim)
+    expected = whole.attend()
+    query = whole.query
+    for position in (63, 64, 127, 128, 149):
+        row = position - 63
+        whole.query = query[row : row + 1]
+        whole.query_start = torch.tensor([0, 1], dtype=torch.int32)
+        whole.seq_lens = torch.tensor([position + 1], dtype=torch.int32)
+        for threads in (1, 2):
+            assert torch.equal(whole.attend(threads=threads), expected[row : row + 1]), position
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_do_not_change_attention(dtype: torch.dtype) -> None:
     paged = Paged.make(dtype, lengths=[300, 17, 130], query_lens=[200, 1, 5])

@@ -1,7 +1,8 @@
 /* Paged attention; included once for each instruction set, after its products.
  *
  * The includer's product_bfloat16 makes the scores of bfloat16; it takes queries that widen_row has prepared, with the head
- * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits.
+ * dimension padded to a multiple of QUERY_MULTIPLE. FEW_SCORES: few_scores makes those of one token, with the same bits;
+ * FEW_VALUES: few_values what they add to the outputs.
  * Where a row sees a whole tile of bfloat16 values its probabilities are bfloat16 too: store_probabilities and product_pairs.
  *
  * A query row walks its keys in tiles of KEY_TILE absolute positions with a running maximum and sum (online softmax; Milakov and
@@ -41,7 +42,8 @@ struct attention_state {
     int here;                 /* which of them is this tile's */
     int64_t asked;            /* keys of the next tile that were asked for */
     size_t key_bytes, value_bytes;
-    int few;                  /* rows of one token that keys meet as they lie; the query is transposed instead */
+    int few;                  /* rows of one token: keys are not transposed into panels */
+    int values_as_they_lie;   /* nor the values of a whole tile paired there */
 };
 
 /* The keys of a tile, relative to its start, that a query token sees. */
@@ -110,7 +112,7 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
                       int keys) {
     const size_t size = dtype == DTYPE_FLOAT32 ? 4 : 2, key_bytes = (size_t)call->key_dim * size, dim = (size_t)call->value_dim;
     const struct tile_rows *rows = &state->rows[state->here];
-    for (int64_t panel = 0; panel < KEY_TILE / LANES; panel++) {
+    for (int64_t panel = 0; (floats || pairs || keys) && panel < KEY_TILE / LANES; panel++) {
         ask_ahead(state, 8);
         if (floats)
             for (int64_t j = panel * LANES; j < (panel + 1) * LANES; j++)
@@ -131,6 +133,8 @@ INLINE void load_tile(const enum dtype dtype, const struct attention_call *call,
 
 #ifdef FEW_SCORES
 #include FEW_SCORES
+#else
+enum { FEW_SCORE_ROWS = 0 };
 #endif
 
 /* One row's softmax over one tile: scores become probabilities over the row's reference, as powers of two, and bfloat16 ones where
@@ -187,10 +191,10 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
     const size_t dim = (size_t)call->key_dim, pairs = state->query_dim / 2, items = pairs * ROW_ITEMS_PER_PAIR;
     float *output = state->output + row * state->out_stride;
     (void)kv;
-    ask_ahead(state, 8);
+    if (!state->values_as_they_lie) ask_ahead(state, 8);
 #ifdef FEW_SCORES
     if (dtype == DTYPE_BFLOAT16 && state->few)
-        few_scores(state, kv, call->key_dim);
+        few_scores(state, kv, row, count, call->key_dim);
     else
 #endif
     if (dtype == DTYPE_FLOAT32)
@@ -201,9 +205,15 @@ INLINE void attend_rows(const enum dtype dtype, const struct attention_call *cal
                          state->query_dim * LANES, 2 * LANES, pairs, state->scores, KEY_TILE, 0);
     int whole = dtype == DTYPE_BFLOAT16 && sees_all(range);
     for (size_t r = 0; r < count; r++) {
-        ask_ahead(state, count < 8 ? 3 : 1);
+        ask_ahead(state, count < 8 && !state->values_as_they_lie ? 3 : 1);
         softmax_row(call, state, state->scores + r * KEY_TILE, whole ? state->probabilities + r * 2 * KEY_TILE : NULL, row + r, range);
     }
+#ifdef FEW_VALUES
+    if (whole && state->values_as_they_lie) {
+        few_values(state, count, (size_t)call->value_dim, output);
+        return;
+    }
+#endif
     if (whole) {
         product_pairs(count, state->value_panels, state->probabilities, state->pairs, output, state->out_stride);
         return;
@@ -221,7 +231,7 @@ INLINE void attend_tile(const enum dtype dtype, const struct attention_call *cal
     struct key_range last = visible_keys(call, first_position + task->token_count - 1, tile);
     int pairs = dtype == DTYPE_BFLOAT16 && any_sees_all(call, first_position, task->token_count, tile);
     int floats = !pairs || !sees_all(first) || !sees_all(last);
-    load_tile(dtype, call, state, floats, pairs, !state->few);
+    load_tile(dtype, call, state, floats, pairs && !state->values_as_they_lie, !state->few);
     for (int64_t token = 0; token < task->token_count;) {
         struct key_range range = visible_keys(call, first_position + token, tile);
         int64_t next = token + 1; /* tokens that see the same keys of this tile share products */
@@ -313,7 +323,12 @@ INLINE void attend(const enum dtype dtype, const struct attention_job *job, size
     int64_t first_position = call->seq_lens[task->seq] - (query_end - query_start) + task->token_start;
     int64_t last_position = first_position + task->token_count - 1;
     int64_t tile = call->window > 0 && first_position + 1 > call->window ? first_position + 1 - call->window : 0;
-    state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= LANES;
+    state.few = FEW_ROWS_OF(dtype) && task->token_count == 1 && task->head_count <= FEW_SCORE_ROWS;
+#ifdef FEW_VALUES
+    state.values_as_they_lie = state.few && call->value_dim % (2 * LANES) == 0;
+#else
+    state.values_as_they_lie = 0;
+#endif
     state.here = 0;
     state.key_bytes = dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);
     state.value_bytes = (size_t)call->value_dim * (dtype == DTYPE_FLOAT32 ? 4 : 2);

@@ -16,6 +16,8 @@
 #include "product_bfloat16.inc.h"
 #include "linear_float32.inc.h"
 #include "linear_bfloat16.inc.h"
+#define FEW_SCORES "few_rows_avx512.inc.h"
+#define FEW_VALUES
 #include "attention.inc.h"
 
 static int supported(void) { return isa_avx512.supported() && __builtin_cpu_supports("avx512bf16"); }

@@ -1,6 +1,8 @@
 /* Scores of the few rows of one token on AMX: keys are the tile's rows as they lie in the cache, and the query is transposed. A
  * score is the sum of the same products in the same order as where the keys are transposed, so its bits are the same. */
 
+enum { FEW_SCORE_ROWS = LANES };
+
 /* Where a KV head's query lies as pairs [query_dim / 2][16][2], behind the rows. */
 INLINE uint16_t *query_pairs(const struct attention_state *state, int64_t kv) {
     return (uint16_t *)state->query + (ATTENTION_ROWS + (size_t)kv * LANES) * state->query_dim;
@@ -59,7 +61,8 @@ INLINE void transpose_16x16(__m512i r[16]) {
 }
 
 /* scores[row][key] of the tile for up to 16 rows of a KV head */
-INLINE void few_scores(struct attention_state *state, int64_t kv, int64_t key_dim) {
+INLINE void few_scores(struct attention_state *state, int64_t kv, size_t row, size_t count, int64_t key_dim) {
+    (void)row, (void)count;
     _Alignas(64) float sums[KEY_TILE * LANES]; /* [key][row] */
     const uint16_t *k0 = key_rows(state, (size_t)key_dim, 0), *k1 = key_rows(state, (size_t)key_dim, LANES);
     const uint16_t *k2 = key_rows(state, (size_t)key_dim, 2 * LANES), *k3 = key_rows(state, (size_t)key_dim, 3 * LANES);

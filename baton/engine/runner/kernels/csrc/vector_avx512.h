@@ -58,37 +58,52 @@ INLINE v16 v_load_even(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
 }
 
-/* panel[word][16] from 16 rows of words 32-bit words, a multiple of 4. Four rows' quarters are put side by side as they are loaded, so
- * that only the four words within a quarter are left to exchange. */
+/* words[i][16] from the 32-bit words w + i of 16 rows. Four rows' quarters are put side by side as they are loaded, so that only
+ * the four words within a quarter are left to exchange. */
+INLINE void transpose_four_words(const uint32_t *const rows[16], size_t w, __m512i words[4]) {
+    __m512i r[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + w)));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00F0, _mm_loadu_si128((const __m128i *)(rows[i + 4] + w)));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0F00, _mm_loadu_si128((const __m128i *)(rows[i + 8] + w)));
+        r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xF000, _mm_loadu_si128((const __m128i *)(rows[i + 12] + w)));
+    }
+    __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
+    __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
+    words[0] = _mm512_unpacklo_epi64(low01, low23);
+    words[1] = _mm512_unpackhi_epi64(low01, low23);
+    words[2] = _mm512_unpacklo_epi64(high01, high23);
+    words[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+/* panel[word][16] from 16 rows of words 32-bit words, a multiple of 4. */
 INLINE void transpose_rows(const uint32_t *const rows[16], size_t words, uint32_t *panel) {
     for (size_t w = 0; w < words; w += 4) {
-        __m512i r[4];
+        __m512i transposed[4];
+        transpose_four_words(rows, w, transposed);
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + w)));
-            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x00F0, _mm_loadu_si128((const __m128i *)(rows[i + 4] + w)));
-            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0x0F00, _mm_loadu_si128((const __m128i *)(rows[i + 8] + w)));
-            r[i] = _mm512_mask_broadcast_i32x4(r[i], 0xF000, _mm_loadu_si128((const __m128i *)(rows[i + 12] + w)));
-        }
-        __m512i low01 = _mm512_unpacklo_epi32(r[0], r[1]), high01 = _mm512_unpackhi_epi32(r[0], r[1]);
-        __m512i low23 = _mm512_unpacklo_epi32(r[2], r[3]), high23 = _mm512_unpackhi_epi32(r[2], r[3]);
-        _mm512_storeu_si512(panel + w * 16, _mm512_unpacklo_epi64(low01, low23));
-        _mm512_storeu_si512(panel + w * 16 + 16, _mm512_unpackhi_epi64(low01, low23));
-        _mm512_storeu_si512(panel + w * 16 + 32, _mm512_unpacklo_epi64(high01, high23));
-        _mm512_storeu_si512(panel + w * 16 + 48, _mm512_unpackhi_epi64(high01, high23));
+        for (int i = 0; i < 4; i++) _mm512_storeu_si512(panel + (w + (size_t)i) * 16, transposed[i]);
     }
+}
+
+/* 32 elements of two rows as pairs. */
+INLINE void interleave_32(const uint16_t *even, const uint16_t *odd, __m512i pairs[2]) {
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
+                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
+    __m512i low = _mm512_loadu_si512(even), high = _mm512_loadu_si512(odd);
+    pairs[0] = _mm512_permutex2var_epi16(low, first, high);
+    pairs[1] = _mm512_permutex2var_epi16(low, _mm512_add_epi16(first, _mm512_set1_epi16(16)), high);
 }
 
 /* Two rows as pairs, 16 of them in each panel. */
 INLINE void interleave_rows(uint16_t *to, size_t panel_stride, const uint16_t *even, const uint16_t *odd, size_t dim) {
-    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
-                                           4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
     size_t d = 0;
     for (; d + 32 <= dim; d += 32, to += 2 * panel_stride) {
-        __m512i low = _mm512_loadu_si512(even + d), high = _mm512_loadu_si512(odd + d);
-        _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, first, high));
-        _mm512_storeu_si512(to + panel_stride, _mm512_permutex2var_epi16(low, second, high));
+        __m512i pairs[2];
+        interleave_32(even + d, odd + d, pairs);
+        _mm512_storeu_si512(to, pairs[0]);
+        _mm512_storeu_si512(to + panel_stride, pairs[1]);
     }
     for (; d < dim; d += 16, to += panel_stride) {
         __mmask16 mask = dim - d < 16 ? 0xFF : 0xFFFF; /* dim is a multiple of 8 */

@@ -294,6 +294,9 @@ class IntakeConnector:
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         return
 
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        return self.request_finished(request, block_ids, transferring=True)
+
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.request_id not in self._planned:
             return BlockFate.FREE

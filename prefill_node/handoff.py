@@ -285,6 +285,9 @@ class OfferConnector:
             offered.num_blocks = full
             self._post(lambda: self._handoff.offer(attempt, first, new, names=names))
 
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        return BlockFate.FREE
+
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         if request.leg is not Leg.PREFILL:
             return BlockFate.FREE

@@ -251,9 +251,12 @@ class Flight:
     def _is_done_with_prefill(self, leg: _Leg) -> bool:
         """Whether the attempt can go on without its prefill node.
 
-        Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST.
+        Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does something
+        else without the blocks knows best from the start.
         """
-        return leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self._sequences[0].num_tokens > 0)
+        if leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self._sequences[0].num_tokens > 0):
+            return True
+        return self._placement is not None and self._placement.decode.on_transfer_failure != "reroute"
 
     def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
         if leg.taken:

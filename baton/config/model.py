@@ -52,6 +52,7 @@ Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
+TransferFailure = Literal["reroute", "recompute", "fail"]
 Switch = Literal["on", "off"]
 
 MIN_PRIORITY = -(2**31)
@@ -65,6 +66,9 @@ ASYNC_HELP = (
 )
 KV_DIGESTS_HELP = (
     "Compare what was pulled with what its prefill node computed (XXH3 of every block). Only in memory of the host."
+)
+TRANSFER_FAILURE_HELP = (
+    "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
 )
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
@@ -120,6 +124,7 @@ class NodeConfig(_Process):
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
+    on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -186,6 +191,7 @@ class UpConfig(_Config):
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
+    on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")

@@ -169,6 +169,14 @@ class Admission:
             return
         self._arrived.append(request)
 
+    def compute_here(self, request: Request) -> None:
+        """A request's KV does not come: it is computed here, ahead of newcomers, as if it had come to this node alone."""
+        self._ledger.give_up_load(request)
+        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, request.num_computed_tokens)
+        request.status, request.leg, request.kv_source = RequestStatus.WAITING, Leg.WHOLE, None
+        request.num_computed_tokens = 0
+        self._waiting.prepend(request)
+
     def take_whole_step_wish(self) -> bool:
         """Whether a prompt that may not be cut waits for a step of its own; asking grants it."""
         wish, self._prompt_wants_whole_step = self._prompt_wants_whole_step, False

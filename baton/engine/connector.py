@@ -82,6 +82,10 @@ class KVConnector(Protocol):
         """A step committed: the first `num_computed_tokens` of the request have KV in `block_ids`."""
         ...
 
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        """A load into these blocks failed, and the request goes on without it: nothing is asked for it any more."""
+        ...
+
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         """The request ended with these blocks. `transferring`: a transfer into them was started and has not reported.
 
@@ -101,6 +105,9 @@ class NullConnector:
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         return
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        return BlockFate.FREE
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         return BlockFate.FREE

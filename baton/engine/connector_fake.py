@@ -63,6 +63,14 @@ class FakeConnector:
         self._maybe_raise("blocks_computed")
         self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
 
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
+        self._maybe_raise("load_failed")
+        load = self.loads.pop(request.request_id)
+        if not self.quarantine:
+            return BlockFate.FREE
+        self.quarantined[request.request_id] = load
+        return BlockFate.QUARANTINED
+
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         self.finished[request.request_id] = (tuple(block_ids), transferring)
         self._maybe_raise("request_finished")

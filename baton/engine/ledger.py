@@ -185,6 +185,19 @@ class Ledger:
         error = f"the KV connector failed: {exc!r}"
         self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=request.leg is Leg.DECODE)
 
+    def give_up_load(self, request: Request) -> None:
+        """Its KV does not come: let go of the blocks that were to be filled."""
+        manager = self.kv_cache_manager
+        try:
+            fate = self.connector.load_failed(request, manager.prompt_block_ids(request))
+        except Exception:
+            self.num_connector_errors += 1
+            fate = BlockFate.QUARANTINED
+        if fate is BlockFate.FREE:
+            manager.free(request.request_id)
+        else:
+            manager.quarantine(request.request_id)
+
     def emit(
         self,
         request: Request,

@@ -130,6 +130,7 @@ class EngineCoreEventType(enum.Enum):
     PREEMPTED = "preempted"
     REMOTE_KV_REQUESTED = "remote_kv_requested"
     REMOTE_KV_ARRIVED = "remote_kv_arrived"
+    REMOTE_KV_LOST = "remote_kv_lost"
     CHUNK_COMPUTED = "chunk_computed"
     FIRST_TOKEN = "first_token"
     FINISHED = "finished"

@@ -354,7 +354,8 @@ class Scheduler:
     def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
         """Take in what the transfer side reports: arrivals, failures, and blocks that nobody touches any more.
 
-        A failure ends its request with ERROR, an arrival whose first token stops it ends it as that token says.
+        A failure ends its request with ERROR or has it computed here, as the policy says; an arrival whose first token
+        stops it ends it as that token says.
         Reports for requests that don't wait for one are skipped and counted.
         """
         outputs = OutputsByClient()
@@ -368,8 +369,11 @@ class Scheduler:
             request = self._admission.take_remote(request_id)
             if request is None:
                 self.num_unknown_transfers += 1
+            elif self.config.on_transfer_failure == "recompute":
+                self._admission.compute_here(request)
             else:
-                self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason, kv_lost=True)
+                reroutes = self.config.on_transfer_failure == "reroute"
+                self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason, kv_lost=reroutes)
         for request_id in transfers.released:
             self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
         self._finish_broken_groups(outputs)

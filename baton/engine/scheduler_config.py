@@ -9,6 +9,7 @@ from typing import Literal
 from baton.errors import ConfigError
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
+TransferFailurePolicy = Literal["reroute", "recompute", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class SchedulerConfig:
     """What becomes of a preempted request's KV: dropped, copied to the host tier, or whichever costs less."""
     num_host_blocks: int = 0
     """Blocks of the host tier, its null block 0 included; 0: there is none."""
+    on_transfer_failure: TransferFailurePolicy = "reroute"
+    """What becomes of a request whose KV did not arrive: it ends, and whoever sent it is told to try another prefill
+    node; it is computed here, once; or it ends for good."""
     min_priority: int = -(2**31)
     """Requests below it are refused: so far ahead nobody may push."""
     max_times_passed: int = 16

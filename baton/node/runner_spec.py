@@ -68,6 +68,7 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         windows=runner.layout.windows,
         policy=config.scheduling_policy,
         preemption_mode=config.preemption_mode,
+        on_transfer_failure=config.on_transfer_failure,
         num_host_blocks=runner.num_host_blocks,
         priority_ageing_s=config.priority_ageing_s,
         min_priority=config.min_priority,

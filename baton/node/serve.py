@@ -212,6 +212,7 @@ class Node:
             block_size=self._runner.layout.block_size,
             num_blocks=self._runner.memory.num_blocks,
             eos_token_ids=model.eos_token_ids,
+            on_transfer_failure=self._config.on_transfer_failure,
         )
 
 

@@ -120,6 +120,7 @@ def description_to_pb(description: NodeDescription) -> node.NodeDescription:
         block_size=description.block_size,
         num_blocks=description.num_blocks,
         eos_token_ids=sorted(description.eos_token_ids),
+        on_transfer_failure=description.on_transfer_failure,
     )
 
 
@@ -144,6 +145,7 @@ def description_from_pb(pb: node.NodeDescription) -> NodeDescription:
         block_size=pb.block_size,
         num_blocks=pb.num_blocks,
         eos_token_ids=frozenset(pb.eos_token_ids),
+        on_transfer_failure=pb.on_transfer_failure or "reroute",
     )
 
 

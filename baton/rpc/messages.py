@@ -40,6 +40,8 @@ class NodeDescription:
     block_size: int
     num_blocks: int
     eos_token_ids: frozenset[int]
+    on_transfer_failure: str = "reroute"
+    """What a decode node does when a prompt's KV does not come: reroute, recompute or fail."""
 
     @property
     def kv_source(self) -> KVSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -223,6 +224,20 @@ def test_every_state_and_event(state: FlightState, name: str) -> None:
         assert effects == []
     if name == "cancel" and state in (F.PREFILLING, F.STREAMING):
         assert {e.incarnation for e in effects if isinstance(e, AbortLeg)} == {"p1.1", "d1.1"}
+
+
+@pytest.mark.parametrize(("policy", "goes_on"), [("reroute", False), ("recompute", True), ("fail", True)])
+def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(policy: str, goes_on: bool) -> None:
+    flight = Flight(request(max_tokens=8))
+    flight.start()
+    decodes = replace(decode("d1"), on_transfer_failure=policy)
+    flight.handle(Placed(Placement(prefill("p1"), decodes, "because", ())))
+    effects = flight.handle(NodeGone("p1.1", "died"))
+    assert (flight.state is F.PREFILLING) is goes_on
+    assert isinstance(effects[-1], LegEnded if goes_on else Place)
+    if goes_on:
+        tokens = flight.handle(Delta("d1.1", RequestDelta(key(), 0, (5, 6))))
+        assert [(e.first_index, e.token_ids) for e in tokens if isinstance(e, EmitTokens)] == [(0, (5, 6))]
 
 
 def test_the_table_ends_where_it_should() -> None:

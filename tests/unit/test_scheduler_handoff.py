@@ -474,3 +474,71 @@ def test_blocks_of_unknown_fate_are_kept(leg: Leg, leased: int, quarantined: int
     stats = rig.core.make_stats()
     assert (stats.leased_blocks, stats.quarantined_blocks) == (leased, quarantined)
     assert rig.scheduler.num_connector_errors == 1
+
+
+def test_a_load_that_fails_is_computed_here_where_that_is_the_policy() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    prompt = prompt_of(21, 9)
+    rig.add("warm", prompt[:12], max_tokens=1)
+    rig.run()
+    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    filling = set(rig.connector.loads["d"].block_ids[3:])
+    rig.transfer(failed={"d": "peer gone"})
+    assert rig.core.make_stats().quarantined_blocks == len(filling) == 3, "the read may go on for ever"
+    rig.step()
+    assert not filling & set(rig.scheduler.kv_cache_manager.block_ids("d"))
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6), "the first token, too: nobody else may have it"
+    assert rig.requests["d"].num_cached_tokens == 12, "what was here is valid"
+    assert rig.core.make_stats().quarantined_blocks == 3
+    rig.transfer(released=["d"])
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert ("remote_kv_lost", "d", 12) in rig.events()
+
+
+@pytest.mark.parametrize("many", [{"n": 3}, {"n": 2, "beam_width": 4}], ids=["siblings", "beams"])
+def test_several_sequences_are_computed_here(many: dict[str, int]) -> None:
+    rigs = [EngineRig(on_transfer_failure="recompute"), EngineRig()]
+    for rig, leg in zip(rigs, (Leg.DECODE, Leg.WHOLE), strict=True):
+        rig.add("r", 18, leg=leg, max_tokens=5, **many)
+        rig.step()
+    rigs[0].transfer(failed={"r": "peer gone"}, released=["r"])
+    for rig in rigs:
+        rig.run()
+    assert rigs[0].tokens == rigs[1].tokens
+    assert rigs[0].scheduler.kv_cache_manager.pool.num_quarantined_blocks == 0
+
+
+def test_one_that_is_computed_here_may_be_aborted_while_its_read_goes_on() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    rig.transfer(failed={"d": "peer gone"})
+    rig.step()
+    rig.abort("d")
+    assert rig.reason("d") is FinishReason.ABORT
+    assert rig.core.make_stats().quarantined_blocks == 5
+    rig.transfer(released=["d"])
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+
+
+def test_a_connector_that_raises_loses_the_blocks_and_not_the_request() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    rig.connector.raise_in = "load_failed"
+    rig.transfer(failed={"d": "peer gone"})
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 3)
+    assert (rig.scheduler.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
+
+
+@pytest.mark.parametrize(("policy", "kv_lost"), [("reroute", True), ("fail", False)])
+def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, kv_lost: bool) -> None:
+    rig = EngineRig(on_transfer_failure=policy)
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    (end,) = rig.transfer(failed={"d": "KV transfer failed: digest_mismatch (block 3)"})
+    assert (end.finish_reason, end.kv_lost) == (FinishReason.ERROR, kv_lost)
+    assert "digest_mismatch" in (end.error or "")

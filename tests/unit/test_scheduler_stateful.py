@@ -15,7 +15,7 @@ from baton.engine.connector_fake import FakeLoad
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.runner.scripted import expected_beams
-from baton.engine.scheduler_config import PreemptionMode
+from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
@@ -76,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         copies_are_cheap=st.booleans(),
         ahead=st.sampled_from(["no", "late", "early"]),
         reads_at_once=st.booleans(),
+        on_transfer_failure=st.sampled_from(["reroute", "recompute"]),
     )
     def start(
         self,
@@ -94,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         copies_are_cheap: bool,
         ahead: Ahead,
         reads_at_once: bool,
+        on_transfer_failure: TransferFailurePolicy,
     ) -> None:
         self.rig = EngineRig(
             1 + num_stripes * len(windows),
@@ -108,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             preemption_mode=preemption_mode,
             num_host_blocks=num_host_blocks,
+            on_transfer_failure=on_transfer_failure,
             executor=executor_for(ahead),
         )
         self.ahead = ahead

@@ -57,6 +57,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--preemption-mode": config.preemption_mode,
         "--async-scheduling": config.async_scheduling,
         "--kv-digests": config.kv_digests,
+        "--on-transfer-failure": config.on_transfer_failure,
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
         "--scheduling-policy": config.scheduling_policy,

@@ -1,0 +1,63 @@
+"""A prefill node dies with the KV that was asked of it, and the decode node does what it was told to, over processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import EngineFault
+from tests.support.drill import Drill
+from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
+from tests.support.slow_model import FLAGS, ask, assert_right
+
+STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
+PLACES = ("Subscribe-done", "closing-offer")
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("failpoints")
+
+
+@pytest.fixture(scope="module", params=["recompute", "fail"])
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def watched(
+    policy: str, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
+) -> Iterator[ProcessCluster]:
+    environment = {**STEP_TIMES, "BATON_FAILPOINTS": str(asked)}
+    flags = (*FLAGS, "--prefill", "1", "--decode", "1", "--on-transfer-failure", policy)
+    with process_cluster(tmp_path_factory.mktemp("watched") / "run", model, *flags, environment=environment) as running:
+        yield running
+
+
+@pytest.fixture
+async def session(watched: ProcessCluster) -> AsyncIterator[ClusterSession]:
+    async with watched.session() as opened:
+        await opened.whole()
+        await opened.idle()
+        yield opened
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_the_policy_is_kept(session: ClusterSession, asked: Path, policy: str, place: str) -> None:
+    wanted = ask(f"{policy}-{place}", chunks=3, sampled=True)
+    before = {process.pid: process for process in session.cluster.state.processes}
+    with Drill(asked, place, f"kill {wanted.request_id}") as drill:
+        if policy == "recompute":
+            answer = await session.generate(wanted)
+            assert_right(answer, wanted)
+            assert answer.end.path.attempts == 1, "nobody else was asked"
+        else:
+            with pytest.raises(EngineFault, match="KV transfer failed"):
+                await session.generate(wanted)
+        assert drill.has_struck()
+        killed = before[drill.pid]
+    assert killed.role == "prefill"
+    await session.back(killed)
+    await session.idle()

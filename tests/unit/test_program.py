@@ -1,0 +1,96 @@
+"""A program of the kernels: what it refuses to record or to run, and that its scratch grows with the steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.runner import kernels
+from baton.engine.runner.kernels import KernelArgumentError, Program
+from baton.engine.runner.kernels.step_layout import StepLayout
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
+
+WIDTH = 64
+
+
+def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def _layout(rows: int) -> StepLayout:
+    """One request, all of it in this step."""
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    return StepLayout(
+        starts, starts[1:].clone(), [torch.zeros(1, 4, dtype=torch.int32)], [torch.arange(rows)], starts.clamp(max=1)
+    )
+
+
+def _normed_product(threads: int = 2) -> tuple[Program, torch.Tensor, kernels.PackedWeight]:
+    """out[sampled] = norm(x) times a weight."""
+    program, scale, packed = Program(torch.bfloat16, threads), _randn(WIDTH, seed=1), kernels.pack(_randn(80, WIDTH))
+    x, out = program.argument(WIDTH), program.argument(80, sampled=True)
+    normed = program.rms_norm(x, scale, 1e-6, plus_one=False, into="normed")
+    program.linear(program.take_sampled(normed, into="sampled"), packed, None, into=out)
+    return program, scale, packed
+
+
+def test_steps_of_any_size_follow_each_other() -> None:
+    program, scale, packed = _normed_product()
+    for rows in (1, 3, 200, 2, 700, 64):
+        x, sampled = _randn(rows, WIDTH, seed=rows), torch.arange(rows - 1, -1, -2)
+        out = torch.empty(len(sampled), 80, dtype=torch.bfloat16)
+        program.run([x, out], _layout(rows), sampled)
+        expected = kernels.linear(kernels.rms_norm(x, scale, 1e-6, threads=1), packed, threads=1)[sampled]
+        assert torch.equal(out, expected)
+
+
+def test_times_are_kept_when_asked_for() -> None:
+    program, _, _ = _normed_product()
+    arguments = [_randn(5, WIDTH), torch.empty(1, 80, dtype=torch.bfloat16)]
+    program.run(arguments, _layout(5), torch.tensor([4]))
+    assert not program.take_seconds()
+    program.timing = True
+    program.run(arguments, _layout(5), torch.tensor([4]))
+    seconds = program.take_seconds()
+    assert set(seconds) == {"linear", "rms_norm", "take_rows"}
+    assert min(seconds.values()) > 0
+    assert not program.take_seconds(), "taken"
+
+
+def test_a_step_of_other_shapes_is_refused() -> None:
+    program, _, _ = _normed_product()
+    x, out, layout, sampled = _randn(5, WIDTH), torch.zeros(1, 80).bfloat16(), _layout(5), torch.tensor([4])
+    for arguments in ([x[:4], out], [x.float(), out], [x, torch.zeros(2, 80).bfloat16()], [x.T.contiguous().T, out]):
+        with pytest.raises(KernelArgumentError, match="arguments"):
+            program.run(arguments, layout, sampled)
+    for wrong in (torch.tensor([5]), torch.tensor([-1])):
+        with pytest.raises(KernelArgumentError, match="index"):
+            program.run([x, out], layout, wrong)
+    with pytest.raises(KernelArgumentError, match="sampled"):
+        program.run([x, out], layout, sampled.int())
+    with pytest.raises(KernelArgumentError, match="query_start"):
+        program.run([x, out], replace(layout, sample_start=layout.sample_start[:1]), sampled)
+    assert not out.any()
+
+
+def test_what_the_kernels_can_not_take_is_not_recorded() -> None:
+    program = Program(torch.bfloat16, 1)
+    x, gated = program.argument(WIDTH), kernels.pack_gated(_randn(8, WIDTH), _randn(8, WIDTH))
+    with pytest.raises(KernelArgumentError, match="gated"):
+        program.linear(x, gated, None, into="out")
+    with pytest.raises(KernelArgumentError, match="gated"):
+        program.gated_linear(x, kernels.pack(_randn(8, WIDTH)), "silu", into="out")
+    for weight in (_randn(8, WIDTH + 32), _randn(8, WIDTH).float()):
+        with pytest.raises(KernelArgumentError):
+            program.linear(x, kernels.pack(weight), None, into="out")
+    with pytest.raises(KernelArgumentError, match="x: has 40"):
+        program.linear(x.columns(0, 40), kernels.pack(_randn(8, 40)), None, into="out")
+    with pytest.raises(KernelArgumentError, match="weight"):
+        program.rms_norm(x, _randn(48), 1e-6, plus_one=False, into="out")
+    with pytest.raises(KernelArgumentError, match="cos"):
+        program.rotate(x, 16, program.argument(32), program.argument(32))
+    with pytest.raises(KernelArgumentError, match="dtype"):
+        Program(torch.float16, 1)

@@ -170,7 +170,7 @@ class Admission:
         self._arrived.append(request)
 
     def compute_here(self, request: Request) -> None:
-        """A request's KV does not come: it is computed here, ahead of newcomers, as if it had come to this node alone."""
+        """A request's KV does not come: it is computed here, ahead of newcomers, as if it had been sent here alone."""
         self._ledger.give_up_load(request)
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, request.num_computed_tokens)
         request.status, request.leg, request.kv_source = RequestStatus.WAITING, Leg.WHOLE, None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from baton.engine.block_hash import BlockHasher, group_key
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.cache_groups import CacheGroups
 from baton.engine.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
 from baton.engine.outputs import BlockCopy
@@ -103,8 +104,7 @@ class KVCacheManager:
         self.host = host
         self.block_size = block_size
         self.num_groups = len(windows)
-        self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
-        self._sees_all = [group for group, window in enumerate(windows) if window is None]
+        self._groups = CacheGroups(pool, block_size, windows)
         self._hasher = hasher
         self._enable_caching = enable_caching
         self._tables: dict[str, _BlockTable] = {}
@@ -127,11 +127,11 @@ class KVCacheManager:
         self._hasher.extend_request(request, request.num_tokens)
         num_full = (request.num_tokens - 1) // self.block_size
         keys = request.block_hashes[:num_full]
-        blocks = self._find_in_windows(keys) if self._windows else self._find_chain(keys)
+        blocks = self._groups.find(keys)
         num_stripes = len(blocks) // self.num_groups
         if self.host is None or not with_host or num_stripes == num_full:
             return ComputedBlocks(blocks, num_stripes * self.block_size)
-        host_blocks = self.host.find(self._entry_keys(keys[num_stripes:]))
+        host_blocks = self.host.find(self._groups.entry_keys(keys[num_stripes:]))
         num_host_stripes = len(host_blocks) // self.num_groups
         return ComputedBlocks(
             blocks,
@@ -153,8 +153,8 @@ class KVCacheManager:
         blocks, groups = self._tables[request_id].blocks, self.num_groups
         full = num_tokens // self.block_size * groups
         end = full + groups if num_tokens % self.block_size else full
-        for group, window in self._windows:
-            first = self._first_seen(num_tokens, window) * groups + group
+        for group, window in self._groups.windows:
+            first = self._groups.first_seen(num_tokens, window) * groups + group
             if self.pool.null_block in blocks[first:end:groups]:
                 return None
         return ComputedBlocks(blocks[:full], num_tokens, blocks[full:end])
@@ -185,8 +185,8 @@ class KVCacheManager:
         if num_entries > self.pool.num_total_blocks:
             return _NEVER
         unseen: Collection[int] = ()
-        if num_external_tokens and self._windows:
-            unseen = self._unseen_entries(range(num_entries - missing, num_entries), request.num_prompt_tokens)
+        if num_external_tokens and self._groups.windows:
+            unseen = self._groups.unseen_entries(range(num_entries - missing, num_entries), request.num_prompt_tokens)
             missing -= len(unseen)
         idle_hits = sum([block.is_on_free_list for block in computed.blocks])
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
@@ -245,8 +245,8 @@ class KVCacheManager:
     def drop_unseen(self, request_id: str, num_computed_tokens: int) -> None:
         """Let go of a live request's blocks that no query from `num_computed_tokens` on sees."""
         table, null, groups = self._tables[request_id], self.pool.null_block, self.num_groups
-        for group, window in self._windows:
-            first, end = table.num_dropped_stripes[group], self._first_seen(num_computed_tokens, window)
+        for group, window in self._groups.windows:
+            first, end = table.num_dropped_stripes[group], self._groups.first_seen(num_computed_tokens, window)
             if end > first:
                 dropped = self._there(table.blocks[first * groups + group : end * groups : groups])
                 table.blocks[first * groups + group : end * groups : groups] = [null] * (end - first)
@@ -265,7 +265,7 @@ class KVCacheManager:
         """
         num_entries = -(-request.num_prompt_tokens // self.block_size) * self.num_groups
         block_ids = self.block_ids(request.request_id)[:num_entries]
-        for entry in self._unseen_entries(range(len(block_ids)), request.num_prompt_tokens):
+        for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_prompt_tokens):
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
 
@@ -280,7 +280,7 @@ class KVCacheManager:
     def num_computed_blocks(self, request: Request) -> int:
         """Blocks with KV in them, as far as its windows have not moved on."""
         num_stripes = -(-request.num_computed_tokens // self.block_size)
-        unseen = sum(self._first_seen(request.num_computed_tokens, window) for _, window in self._windows)
+        unseen = sum(self._groups.first_seen(request.num_computed_tokens, window) for _, window in self._groups.windows)
         return num_stripes * self.num_groups - unseen
 
     def swap_out(self, request: Request) -> bool:
@@ -290,7 +290,7 @@ class KVCacheManager:
         if self.host is None or num_stripes == 0:
             return False
         entries = table.blocks[: num_stripes * self.num_groups]
-        keys = self._entry_keys(request.block_hashes[: min(table.num_cached_stripes, num_stripes)])
+        keys = self._groups.entry_keys(request.block_hashes[: min(table.num_cached_stripes, num_stripes)])
         if not self.host.put(request.request_id, [None if block is null else block for block in entries], keys):
             return False
         del self._tables[request.request_id]
@@ -307,7 +307,7 @@ class KVCacheManager:
         swapped, null = self.host.table(request.request_id), self.pool.null_block
         num_full = request.num_computed_tokens // self.block_size
         found: list[Block | None] = [
-            self.pool.get_cached_block(key) for key in self._entry_keys(request.block_hashes[:num_full])
+            self.pool.get_cached_block(key) for key in self._groups.entry_keys(request.block_hashes[:num_full])
         ]
         found += [None] * (len(swapped) - len(found))
         here = [null if host is None else block for host, block in zip(swapped, found, strict=True)]
@@ -432,76 +432,10 @@ class KVCacheManager:
 
     def _there(self, blocks: list[Block]) -> list[Block]:
         """These entries without those that have no block."""
-        if not self._windows:
+        if not self._groups.windows:
             return blocks
         null = self.pool.null_block
         return [block for block in blocks if block is not null]
-
-    def _first_seen(self, position: int, window: int) -> int:
-        """The first stripe with a key that a query at `position` sees."""
-        return max(0, position - window + 1) // self.block_size
-
-    def _unseen_entries(self, entries: range, num_prompt_tokens: int) -> set[int]:
-        """Which of these entries nobody sees who goes on from the end of a prompt, or computes its last token again."""
-        unseen: set[int] = set()
-        for group, window in self._windows:
-            end = self._first_seen(num_prompt_tokens - 1, window) * self.num_groups
-            first = entries.start + (group - entries.start) % self.num_groups
-            unseen.update(range(first, min(end, entries.stop), self.num_groups))
-        return unseen
-
-    def _entry_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Names of the entries in stripes with these keys."""
-        if self.num_groups == 1:
-            return keys
-        return [group_key(key, group) for key in keys for group in range(self.num_groups)]
-
-    def _find_chain(self, keys: Sequence[bytes]) -> list[Block]:
-        """The entries of the leading stripes that are all in the cache."""
-        blocks: list[Block] = []
-        for key in self._entry_keys(keys):
-            block = self.pool.get_cached_block(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks[: len(blocks) // self.num_groups * self.num_groups]
-
-    def _find_in_windows(self, keys: Sequence[bytes]) -> list[Block]:
-        """The same, without what a query behind them does not see: the null block is in its place."""
-        num_stripes = self._longest_seen(keys)
-        blocks = [self.pool.null_block] * (num_stripes * self.num_groups)
-        first_seen = [0] * self.num_groups
-        for group, window in self._windows:
-            first_seen[group] = self._first_seen(num_stripes * self.block_size, window)
-        for group, first in enumerate(first_seen):
-            for stripe in range(first, num_stripes):
-                block = self.pool.get_cached_block(group_key(keys[stripe], group))
-                assert block is not None
-                blocks[stripe * self.num_groups + group] = block
-        return blocks
-
-    def _longest_seen(self, keys: Sequence[bytes]) -> int:
-        """How many leading stripes have in the cache all that a query behind them sees."""
-        num_stripes = len(keys)
-        for group in self._sees_all:
-            cached = (self.pool.get_cached_block(group_key(key, group)) is not None for key in keys[:num_stripes])
-            num_stripes = next((stripe for stripe, here in enumerate(cached) if not here), num_stripes)
-        before = -1
-        while num_stripes != before:
-            before = num_stripes
-            for group, window in self._windows:
-                num_stripes = self._longest_in_window(keys, group, window, num_stripes)
-        return num_stripes
-
-    def _longest_in_window(self, keys: Sequence[bytes], group: int, window: int, num_stripes: int) -> int:
-        """The same for one group, at most `num_stripes`. Looks from the end: what is cached is seldom all of it."""
-        end = num_stripes
-        for stripe in range(num_stripes - 1, -1, -1):
-            if stripe < self._first_seen(end * self.block_size, window):
-                return end
-            if self.pool.get_cached_block(group_key(keys[stripe], group)) is None:
-                end = stripe
-        return end
 
     def _cache_group(self, request: Request, table: _BlockTable, group: int, first: int, end: int) -> None:
         """Enter a group's blocks of these stripes into the index."""

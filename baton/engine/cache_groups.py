@@ -1,0 +1,98 @@
+"""Groups of layers and what each of them sees: which blocks of a table matter, and how a cached prefix is found.
+
+A table has a stripe for each `block_size` tokens of its request: one entry of every group, in the order of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.block_hash import group_key
+from baton.engine.block_pool import Block, BlockPool
+
+
+class CacheGroups:
+    """The groups of one engine's model over its pool. Looks only."""
+
+    def __init__(self, pool: BlockPool, block_size: int, windows: Sequence[int | None]) -> None:
+        """`windows`: for each group, how many keys its queries see, themselves included; None: all."""
+        self._pool = pool
+        self._block_size = block_size
+        self._num_groups = len(windows)
+        self._sees_all = [group for group, window in enumerate(windows) if window is None]
+        self.windows = [(group, window) for group, window in enumerate(windows) if window is not None]
+        """Of the groups that have one."""
+
+    def first_seen(self, position: int, window: int) -> int:
+        """The first stripe with a key that a query at `position` sees."""
+        return max(0, position - window + 1) // self._block_size
+
+    def unseen_entries(self, entries: range, num_prompt_tokens: int) -> set[int]:
+        """Which of these entries nobody sees who goes on from the end of a prompt, or computes its last token again."""
+        unseen: set[int] = set()
+        for group, window in self.windows:
+            end = self.first_seen(num_prompt_tokens - 1, window) * self._num_groups
+            first = entries.start + (group - entries.start) % self._num_groups
+            unseen.update(range(first, min(end, entries.stop), self._num_groups))
+        return unseen
+
+    def entry_keys(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Names of the entries in stripes with these keys."""
+        if self._num_groups == 1:
+            return keys
+        return [group_key(key, group) for key in keys for group in range(self._num_groups)]
+
+    def find(self, keys: Sequence[bytes]) -> list[Block]:
+        """The entries of the longest cached prefix of stripes with these keys.
+
+        A prefix counts if all that a query behind it sees is in the cache; the null block stands for the rest.
+        """
+        return self._find_in_windows(keys) if self.windows else self._find_chain(keys)
+
+    def _find_chain(self, keys: Sequence[bytes]) -> list[Block]:
+        blocks: list[Block] = []
+        for key in self.entry_keys(keys):
+            block = self._pool.get_cached_block(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks[: len(blocks) // self._num_groups * self._num_groups]
+
+    def _find_in_windows(self, keys: Sequence[bytes]) -> list[Block]:
+        num_stripes = self._longest_seen(keys)
+        blocks = [self._pool.null_block] * (num_stripes * self._num_groups)
+        first_seen = [0] * self._num_groups
+        for group, window in self.windows:
+            first_seen[group] = self.first_seen(num_stripes * self._block_size, window)
+        for group, first in enumerate(first_seen):
+            for stripe in range(first, num_stripes):
+                block = self._pool.get_cached_block(group_key(keys[stripe], group))
+                assert block is not None
+                blocks[stripe * self._num_groups + group] = block
+        return blocks
+
+    def _longest_seen(self, keys: Sequence[bytes]) -> int:
+        """How many leading stripes have in the cache all that a query behind them sees."""
+        num_stripes = len(keys)
+        for group in self._sees_all:
+            here = (self._is_cached(key, group) for key in keys[:num_stripes])
+            num_stripes = next((stripe for stripe, cached in enumerate(here) if not cached), num_stripes)
+        before = -1
+        while num_stripes != before:
+            before = num_stripes
+            for group, window in self.windows:
+                num_stripes = self._longest_in_window(keys, group, window, num_stripes)
+        return num_stripes
+
+    def _longest_in_window(self, keys: Sequence[bytes], group: int, window: int, num_stripes: int) -> int:
+        """The same for one group, at most `num_stripes`. Looks from the end: what is cached is seldom all of it."""
+        end = num_stripes
+        for stripe in range(num_stripes - 1, -1, -1):
+            if stripe < self.first_seen(end * self._block_size, window):
+                return end
+            if not self._is_cached(keys[stripe], group):
+                end = stripe
+        return end
+
+    def _is_cached(self, key: bytes, group: int) -> bool:
+        return self._pool.get_cached_block(group_key(key, group)) is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -51,6 +51,7 @@ from kv_transfer.transfer import (
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
 _REOPEN_S = 1.0
+_MAX_REOPEN_S = 60.0
 
 
 class Intake:
@@ -86,6 +87,8 @@ class Intake:
         self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
+        self._reopened: Counter[str] = Counter()
+        """How often in vain, by incarnation."""
         self._num_blocks: dict[str, int] = {}
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._stopped = False
@@ -174,6 +177,7 @@ class Intake:
         failpoint(type(event).__name__)
         match event:
             case Connected(incarnation):
+                self._reopened.pop(incarnation, None)
                 num_blocks = self._num_blocks.get(incarnation)
                 # A link that ended while its memory was being connected needs no peer any more.
                 if num_blocks is not None:
@@ -196,12 +200,17 @@ class Intake:
         )
 
     def _reopen_later(self, source: KVSource) -> None:
+        """Open a link again for reads that outlive theirs; ever later while it is in vain."""
+        incarnation = source.incarnation
+
         def reopen() -> None:
-            del self._reopening[source.incarnation]
+            del self._reopening[incarnation]
             self._carry_out(self._book.reopen(source))
 
-        if source.incarnation not in self._reopening:
-            self._reopening[source.incarnation] = asyncio.get_running_loop().call_later(_REOPEN_S, reopen)
+        if incarnation not in self._reopening:
+            pause_s = min(_REOPEN_S * 2.0 ** self._reopened[incarnation], _MAX_REOPEN_S)
+            self._reopened[incarnation] += 1
+            self._reopening[incarnation] = asyncio.get_running_loop().call_later(pause_s, reopen)
 
     def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
         if self._stopped:

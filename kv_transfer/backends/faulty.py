@@ -204,12 +204,23 @@ class FaultyBackend:
 
     def _end(self, read: _Read) -> None:
         if "disconnect" in read.struck:
+            if self._still_writes(read.incarnation):
+                # PeerGone is said of a peer: no read from it writes any more.
+                return
             self._peers[read.incarnation].gone = True
             read.failure = PeerGone(f"{read.incarnation} disconnected")
             return
         if "corrupt" in read.struck:
             self._flip_a_bit(read)
         read.state = ReadState.DONE
+
+    def _still_writes(self, incarnation: str) -> bool:
+        for read in [self._reads[handle] for handle in self._peers[incarnation].reads]:
+            if read.inner is not None:
+                self._poll_part(read, read.inner)
+            if read.inner is not None:
+                return True
+        return False
 
     def _flip_a_bit(self, read: _Read) -> None:
         ranges, size = self._rng.choice(read.ranges), self.memory.block_bytes

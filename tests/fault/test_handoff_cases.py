@@ -9,11 +9,12 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
+from baton.engine.request import KVSource, SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Cancelled
 from baton.failpoints import strike_by
 from baton.rpc.messages import Finished, GenerateRequest
+from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
 from prefill_node.handoff import HandOff
 from tests.fault.test_handoff_steps import PLACES
@@ -327,6 +328,43 @@ def test_heartbeats_lost_one_way_are_noticed_within_three_and_end_in_a_retry(
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster)
             assert not [name for name, _, _ in events(cluster, "decode-0", "kv_arrived")]
+
+    run_virtually(main())
+
+
+class CountingIntake(Intake):
+    """Counts the links that it opens."""
+
+    num_opened = 0
+
+    def _open(self, source: KVSource) -> None:
+        self.num_opened += 1
+        super()._open(source)
+
+
+class CountingCluster(SimulatedCluster):
+    make_intake = CountingIntake
+
+
+def test_a_link_for_reads_that_go_on_is_tried_ever_later() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL, cluster=CountingCluster) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            asking = asyncio.create_task(ask(cluster, prompt_of(30)))
+            await recorded(cluster, "decode-0", "read_started")
+            cluster.network.silence("prefill-0.1")
+            await asking
+            await asyncio.sleep(300)
+            intake = cluster.nodes["decode-0"].half
+            assert isinstance(intake, CountingIntake)
+            # The first, then after 1, 2, 4, 8, 16, 32, and every 60 seconds, each of which waits 5 for its welcome.
+            assert 8 <= intake.num_opened <= 12
+            cluster.heal()
+            cluster.fabric.thaw("prefill-0.1")
+            await idle(cluster, 70)
+            await cluster.whole()
+            assert (await ask(cluster, prompt_of(30, seed=1))).kv_bytes > 0
+            await idle(cluster)
 
     run_virtually(main())
 

@@ -57,6 +57,7 @@ class Schedule:
         self._rng = Random(seed)
         self._session = session
         self._asked = asked
+        self._killed: set[int] = set()
         self.seen: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -65,6 +66,7 @@ class Schedule:
         await asyncio.gather(*(self._disturb() for _ in range(self._rng.randint(1, 2))))
         async with asyncio.timeout(BOUND_S):
             await asyncio.gather(*asking)
+        await self._session.until(lambda _: not self._killed & {p.pid for p in self._session.cluster.state.processes})
         await self._session.whole()
         await self._session.idle()
 
@@ -104,12 +106,15 @@ class Schedule:
                 act = self._rng.choice(["kill", "stop", "sleep 0.3", "sleep 2"])
                 with Drill(self._asked, self._rng.choice(PLACES), act) as drill:
                     await asyncio.sleep(self._rng.uniform(0.5, 4.5))
-                    self.seen[f"drill: {act}"] += drill.has_struck()
+                if drill.struck is not None:
+                    self.seen[f"drill: {act}"] += 1
+                    self._killed |= {drill.struck} if act == "kill" else set()
 
     def _send(self, node: ProcessState, number: signal.Signals) -> None:
         try:
             os.kill(node.pid, number)
             self.seen[number.name] += 1
+            self._killed |= {node.pid} if number is signal.SIGKILL else set()
         except ProcessLookupError:
             # The other fault of the schedule was quicker.
             return

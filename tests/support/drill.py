@@ -19,6 +19,8 @@ class Drill:
         self._proof = directory / f"{place}.struck"
         self._asked = directory / place
         self._stops = words.startswith("stop")
+        self.struck: int | None = None
+        """Once it is over: the id of the process that it struck, if it struck one."""
         self._asked.write_text(words)
 
     def __enter__(self) -> Drill:
@@ -32,6 +34,7 @@ class Drill:
             # Somebody took it: it strikes, or has struck.
             if not _until(self.has_struck):
                 return
+        self.struck = self.pid
         if self._stops and _until(lambda: _is_stopped(self.pid)):
             os.kill(self.pid, signal.SIGCONT)
         self._proof.unlink()

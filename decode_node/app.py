@@ -13,9 +13,11 @@ from baton.node.figures import KV_FETCH_HELP
 from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure, by_label
+from baton.rpc.messages import HandoffReport
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.figures import transfer_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -33,7 +35,15 @@ class DecodeRole:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
         digests = block_digests(runner.memory) if config.kv_digests == "on" else None
-        self.intake = Intake(identity, make_mover, context.tell_engine, context.record, context.post, digests=digests)
+        self.intake = Intake(
+            identity,
+            make_mover,
+            context.tell_engine,
+            context.record,
+            context.post,
+            digests=digests,
+            clock=context.clock,
+        )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
 
     @property
@@ -64,7 +74,11 @@ class DecodeRole:
         return [
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
             *by_label("kv_transfer_failures_total", "Prompts whose KV did not come, by cause.", "cause", failures),
+            *transfer_figures(self.intake.report()),
         ]
+
+    def handoff_report(self) -> HandoffReport:
+        return self.intake.report()
 
 
 def make_role(context: RoleContext) -> NodeRole:

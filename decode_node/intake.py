@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import grpc
 
+from baton.clock import Clock, SystemClock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request
 from baton.engine.runner.base import KVLayout
@@ -23,6 +24,7 @@ from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
@@ -31,6 +33,7 @@ from kv_transfer.link_client import LinkClient, open_channel
 from kv_transfer.link_messages import LinkWelcome, SenderMessage, request_of
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.transfer import (
     Arrived,
     CancelRead,
@@ -69,6 +72,7 @@ class Intake:
         make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
         digests: BlockDigests | None = None,
         hasher: Executor | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
@@ -84,7 +88,9 @@ class Intake:
         self._post = post
         self._digests = digests
         self._hasher = hasher or ThreadPoolExecutor(1, "baton-digests")
-        self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None)
+        clock = clock or SystemClock()
+        self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None, clock=clock)
+        self._refused = RefusedLinks(clock)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._reopened: Counter[str] = Counter()
@@ -128,6 +134,7 @@ class Intake:
 
     def link_up(self, welcome: LinkWelcome) -> None:
         self._num_blocks[welcome.incarnation] = welcome.num_blocks
+        self._refused.opened(welcome.node_id)
         self.mover.connect(
             PeerMemory(
                 incarnation=welcome.incarnation,
@@ -148,7 +155,9 @@ class Intake:
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
         _log.info("link to %s ended: %s", incarnation, error)
-        self._links.pop(incarnation, None)
+        link = self._links.pop(incarnation, None)
+        if link is not None:
+            self._refused.ended(link.source.node_id, error.cause, error.story)
         if self._num_blocks.pop(incarnation, None) is not None:
             self.mover.disconnect(incarnation)
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
@@ -161,6 +170,15 @@ class Intake:
 
     def counts(self) -> TransferCounts:
         return self._book.counts()
+
+    def report(self) -> HandoffReport:
+        """For operators."""
+        return HandoffReport(
+            layout=str(self._identity.layout),
+            open=self._book.open_handoffs(),
+            ended=self._book.ended_handoffs(),
+            refused_links=self._refused.latest(),
+        )
 
     @property
     def book(self) -> TransferBook:

@@ -55,9 +55,9 @@ class LinkIdentity:
     """Where it listens."""
 
 
-def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint) -> str | None:
-    """None when blocks may be exchanged; else one line that names what differs and prints both sides."""
+def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint, here: str = "here", there: str = "there") -> str | None:
+    """None when blocks may be exchanged; else one line that names what differs and prints both sides by name."""
     different = [f.name for f in fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
     if not different:
         return None
-    return f"KV layouts differ in {', '.join(different)}: here [{ours}], there [{theirs}]"
+    return f"KV layouts differ in {', '.join(different)}: {here} [{ours}], {there} [{theirs}]"

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from baton.clock import Clock
 from baton.ids import AttemptKey
 from baton.machine import Machine
+from baton.rpc.messages import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (
@@ -110,6 +111,7 @@ class _Lease:
     closing: Closing | None = None
     deadline: float | None = None
     reader: str | None = None
+    reader_node: str = ""
     first_block: int = 0
     ended: bool = False
     kept: bool = True
@@ -318,6 +320,22 @@ class LeaseBook:
         age = self._clock.monotonic() - oldest if oldest is not None else 0.0
         return LeaseStats(states[LeaseState.GRANTED], states[LeaseState.READING], states[LeaseState.SUSPECT], age)
 
+    def open_handoffs(self) -> list[OpenHandoff]:
+        """Every lease that is not over, for operators."""
+        now = self._clock.monotonic()
+        return [
+            OpenHandoff(
+                attempt=lease.attempt,
+                side=HandoffSide.SENDER,
+                state=lease.machine.state.name,
+                peer=lease.reader_node,
+                peer_incarnation=lease.reader or "",
+                num_blocks=len(lease.block_ids),
+                age_s=now - lease.granted_at,
+            )
+            for lease in self._leases.values()
+        ]
+
     # Steps.
 
     def _subscribed(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
@@ -341,7 +359,7 @@ class LeaseBook:
             self.counters["duplicate_subscribe"] += 1
             same = lease.reader == self._links[link].incarnation
             return [] if same else [TellReader(link, OfferLost(lease.attempt, "it has another reader"))]
-        lease.reader = self._links[link].incarnation
+        lease.reader, lease.reader_node = self._links[link].incarnation, self._links[link].node_id
         lease.first_block = first_block
         lease.deadline = self._clock.monotonic() + self._times.lease_s
         return self._advance(lease, LeaseEvent.SUBSCRIBE) + self._tell_blocks(lease, first_block)

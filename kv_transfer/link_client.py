@@ -64,6 +64,11 @@ class LinkClient:
         """Messages skipped, by kind."""
         self._task = asyncio.create_task(self._live(), name=f"link-{source.incarnation}")
 
+    @property
+    def source(self) -> KVSource:
+        """Whom it leads to."""
+        return self._source
+
     def send(self, message: ReaderMessage) -> None:
         """Send, once the link is up; before and after nothing is sent."""
         if self._stream is not None:
@@ -140,7 +145,7 @@ class LinkClient:
         if welcome is None or welcome.incarnation != source.incarnation:
             name = welcome.incarnation if welcome else "nobody"
             raise TransferFailed(TransferCause.PEER_GONE, f"{name} answers instead of {source.incarnation}")
-        different = refusal(ours.layout, welcome.layout)
+        different = refusal(ours.layout, welcome.layout, ours.node_id, source.node_id)
         if different is not None:
             raise TransferFailed(TransferCause.LAYOUT_MISMATCH, different)
         return welcome

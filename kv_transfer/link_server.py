@@ -25,6 +25,10 @@ class LinkServerHandler(Protocol):
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None: ...
 
+    def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
+        """A reader that said hello can't be served."""
+        ...
+
     def link_received(self, link: int, message: ReaderMessage) -> None: ...
 
     def link_closed(self, link: int, reason: str) -> None:
@@ -117,6 +121,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         if refused is not None:
             cause, story = refused
             self.counters[f"refused_{cause.value}"] += 1
+            self._handler.link_refused(hello.node_id, cause, story)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, story, ((CAUSE_KEY, cause.value),))
         await context.write(write_welcome(self._welcome()))
         return hello
@@ -128,15 +133,18 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         if hello.protocol_version != PROTOCOL_VERSION:
             return (
                 TransferCause.REFUSED,
-                f"link protocol differs: {PROTOCOL_VERSION} here, {hello.protocol_version} there",
+                f"link protocols differ: {ours.node_id} {PROTOCOL_VERSION}, {hello.node_id} {hello.protocol_version}",
             )
         if hello.cluster != ours.cluster:
-            return TransferCause.REFUSED, f"clusters differ: {ours.cluster!r} here, {hello.cluster!r} there"
+            return (
+                TransferCause.REFUSED,
+                f"clusters differ: {ours.node_id} {ours.cluster!r}, {hello.node_id} {hello.cluster!r}",
+            )
         if not hello.node_id or not hello.incarnation:
             return TransferCause.REFUSED, "a hello without a name"
         if hello.peer_incarnation != ours.incarnation:
             return TransferCause.PEER_GONE, f"this is {ours.incarnation}, not {hello.peer_incarnation}"
-        different = refusal(ours.layout, hello.layout)
+        different = refusal(ours.layout, hello.layout, ours.node_id, hello.node_id)
         return None if different is None else (TransferCause.LAYOUT_MISMATCH, different)
 
     def _welcome(self) -> LinkWelcome:

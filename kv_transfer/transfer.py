@@ -20,11 +20,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.clock import Clock, SystemClock
 from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
+from baton.rpc.messages import EndedHandoffs, HandoffSide, OpenHandoff
 from kv_transfer.backends.base import ReadRange, coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link_messages import (
@@ -175,6 +177,7 @@ class TransferCounts:
 class _Transfer:
     plan: Plan
     machine: Machine[TransferState, TransferEvent]
+    planned_at: float
     next_block: int
     """Prompt blocks before it are valid or offered."""
     closing: Closing | None = None
@@ -197,6 +200,13 @@ class _Transfer:
     def peer(self) -> str:
         return self.plan.source.incarnation
 
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks that are to be filled; in quarantine, those that may still be written to."""
+        if self.machine.state is TransferState.QUARANTINED:
+            return sum(self.reads.values())
+        return sum(block != NULL_BLOCK for block in self.plan.block_ids[self.plan.first_block :])
+
 
 @dataclass(slots=True)
 class _Peer:
@@ -207,12 +217,15 @@ class _Peer:
 class TransferBook:
     """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
 
-    def __init__(self, max_quarantined_blocks: int = 1024, *, compare_digests: bool = True) -> None:
+    def __init__(
+        self, max_quarantined_blocks: int = 1024, *, compare_digests: bool = True, clock: Clock | None = None
+    ) -> None:
         """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
 
-        `compare_digests`: with those of senders that have some.
+        `compare_digests`: with those of senders that have some. `clock` tells how old a transfer is, and nothing else.
         """
         self._compare = compare_digests
+        self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
         self._reads: dict[int, _Transfer] = {}
@@ -221,6 +234,8 @@ class TransferBook:
         self._last_read_id = 0
         self.failures: Counter[TransferCause] = Counter()
         """Transfers that failed, by cause."""
+        self._outcomes: Counter[tuple[str, str]] = Counter()
+        """How transfers ended, by sender."""
         self.counters: Counter[str] = Counter()
         """Messages and events that changed nothing, by kind."""
 
@@ -231,7 +246,7 @@ class TransferBook:
         if plan.attempt in self._transfers:
             raise ValueError(f"{plan.attempt} is being transferred")
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
-        transfer = _Transfer(plan, machine, next_block=plan.first_block)
+        transfer = _Transfer(plan, machine, self._clock.monotonic(), next_block=plan.first_block)
         self._transfers[plan.attempt] = transfer
         stuck = self._quarantined_blocks(transfer.peer)
         if stuck > self._max_quarantined_blocks:
@@ -249,6 +264,7 @@ class TransferBook:
         if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
             return []
         transfer.cause = TransferCause.CANCELLED
+        self._outcomes[transfer.plan.source.node_id, transfer.cause.value] += 1
         return self._give_up(transfer, TransferEvent.ABANDON, TransferEvent.ABANDON_READING)
 
     def ended(self, attempt: AttemptKey) -> list[TransferEffect]:
@@ -382,6 +398,26 @@ class TransferBook:
         blocks = sum(sum(t.reads.values()) for t in quarantined)
         return TransferCounts(waiting, in_progress, len(quarantined), blocks)
 
+    def open_handoffs(self) -> list[OpenHandoff]:
+        """Every transfer that is not over, for operators."""
+        now = self._clock.monotonic()
+        return [
+            OpenHandoff(
+                attempt=transfer.plan.attempt,
+                side=HandoffSide.READER,
+                state=transfer.machine.state.name,
+                peer=transfer.plan.source.node_id,
+                peer_incarnation=transfer.peer,
+                num_blocks=transfer.wanted_blocks,
+                age_s=now - transfer.planned_at,
+            )
+            for transfer in self._transfers.values()
+        ]
+
+    def ended_handoffs(self) -> list[EndedHandoffs]:
+        """How many ended how, by sender; those in quarantine have ended."""
+        return [EndedHandoffs(peer, outcome, count) for (peer, outcome), count in sorted(self._outcomes.items())]
+
     # Steps.
 
     def _subscribe(self, transfer: _Transfer) -> list[TransferEffect]:
@@ -475,6 +511,7 @@ class TransferBook:
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
         del self._transfers[attempt]
+        self._outcomes[transfer.plan.source.node_id, "arrived"] += 1
         stats = TransferStats(transfer.num_bytes, transfer.num_blocks, transfer.read_s)
         return [
             Recorded("confirmed", attempt, transfer.num_blocks),
@@ -496,6 +533,7 @@ class TransferBook:
         attempt = transfer.plan.attempt
         transfer.cause = cause
         self.failures[cause] += 1
+        self._outcomes[transfer.plan.source.node_id, cause.value] += 1
         failed: list[TransferEffect] = [
             Recorded("kv_failed", attempt, detail=cause.value),
             Failed(attempt, cause, story),

@@ -11,8 +11,10 @@ from baton.node.attempt_clock import TransferFigures
 from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure, by_label
+from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.figures import refusal_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -68,7 +70,11 @@ class PrefillRole:
         return [
             *by_label("kv_leases", "Leases that are out, by state.", "state", leases),
             Figure("kv_lease_age_seconds", "Age of the oldest lease; 0: none is out.", stats.oldest_s, {}),
+            *refusal_figures(self.handoff.report()),
         ]
+
+    def handoff_report(self) -> HandoffReport:
+        return self.handoff.report()
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -20,8 +20,10 @@ from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
 from baton.engine.runner.block_digests import BlockDigests
+from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
@@ -33,6 +35,7 @@ from kv_transfer.link_server import LinkServer
 from kv_transfer.liveness import nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
+from kv_transfer.refused_links import RefusedLinks
 
 _log = logging.getLogger(__name__)
 _LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
@@ -74,6 +77,7 @@ class HandOff:
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
+        self._refused = RefusedLinks(clock)
         self._nobody_listens = nobody_listens
         self._readers: dict[int, tuple[str, str]] = {}
         """Of each link, the reader's incarnation and where it listens."""
@@ -143,7 +147,12 @@ class HandOff:
 
     def link_opened(self, link: int, node_id: str, incarnation: str, address: str) -> None:
         self._readers[link] = (incarnation, address)
+        self._refused.opened(node_id)
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
+
+    def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
+        _log.warning("a link of %s was refused: %s", node_id, story)
+        self._refused.ended(node_id, cause, story)
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
         place, request_id = type(message).__name__, request_of(message)
@@ -182,6 +191,12 @@ class HandOff:
 
     def stats(self) -> LeaseStats:
         return self._book.stats()
+
+    def report(self) -> HandoffReport:
+        """For operators."""
+        return HandoffReport(
+            layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self._refused.latest()
+        )
 
     def tick(self) -> None:
         """Carry out what is due; the loop's timer calls it."""

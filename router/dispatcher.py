@@ -221,6 +221,8 @@ class Dispatcher:
             else:
                 self._feed(run, Delta(incarnation, delta))
         self._view.reported(incarnation, report.load, self._timers.monotonic())
+        if report.notice is not None:
+            self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
 

@@ -42,6 +42,9 @@ class _Node:
     last_message: float = 0.0
     lost_at: float | None = None
     detail: str = ""
+    """Why it is lost."""
+    notice: str = ""
+    """What the node wants operators to know."""
 
     @property
     def ours(self) -> int:
@@ -83,7 +86,7 @@ class ClusterView:
         node.attached = True
         node.last_message = now
         node.lost_at = None
-        node.detail = ""
+        node.detail = node.notice = ""
         node.in_flight.clear()
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         node.others = 0
@@ -97,6 +100,12 @@ class ClusterView:
         # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
         node.last_message = now
+
+    def noticed(self, incarnation: str, notice: str) -> None:
+        """The node has something to say to operators; empty: no more."""
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            node.notice = notice
 
     def detached(self, incarnation: str, reason: str, now: float) -> None:
         """The stream is gone or the node fell silent."""
@@ -182,6 +191,6 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail,
+            detail=node.detail or node.notice,
             bit_exact=record.bit_exact,
         )

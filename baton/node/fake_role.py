@@ -9,10 +9,11 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
+from baton.rpc.messages import HandoffReport
 
 
 class FakeRole:
-    """Keeps what it is told; `moved`, `shown` and `start_error` are what it answers."""
+    """Keeps what it is told; `moved`, `shown`, `reported` and `start_error` are what it answers."""
 
     def __init__(self, connector: FakeConnector | None = None) -> None:
         self.connector = connector if connector is not None else FakeConnector()
@@ -20,6 +21,7 @@ class FakeRole:
         self.aborted: list[AttemptKey] = []
         self.moved: dict[AttemptKey, TransferFigures] = {}
         self.shown: Sequence[Figure] = ()
+        self.reported = HandoffReport()
         self.start_error: Exception | None = None
         self.is_up = False
 
@@ -39,3 +41,6 @@ class FakeRole:
 
     def figures(self) -> Sequence[Figure]:
         return self.shown
+
+    def handoff_report(self) -> HandoffReport:
+        return self.reported

@@ -13,6 +13,7 @@ from baton.engine.runner.base import ModelRunner
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.observe.metrics import Figure
+from baton.rpc.messages import HandoffReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +71,8 @@ class NodeRole(Protocol):
 
     def figures(self) -> Sequence[Figure]:
         """The role's part of the node's metrics page."""
+        ...
+
+    def handoff_report(self) -> HandoffReport:
+        """What is handed over or taken in now, and how it went."""
         ...

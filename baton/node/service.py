@@ -24,8 +24,10 @@ from baton.node.submit_check import objection
 from baton.rpc.messages import (
     HEARTBEAT_S,
     Abort,
+    HandoffReport,
     LoadReport,
     NodeDescription,
+    NodeReport,
     Outcome,
     RequestDelta,
     RouterMessage,
@@ -43,6 +45,8 @@ _OUTCOMES = {
     FinishReason.IGNORED: Outcome.IGNORED,
     FinishReason.ERROR: Outcome.ERROR,
 }
+
+_REFUSAL_SHOWN_S = 300.0
 
 
 class NodeService:
@@ -66,6 +70,8 @@ class NodeService:
         self._ports: dict[int, Port] = {}
         self._indices = itertools.count(1)
         self._load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
+        self._waiting_by_reason: Mapping[str, int] = {}
+        self._notice = ""
         self._draining = False
         self._closed = False
         self._idle = asyncio.Event()
@@ -76,8 +82,8 @@ class NodeService:
     def describe(self) -> NodeDescription:
         return self._description
 
-    def load(self) -> LoadReport:
-        return self._load
+    def report(self) -> NodeReport:
+        return NodeReport(self._description, self._load, self._waiting_by_reason, self._role.handoff_report())
 
     def open_port(self, router_id: str) -> Port:
         """A router attached; raises Draining once the node has closed."""
@@ -85,7 +91,7 @@ class NodeService:
             raise Draining(f"node {self._description.node_id} has stopped")
         port = Port(next(self._indices), router_id, self._receive, self._give_up, self._close_port)
         self._ports[port.client_index] = port
-        port.push(StepReport((), self._load))
+        port.push(StepReport((), self._load, notice=self._notice or None))
         return port
 
     def drain(self) -> None:
@@ -111,6 +117,7 @@ class NodeService:
         """Tell every router that the node lives, also when it has nothing to say. Runs until cancelled."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            self._look_for_news()
             for port in list(self._ports.values()):
                 if port.silent:
                     port.push(StepReport((), self._load))
@@ -120,6 +127,7 @@ class NodeService:
         """Take a step's news, on the loop."""
         for event in news.events:
             self._note(event)
+        self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._set_load(_load_report(news.stats, self._draining))
         self._send({index: outputs.outputs for index, outputs in news.outputs.items()})
         if news.kv_cache is not None:
@@ -132,6 +140,15 @@ class NodeService:
             port.close()
 
     # Inside.
+
+    def _look_for_news(self) -> None:
+        """Tell every router what operators should know, when that has changed."""
+        notice = _notice(self._role.handoff_report())
+        if notice == self._notice:
+            return
+        self._notice = notice
+        for port in list(self._ports.values()):
+            port.push(StepReport((), self._load, notice=notice))
 
     def _receive(self, port: Port, message: RouterMessage) -> None:
         if isinstance(message, WatchKVCache):
@@ -269,6 +286,11 @@ class NodeService:
             timings,
             sequence_index,
         )
+
+
+def _notice(handoff: HandoffReport) -> str:
+    """The latest link that was refused of late."""
+    return next((link.story for link in handoff.refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 
 def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:

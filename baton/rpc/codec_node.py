@@ -209,7 +209,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
         for delta in report.deltas
     ]
     kv_cache = kv_update_to_pb(report.kv_cache) if report.kv_cache is not None else None
-    return node.StepReport(deltas=deltas, load=load_to_pb(report.load), kv_cache=kv_cache)
+    return node.StepReport(deltas=deltas, load=load_to_pb(report.load), kv_cache=kv_cache, notice=report.notice)
 
 
 def report_from_pb(pb: node.StepReport) -> StepReport:
@@ -229,7 +229,8 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
         for delta in pb.deltas
     ]
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
-    return StepReport(deltas, load_from_pb(pb.load), kv_cache)
+    notice = pb.notice if pb.HasField("notice") else None
+    return StepReport(deltas, load_from_pb(pb.load), kv_cache, notice)
 
 
 def trace_to_pb(event: TraceEvent) -> node.TraceEvent:

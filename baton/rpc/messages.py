@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.kv_events import KVCacheEvent
@@ -167,6 +167,8 @@ class StepReport:
     load: LoadReport
     kv_cache: KVCacheUpdate | None = None
     """Only for routers that watch it."""
+    notice: str | None = None
+    """What operators should know of the node from now on; empty: nothing any more. None: as before."""
 
 
 NodeMessage = NodeDescription | StepReport
@@ -185,6 +187,81 @@ class TraceEvent:
     attempt: AttemptKey
     value: int = 0
     detail: str = ""
+
+
+# What a node tells operators.
+
+
+class HandoffSide(enum.Enum):
+    """Which half of a hand-off a node has."""
+
+    SENDER = "sender"
+    """A lease: blocks that it promised to keep."""
+    READER = "reader"
+    """A transfer: blocks that are being filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHandoff:
+    """A lease or a transfer that is not over."""
+
+    attempt: AttemptKey
+    side: HandoffSide
+    state: str
+    """The state's name in `kv_transfer.lease_machine` or `kv_transfer.transfer_machine`."""
+    peer: str
+    """The other node; empty while nobody reads."""
+    peer_incarnation: str
+    num_blocks: int
+    """Of a lease, those offered so far; of a transfer, those that are to be filled; in quarantine, those that reads may
+    still fill."""
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedHandoffs:
+    """How many of a reader's transfers ended so since its start."""
+
+    peer: str
+    outcome: str
+    """arrived, or the value of a `TransferCause`."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedLink:
+    """The latest link between this node and a peer that was refused, on whichever side."""
+
+    peer: str
+    cause: str
+    """The value of a `TransferCause`."""
+    story: str
+    """Names both sides and what differs."""
+    age_s: float
+    count: int
+    """How often in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReport:
+    """A node's part in hand-offs."""
+
+    layout: str = ""
+    """What a peer must have in common with it."""
+    open: Sequence[OpenHandoff] = ()
+    ended: Sequence[EndedHandoffs] = ()
+    refused_links: Sequence[RefusedLink] = ()
+    """Latest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """All that a node says of itself when it is asked."""
+
+    description: NodeDescription
+    load: LoadReport
+    waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
+    handoff: HandoffReport = field(default_factory=HandoffReport)
 
 
 # Generation: what clients and the router's front say.

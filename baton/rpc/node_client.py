@@ -12,12 +12,12 @@ from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_node import (
     description_from_pb,
-    load_from_pb,
     report_from_pb,
     router_message_to_pb,
     trace_from_pb,
 )
-from baton.rpc.messages import LoadReport, NodeDescription, RouterMessage, StepReport, TraceEvent
+from baton.rpc.codec_node_report import node_report_from_pb
+from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
@@ -83,13 +83,13 @@ class NodeClient:
             call.cancel()
             raise
 
-    async def describe(self) -> tuple[NodeDescription, LoadReport]:
-        """What the node is and how busy."""
+    async def describe(self, timeout_s: float | None = None) -> NodeReport:
+        """What the node is, how busy, and what it hands over or takes in; raises Unreachable or DeadlineExceeded."""
         try:
-            response = await self._stub.Describe(node.DescribeRequest())
+            response = await self._stub.Describe(node.DescribeRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
-        return description_from_pb(response.node), load_from_pb(response.load)
+        return node_report_from_pb(response)
 
     async def drain(self) -> None:
         """Ask the node to take no new work and to end when it is done."""

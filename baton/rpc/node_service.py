@@ -14,12 +14,12 @@ from baton.ids import AttemptKey
 from baton.rpc.codec_node import (
     attempt_from_pb,
     description_to_pb,
-    load_to_pb,
     report_to_pb,
     router_message_from_pb,
     trace_to_pb,
 )
-from baton.rpc.messages import LoadReport, NodeDescription, RouterMessage, StepReport, TraceEvent
+from baton.rpc.codec_node_report import node_report_to_pb
+from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
@@ -55,7 +55,7 @@ class NodeHandler(Protocol):
 
     def describe(self) -> NodeDescription: ...
 
-    def load(self) -> LoadReport: ...
+    def report(self) -> NodeReport: ...
 
     def open_port(self, router_id: str) -> RouterPort:
         """A router attaches; raises Draining."""
@@ -116,9 +116,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             port.close()
 
     async def Describe(self, request: node.DescribeRequest, context: _Context) -> node.DescribeResponse:
-        return node.DescribeResponse(
-            node=description_to_pb(self._handler.describe()), load=load_to_pb(self._handler.load())
-        )
+        return node_report_to_pb(self._handler.report())
 
     async def Drain(self, request: node.DrainRequest, context: _Context) -> node.DrainResponse:
         self._handler.drain()

@@ -25,21 +25,25 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import generation_pb2 as baton_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\">\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x66light\x18\x03 \x01(\x06\"=\n\x04Peer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xba\x01\n\rAttachRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.baton.v1.AttachHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.baton.v1.AbortH\x00\x12\x30\n\x0ewatch_kv_cache\x18\x04 \x01(\x0b\x32\x16.baton.v1.WatchKVCacheH\x00\x42\t\n\x07message\"5\n\x0b\x41ttachHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xde\x01\n\x06Submit\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x1a\n\x03leg\x18\x02 \x01(\x0e\x32\r.baton.v1.Leg\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12!\n\tkv_source\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Peer\"k\n\x05\x41\x62ort\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x0esequence_index\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_sequence_index\"\x0e\n\x0cWatchKVCache\"q\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.baton.v1.NodeDescriptionH\x00\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepReportH\x00\x42\t\n\x07message\"\xe9\x02\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x10\n\x08numerics\x18\n \x01(\t\x12\x11\n\tbit_exact\x18\x0b \x01(\x08\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x12\n\nblock_size\x18\x0e \x01(\r\x12\x12\n\nnum_blocks\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x1b\n\x13on_transfer_failure\x18\x11 \x01(\t\"\x83\x01\n\nStepReport\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestDelta\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12)\n\x08kv_cache\x18\x03 \x01(\x0b\x32\x17.baton.v1.KVCacheUpdate\"w\n\rKVCacheUpdate\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.baton.v1.KVCacheEvent\"\xb1\x01\n\x0cKVCacheEvent\x12-\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x15.baton.v1.BlockStoredH\x00\x12/\n\rblock_removed\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlockRemovedH\x00\x12\x38\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1a.baton.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\x8d\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\r\n\x05group\x18\x03 \x01(\r\x12#\n\x04tier\x18\x04 \x01(\x0e\x32\x15.baton.v1.KVCacheTierB\x14\n\x12_parent_block_hash\"I\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.baton.v1.KVCacheTier\"\x12\n\x10\x41llBlocksCleared\"\xaa\x02\n\x0cRequestDelta\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\"\n\x07outcome\x18\x05 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\'\n\x07timings\x18\x08 \x01(\x0b\x32\x16.baton.v1.StageTimings\x12\x16\n\x0esequence_index\x18\t \x01(\rB\x10\n\x0e_stop_token_id\"\x8b\x01\n\x0cStageTimings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x65xternal_tokens\x18\x05 \x01(\r\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\xbe\x01\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rleased_blocks\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"_\n\x10\x44\x65scribeResponse\x12\'\n\x04node\x18\x01 \x01(\x0b\x32\x19.baton.v1.NodeDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.LoadReport\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1d\n\x0cTraceRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"5\n\rTraceResponse\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.baton.v1.TraceEvent\"\x80\x01\n\nTraceEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x14\n\x0cmonotonic_ns\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\"\n\x07\x61ttempt\x18\x04 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\r\n\x05value\x18\x05 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*J\n\x03Leg\x12\x13\n\x0fLEG_UNSPECIFIED\x10\x00\x12\r\n\tLEG_WHOLE\x10\x01\x12\x0f\n\x0bLEG_PREFILL\x10\x02\x12\x0e\n\nLEG_DECODE\x10\x03*^\n\x0bKVCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x12\x16\n\x12KV_CACHE_TIER_HOST\x10\x02*\xc7\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_STOP\x10\x01\x12\x12\n\x0eOUTCOME_LENGTH\x10\x02\x12\x16\n\x12OUTCOME_HANDED_OFF\x10\x03\x12\x13\n\x0fOUTCOME_ABORTED\x10\x04\x12\x13\n\x0fOUTCOME_IGNORED\x10\x05\x12\x11\n\rOUTCOME_ERROR\x10\x06\x12\x13\n\x0fOUTCOME_KV_LOST\x10\x07\x12\x13\n\x0fOUTCOME_REFUSED\x10\x08\x32\xfe\x01\n\x04Node\x12?\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x18.baton.v1.AttachResponse(\x01\x30\x01\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Trace\x12\x16.baton.v1.TraceRequest\x1a\x17.baton.v1.TraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/v1/node.proto\x12\x08\x62\x61ton.v1\x1a\x19\x62\x61ton/v1/generation.proto\">\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x66light\x18\x03 \x01(\x06\"=\n\x04Peer\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xba\x01\n\rAttachRequest\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.baton.v1.AttachHelloH\x00\x12\"\n\x06submit\x18\x02 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12 \n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x0f.baton.v1.AbortH\x00\x12\x30\n\x0ewatch_kv_cache\x18\x04 \x01(\x0b\x32\x16.baton.v1.WatchKVCacheH\x00\x42\t\n\x07message\"5\n\x0b\x41ttachHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xde\x01\n\x06Submit\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x1a\n\x03leg\x18\x02 \x01(\x0e\x32\r.baton.v1.Leg\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12!\n\tkv_source\x18\x07 \x01(\x0b\x32\x0e.baton.v1.Peer\"k\n\x05\x41\x62ort\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x1b\n\x0esequence_index\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_sequence_index\"\x0e\n\x0cWatchKVCache\"q\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.baton.v1.NodeDescriptionH\x00\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x14.baton.v1.StepReportH\x00\x42\t\n\x07message\"\xe9\x02\n\x0fNodeDescription\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x08 \x01(\t\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x10\n\x08numerics\x18\n \x01(\t\x12\x11\n\tbit_exact\x18\x0b \x01(\x08\x12\x12\n\nvocab_size\x18\x0c \x01(\r\x12\x15\n\rmax_model_len\x18\r \x01(\r\x12\x12\n\nblock_size\x18\x0e \x01(\r\x12\x12\n\nnum_blocks\x18\x0f \x01(\r\x12\x15\n\reos_token_ids\x18\x10 \x03(\r\x12\x1b\n\x13on_transfer_failure\x18\x11 \x01(\t\"\xa3\x01\n\nStepReport\x12&\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x16.baton.v1.RequestDelta\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12)\n\x08kv_cache\x18\x03 \x01(\x0b\x32\x17.baton.v1.KVCacheUpdate\x12\x13\n\x06notice\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_notice\"w\n\rKVCacheUpdate\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.baton.v1.KVCacheEvent\"\xb1\x01\n\x0cKVCacheEvent\x12-\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x15.baton.v1.BlockStoredH\x00\x12/\n\rblock_removed\x18\x02 \x01(\x0b\x32\x16.baton.v1.BlockRemovedH\x00\x12\x38\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1a.baton.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\x8d\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\r\n\x05group\x18\x03 \x01(\r\x12#\n\x04tier\x18\x04 \x01(\x0e\x32\x15.baton.v1.KVCacheTierB\x14\n\x12_parent_block_hash\"I\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.baton.v1.KVCacheTier\"\x12\n\x10\x41llBlocksCleared\"\xaa\x02\n\x0cRequestDelta\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12\"\n\x07outcome\x18\x05 \x01(\x0e\x32\x11.baton.v1.Outcome\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\'\n\x07timings\x18\x08 \x01(\x0b\x32\x16.baton.v1.StageTimings\x12\x16\n\x0esequence_index\x18\t \x01(\rB\x10\n\x0e_stop_token_id\"\x8b\x01\n\x0cStageTimings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x65xternal_tokens\x18\x05 \x01(\r\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\"\xbe\x01\n\nLoadReport\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1e\n\x16waiting_for_remote_kvs\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x15\n\rleased_blocks\x18\x06 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\x8d\x02\n\x10\x44\x65scribeResponse\x12\'\n\x04node\x18\x01 \x01(\x0b\x32\x19.baton.v1.NodeDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.LoadReport\x12(\n\x07handoff\x18\x03 \x01(\x0b\x32\x17.baton.v1.HandoffReport\x12J\n\x11waiting_by_reason\x18\x04 \x03(\x0b\x32/.baton.v1.DescribeResponse.WaitingByReasonEntry\x1a\x36\n\x14WaitingByReasonEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x9a\x01\n\rHandoffReport\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12#\n\x04open\x18\x02 \x03(\x0b\x32\x15.baton.v1.OpenHandoff\x12&\n\x05\x65nded\x18\x03 \x03(\x0b\x32\x17.baton.v1.EndedHandoffs\x12,\n\rrefused_links\x18\x04 \x03(\x0b\x32\x15.baton.v1.RefusedLink\"\xb0\x01\n\x0bOpenHandoff\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12#\n\x04side\x18\x02 \x01(\x0e\x32\x15.baton.v1.HandoffSide\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0c\n\x04peer\x18\x04 \x01(\t\x12\x18\n\x10peer_incarnation\x18\x05 \x01(\t\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\"=\n\rEndedHandoffs\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"W\n\x0bRefusedLink\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\r\n\x05story\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\r\n\x05\x63ount\x18\x05 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1d\n\x0cTraceRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"5\n\rTraceResponse\x12$\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x14.baton.v1.TraceEvent\"\x80\x01\n\nTraceEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x14\n\x0cmonotonic_ns\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\"\n\x07\x61ttempt\x18\x04 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\r\n\x05value\x18\x05 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*J\n\x03Leg\x12\x13\n\x0fLEG_UNSPECIFIED\x10\x00\x12\r\n\tLEG_WHOLE\x10\x01\x12\x0f\n\x0bLEG_PREFILL\x10\x02\x12\x0e\n\nLEG_DECODE\x10\x03*^\n\x0bKVCacheTier\x12\x1d\n\x19KV_CACHE_TIER_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_CACHE_TIER_DEVICE\x10\x01\x12\x16\n\x12KV_CACHE_TIER_HOST\x10\x02*\xc7\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_STOP\x10\x01\x12\x12\n\x0eOUTCOME_LENGTH\x10\x02\x12\x16\n\x12OUTCOME_HANDED_OFF\x10\x03\x12\x13\n\x0fOUTCOME_ABORTED\x10\x04\x12\x13\n\x0fOUTCOME_IGNORED\x10\x05\x12\x11\n\rOUTCOME_ERROR\x10\x06\x12\x13\n\x0fOUTCOME_KV_LOST\x10\x07\x12\x13\n\x0fOUTCOME_REFUSED\x10\x08*]\n\x0bHandoffSide\x12\x1c\n\x18HANDOFF_SIDE_UNSPECIFIED\x10\x00\x12\x17\n\x13HANDOFF_SIDE_SENDER\x10\x01\x12\x17\n\x13HANDOFF_SIDE_READER\x10\x02\x32\xfe\x01\n\x04Node\x12?\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x18.baton.v1.AttachResponse(\x01\x30\x01\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12\x38\n\x05Trace\x12\x16.baton.v1.TraceRequest\x1a\x17.baton.v1.TraceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.node_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=2936
-  _globals['_ROLE']._serialized_end=2999
-  _globals['_LEG']._serialized_start=3001
-  _globals['_LEG']._serialized_end=3075
-  _globals['_KVCACHETIER']._serialized_start=3077
-  _globals['_KVCACHETIER']._serialized_end=3171
-  _globals['_OUTCOME']._serialized_start=3174
-  _globals['_OUTCOME']._serialized_end=3373
+  _globals['_DESCRIBERESPONSE_WAITINGBYREASONENTRY']._loaded_options = None
+  _globals['_DESCRIBERESPONSE_WAITINGBYREASONENTRY']._serialized_options = b'8\001'
+  _globals['_ROLE']._serialized_start=3631
+  _globals['_ROLE']._serialized_end=3694
+  _globals['_LEG']._serialized_start=3696
+  _globals['_LEG']._serialized_end=3770
+  _globals['_KVCACHETIER']._serialized_start=3772
+  _globals['_KVCACHETIER']._serialized_end=3866
+  _globals['_OUTCOME']._serialized_start=3869
+  _globals['_OUTCOME']._serialized_end=4068
+  _globals['_HANDOFFSIDE']._serialized_start=4070
+  _globals['_HANDOFFSIDE']._serialized_end=4163
   _globals['_ATTEMPT']._serialized_start=60
   _globals['_ATTEMPT']._serialized_end=122
   _globals['_PEER']._serialized_start=124
@@ -59,37 +63,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEDESCRIPTION']._serialized_start=897
   _globals['_NODEDESCRIPTION']._serialized_end=1258
   _globals['_STEPREPORT']._serialized_start=1261
-  _globals['_STEPREPORT']._serialized_end=1392
-  _globals['_KVCACHEUPDATE']._serialized_start=1394
-  _globals['_KVCACHEUPDATE']._serialized_end=1513
-  _globals['_KVCACHEEVENT']._serialized_start=1516
-  _globals['_KVCACHEEVENT']._serialized_end=1693
-  _globals['_BLOCKSTORED']._serialized_start=1696
-  _globals['_BLOCKSTORED']._serialized_end=1837
-  _globals['_BLOCKREMOVED']._serialized_start=1839
-  _globals['_BLOCKREMOVED']._serialized_end=1912
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=1914
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=1932
-  _globals['_REQUESTDELTA']._serialized_start=1935
-  _globals['_REQUESTDELTA']._serialized_end=2233
-  _globals['_STAGETIMINGS']._serialized_start=2236
-  _globals['_STAGETIMINGS']._serialized_end=2375
-  _globals['_LOADREPORT']._serialized_start=2378
-  _globals['_LOADREPORT']._serialized_end=2568
-  _globals['_DESCRIBEREQUEST']._serialized_start=2570
-  _globals['_DESCRIBEREQUEST']._serialized_end=2587
-  _globals['_DESCRIBERESPONSE']._serialized_start=2589
-  _globals['_DESCRIBERESPONSE']._serialized_end=2684
-  _globals['_DRAINREQUEST']._serialized_start=2686
-  _globals['_DRAINREQUEST']._serialized_end=2700
-  _globals['_DRAINRESPONSE']._serialized_start=2702
-  _globals['_DRAINRESPONSE']._serialized_end=2717
-  _globals['_TRACEREQUEST']._serialized_start=2719
-  _globals['_TRACEREQUEST']._serialized_end=2748
-  _globals['_TRACERESPONSE']._serialized_start=2750
-  _globals['_TRACERESPONSE']._serialized_end=2803
-  _globals['_TRACEEVENT']._serialized_start=2806
-  _globals['_TRACEEVENT']._serialized_end=2934
-  _globals['_NODE']._serialized_start=3376
-  _globals['_NODE']._serialized_end=3630
+  _globals['_STEPREPORT']._serialized_end=1424
+  _globals['_KVCACHEUPDATE']._serialized_start=1426
+  _globals['_KVCACHEUPDATE']._serialized_end=1545
+  _globals['_KVCACHEEVENT']._serialized_start=1548
+  _globals['_KVCACHEEVENT']._serialized_end=1725
+  _globals['_BLOCKSTORED']._serialized_start=1728
+  _globals['_BLOCKSTORED']._serialized_end=1869
+  _globals['_BLOCKREMOVED']._serialized_start=1871
+  _globals['_BLOCKREMOVED']._serialized_end=1944
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=1946
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=1964
+  _globals['_REQUESTDELTA']._serialized_start=1967
+  _globals['_REQUESTDELTA']._serialized_end=2265
+  _globals['_STAGETIMINGS']._serialized_start=2268
+  _globals['_STAGETIMINGS']._serialized_end=2407
+  _globals['_LOADREPORT']._serialized_start=2410
+  _globals['_LOADREPORT']._serialized_end=2600
+  _globals['_DESCRIBEREQUEST']._serialized_start=2602
+  _globals['_DESCRIBEREQUEST']._serialized_end=2619
+  _globals['_DESCRIBERESPONSE']._serialized_start=2622
+  _globals['_DESCRIBERESPONSE']._serialized_end=2891
+  _globals['_DESCRIBERESPONSE_WAITINGBYREASONENTRY']._serialized_start=2837
+  _globals['_DESCRIBERESPONSE_WAITINGBYREASONENTRY']._serialized_end=2891
+  _globals['_HANDOFFREPORT']._serialized_start=2894
+  _globals['_HANDOFFREPORT']._serialized_end=3048
+  _globals['_OPENHANDOFF']._serialized_start=3051
+  _globals['_OPENHANDOFF']._serialized_end=3227
+  _globals['_ENDEDHANDOFFS']._serialized_start=3229
+  _globals['_ENDEDHANDOFFS']._serialized_end=3290
+  _globals['_REFUSEDLINK']._serialized_start=3292
+  _globals['_REFUSEDLINK']._serialized_end=3379
+  _globals['_DRAINREQUEST']._serialized_start=3381
+  _globals['_DRAINREQUEST']._serialized_end=3395
+  _globals['_DRAINRESPONSE']._serialized_start=3397
+  _globals['_DRAINRESPONSE']._serialized_end=3412
+  _globals['_TRACEREQUEST']._serialized_start=3414
+  _globals['_TRACEREQUEST']._serialized_end=3443
+  _globals['_TRACERESPONSE']._serialized_start=3445
+  _globals['_TRACERESPONSE']._serialized_end=3498
+  _globals['_TRACEEVENT']._serialized_start=3501
+  _globals['_TRACEEVENT']._serialized_end=3629
+  _globals['_NODE']._serialized_start=4166
+  _globals['_NODE']._serialized_end=4420
 # @@protoc_insertion_point(module_scope)

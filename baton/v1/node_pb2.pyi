@@ -38,6 +38,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_ERROR: _ClassVar[Outcome]
     OUTCOME_KV_LOST: _ClassVar[Outcome]
     OUTCOME_REFUSED: _ClassVar[Outcome]
+
+class HandoffSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HANDOFF_SIDE_UNSPECIFIED: _ClassVar[HandoffSide]
+    HANDOFF_SIDE_SENDER: _ClassVar[HandoffSide]
+    HANDOFF_SIDE_READER: _ClassVar[HandoffSide]
 ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
@@ -57,6 +63,9 @@ OUTCOME_IGNORED: Outcome
 OUTCOME_ERROR: Outcome
 OUTCOME_KV_LOST: Outcome
 OUTCOME_REFUSED: Outcome
+HANDOFF_SIDE_UNSPECIFIED: HandoffSide
+HANDOFF_SIDE_SENDER: HandoffSide
+HANDOFF_SIDE_READER: HandoffSide
 
 class Attempt(_message.Message):
     __slots__ = ("request_id", "attempt", "flight")
@@ -177,14 +186,16 @@ class NodeDescription(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("deltas", "load", "kv_cache")
+    __slots__ = ("deltas", "load", "kv_cache", "notice")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[RequestDelta]
     load: LoadReport
     kv_cache: KVCacheUpdate
-    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ...) -> None: ...
+    notice: str
+    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ...) -> None: ...
 
 class KVCacheUpdate(_message.Message):
     __slots__ = ("first_sequence", "next_sequence", "restart", "events")
@@ -295,12 +306,77 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("node", "load")
+    __slots__ = ("node", "load", "handoff", "waiting_by_reason")
+    class WaitingByReasonEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NODE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    WAITING_BY_REASON_FIELD_NUMBER: _ClassVar[int]
     node: NodeDescription
     load: LoadReport
-    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ...) -> None: ...
+    handoff: HandoffReport
+    waiting_by_reason: _containers.ScalarMap[str, int]
+    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class HandoffReport(_message.Message):
+    __slots__ = ("layout", "open", "ended", "refused_links")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_LINKS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    open: _containers.RepeatedCompositeFieldContainer[OpenHandoff]
+    ended: _containers.RepeatedCompositeFieldContainer[EndedHandoffs]
+    refused_links: _containers.RepeatedCompositeFieldContainer[RefusedLink]
+    def __init__(self, layout: _Optional[str] = ..., open: _Optional[_Iterable[_Union[OpenHandoff, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[EndedHandoffs, _Mapping]]] = ..., refused_links: _Optional[_Iterable[_Union[RefusedLink, _Mapping]]] = ...) -> None: ...
+
+class OpenHandoff(_message.Message):
+    __slots__ = ("attempt", "side", "state", "peer", "peer_incarnation", "num_blocks", "age_s")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    attempt: Attempt
+    side: HandoffSide
+    state: str
+    peer: str
+    peer_incarnation: str
+    num_blocks: int
+    age_s: float
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., side: _Optional[_Union[HandoffSide, str]] = ..., state: _Optional[str] = ..., peer: _Optional[str] = ..., peer_incarnation: _Optional[str] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class EndedHandoffs(_message.Message):
+    __slots__ = ("peer", "outcome", "count")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    outcome: str
+    count: int
+    def __init__(self, peer: _Optional[str] = ..., outcome: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class RefusedLink(_message.Message):
+    __slots__ = ("peer", "cause", "story", "age_s", "count")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    STORY_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    cause: str
+    story: str
+    age_s: float
+    count: int
+    def __init__(self, peer: _Optional[str] = ..., cause: _Optional[str] = ..., story: _Optional[str] = ..., age_s: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()

@@ -69,7 +69,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Describe says what the node is.
+        """Describe says what the node is, how busy, and what it hands over or takes in.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

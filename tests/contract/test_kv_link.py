@@ -198,6 +198,25 @@ async def test_receiver_aborts_while_nothing_is_offered(rig: HandoffRig) -> None
     await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
 
 
+async def test_both_sides_list_a_hand_off_that_is_under_way(rig: HandoffRig) -> None:
+    rig.freeze_reads()
+    prefill = rig.sender.request(KEY, 18)
+    decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(prefill, THEIRS)
+    await rig.read_in_flight()
+    (lease,), (transfer,) = rig.sender.handoff.report().open, rig.receiver.intake.report().open
+    assert (lease.attempt, lease.state, lease.peer_incarnation, lease.num_blocks) == (ATTEMPT, "READING", "d0.first", 5)
+    assert (transfer.attempt, transfer.state, transfer.peer, transfer.num_blocks) == (ATTEMPT, "READING", "p0", 5)
+    rig.receiver.finish(decode, OURS, transferring=True)
+    await rig.receiver.notes.event("quarantined", KEY)
+    (quarantined,) = rig.receiver.intake.report().open
+    assert (quarantined.state, quarantined.num_blocks) == ("QUARANTINED", 5)
+    rig.thaw_reads()
+    await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    assert not rig.sender.handoff.report().open
+    assert not rig.receiver.intake.report().open
+
+
 async def test_receiver_aborts_while_a_read_is_in_flight(rig: HandoffRig) -> None:
     rig.freeze_reads()
     decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
@@ -439,6 +458,12 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
         assert "numerics, block_size" in story
         assert str(LAYOUT) in story
         assert str(other) in story
+        # Operators see it on both sides, with the nodes' names.
+        for half, peer in ((rig.receiver.intake, "p0"), (rig.sender.handoff, "d0")):
+            (refused,) = half.report().refused_links
+            assert (refused.peer, refused.cause, refused.count) == (peer, "layout_mismatch", 1)
+            assert f"p0 [{LAYOUT}]" in refused.story
+            assert f"d0 [{other}]" in refused.story
 
 
 async def test_another_cluster_is_refused() -> None:

@@ -40,10 +40,12 @@ from baton.rpc.messages import (
     Finished,
     GenerateEvent,
     GenerateRequest,
+    HandoffReport,
     KVCacheUpdate,
     LoadReport,
     ModelCard,
     NodeDescription,
+    NodeReport,
     Path,
     RequestDelta,
     RouterMessage,
@@ -302,8 +304,8 @@ class NodeHandler:
     def describe(self) -> NodeDescription:
         return self.description
 
-    def load(self) -> LoadReport:
-        return LoadReport(running=3, total_blocks=8)
+    def report(self) -> NodeReport:
+        return NodeReport(self.description, LoadReport(running=3, total_blocks=8), {"capacity": 2})
 
     def open_port(self, router_id: str) -> FakePort:
         if self.open_error is not None:
@@ -470,7 +472,8 @@ async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: No
 
 
 async def test_questions_are_answered(node: Node) -> None:
-    assert await node.client.describe() == (node.handler.description, LoadReport(running=3, total_blocks=8))
+    load, handoff = LoadReport(running=3, total_blocks=8), HandoffReport("", [], [], [])
+    assert await node.client.describe() == NodeReport(node.handler.description, load, {"capacity": 2}, handoff)
     assert await node.client.trace(4) == [TraceEvent(5, 10, "queued", KEY, 3, "x")]
     await node.client.drain()
     assert node.handler.drains == 1

@@ -38,6 +38,7 @@ from baton.rpc.messages import (
     Chunk,
     Finished,
     GenerateRequest,
+    HandoffReport,
     ModelCard,
     NodeDescription,
     Role,
@@ -225,6 +226,9 @@ class _Role:
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         stats = self.connector.stats(attempt) if isinstance(self.connector, IntakeConnector) else None
         return TransferFigures(stats.num_bytes, 0.0) if stats else None
+
+    def handoff_report(self) -> HandoffReport:
+        return self.half.report()
 
 
 class SimulatedNode:

@@ -9,18 +9,24 @@ from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import BatonError, InvalidRequest
 from baton.ids import AttemptKey
-from baton.rpc import codec_generation, codec_node, codec_sampling
+from baton.rpc import codec_generation, codec_node, codec_node_report, codec_sampling
 from baton.rpc.messages import (
     Abort,
     Accepted,
     Chunk,
+    EndedHandoffs,
     Finished,
     GenerateRequest,
+    HandoffReport,
+    HandoffSide,
     KVCacheUpdate,
     LoadReport,
     NodeDescription,
+    NodeReport,
+    OpenHandoff,
     Outcome,
     Path,
+    RefusedLink,
     RequestDelta,
     Role,
     RouterMessage,
@@ -143,6 +149,34 @@ def test_descriptions_and_traces_keep_every_field() -> None:
     assert codec_node.description_from_pb(codec_node.description_to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")
     assert codec_node.trace_from_pb(codec_node.trace_to_pb(event)) == event
+
+
+def test_what_a_node_says_of_itself_keeps_every_field() -> None:
+    description = NodeDescription(
+        "p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})
+    )
+    handoffs = [
+        OpenHandoff(KEY, HandoffSide.SENDER, "READING", "d0", "d0.x", 2**20, 0.125),
+        OpenHandoff(KEY, HandoffSide.READER, "QUARANTINED", "p1", "p1.x", 1, 1e6),
+    ]
+    ended = [EndedHandoffs("p1", "arrived", 2**40)]
+    refused = [RefusedLink("p2", "layout_mismatch", "p2 [a], d0 [b]", 0.5, 3)]
+    report = NodeReport(
+        description,
+        LoadReport(1, 2, 3, 4, 5, 6, 7, True),
+        {"capacity": 2, "remote_kv": 1},
+        HandoffReport("dtype=float32", handoffs, ended, refused),
+    )
+    pb = codec_node_report.node_report_to_pb(report)
+    assert codec_node_report.node_report_from_pb(pb) == report
+    pb.handoff.open[0].side = 99  # type: ignore[assignment]
+    assert codec_node_report.node_report_from_pb(pb).handoff.open == handoffs[1:]
+
+
+@pytest.mark.parametrize("notice", [None, "", "p2 [a], d0 [b]"])
+def test_an_empty_notice_is_not_an_absent_one(notice: str | None) -> None:
+    report = StepReport([], LoadReport(), notice=notice)
+    assert codec_node.report_from_pb(codec_node.report_to_pb(report)) == report
 
 
 def test_requests_keep_what_is_present_and_nothing_else() -> None:

@@ -27,7 +27,18 @@ from baton.node.fake_role import FakeRole
 from baton.node.manual_driver import ManualDriver
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.service import NodeService
-from baton.rpc.messages import Abort, NodeDescription, Outcome, RequestDelta, Role, StepReport, Submit
+from baton.rpc.messages import (
+    Abort,
+    HandoffReport,
+    NodeDescription,
+    Outcome,
+    RefusedLink,
+    RequestDelta,
+    Role,
+    StepReport,
+    Submit,
+)
+from tests.support.virtual_time import run_virtually
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)
@@ -311,7 +322,7 @@ async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
     rig.ask(slow)
     rig.driver.turn()
     for _ in range(MAX_QUEUED_REPORTS):
-        slow.push(StepReport((), rig.service.load()))
+        slow.push(StepReport((), rig.service.report().load))
     rig.ask(other, AttemptKey("stays", 1, 9))
     rig.driver.run()
     assert rig.role.aborted == [KEY]
@@ -452,12 +463,12 @@ async def test_a_load_report_counts_each_request_once() -> None:
         rig.ask(port, AttemptKey(f"r{number}", 1))
     rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
-    load = rig.service.load()
+    load = rig.service.report().load
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 3, 0), "no seat is left to look behind"
     port.receive(Abort(AttemptKey("r5", 1), "x"))
     port.receive(Abort(AttemptKey("r4", 1), "x"))
     rig.driver.turn()
-    load = rig.service.load()
+    load = rig.service.report().load
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
 
 
@@ -491,3 +502,28 @@ async def test_the_drain_call_asks_the_process_and_the_trace_tells_what_was() ->
     assert names[:2] == ["queued", "scheduled"]
     assert names[-1] == "finished"
     assert rig.service.trace(rig.service.trace(0)[-1].seq) == []
+
+
+async def _refused_link() -> None:
+    rig = Rig()
+    port = rig.service.open_port("router")
+    beating = asyncio.create_task(rig.service.heartbeat())
+
+    async def notices(of: Port, seconds: float) -> list[str]:
+        await asyncio.sleep(seconds)
+        return [report.notice for report in await heard(of) if report.notice is not None]
+
+    assert await notices(port, 3.5) == []
+    refused = RefusedLink("prefill-0", "layout_mismatch", "layouts differ", 1.0, 1)
+    rig.role.reported = HandoffReport(refused_links=[refused])
+    assert await notices(port, 3) == ["layouts differ"]
+    late = rig.service.open_port("late")
+    assert await notices(late, 3) == ["layouts differ"]
+    rig.role.reported = HandoffReport(refused_links=[replace(refused, age_s=301.0)])
+    assert await notices(port, 3) == [""]
+    assert rig.service.report().handoff.refused_links[0].story == "layouts differ"
+    beating.cancel()
+
+
+def test_a_refused_link_is_told_once_until_it_is_old_or_settled() -> None:
+    run_virtually(_refused_link())

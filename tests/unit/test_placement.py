@@ -109,6 +109,22 @@ def test_a_nodes_life_in_an_operators_words() -> None:
     assert view.statuses(now=4 + LOST_SHOWN_S, wall=0) == ()
 
 
+def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+    view.noticed("d1.1", "layouts differ")
+    view.noticed("d9.1", "a stranger's")
+    assert [s.detail for s in view.statuses(now=1, wall=0)] == ["layouts differ"]
+    view.detached("d1.1", "reset", now=2)
+    assert [s.detail for s in view.statuses(now=2, wall=0)] == ["reset"]
+    view.attached(node, now=3)
+    assert [s.detail for s in view.statuses(now=3, wall=0)] == [""]
+    view.noticed("d1.1", "layouts differ")
+    view.noticed("d1.1", "")
+    assert [s.detail for s in view.statuses(now=3, wall=0)] == [""]
+
+
 def test_an_empty_registry_takes_nobody_who_is_attached() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])

@@ -1,0 +1,144 @@
+"""What the books and links of a hand-off tell operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.request import KVSource
+from baton.errors import TransferCause
+from baton.ids import AttemptKey
+from baton.observe.metrics import Figure
+from baton.rpc.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
+from kv_transfer.figures import transfer_figures
+from kv_transfer.lease import LeaseBook, LeaseTimes
+from kv_transfer.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
+from kv_transfer.refused_links import RefusedLinks
+from kv_transfer.transfer import Plan, TransferBook
+
+A, B, C = AttemptKey("a", 1, 9), AttemptKey("b", 2), AttemptKey("c", 1)
+SOURCE = KVSource("p0", "p0.x", "host:1")
+CLOSING = Closing(10, (7,), False)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+def test_a_lease_is_listed_from_its_first_offer_to_its_end(clock: ManualClock) -> None:
+    book = LeaseBook(clock, LeaseTimes(grace_s=5))
+    assert book.open_handoffs() == []
+    book.offer(A, 0, (5, 6))
+    clock.advance(2)
+    granted = OpenHandoff(A, HandoffSide.SENDER, "GRANTED", "", "", 2, 2.0)
+    assert book.open_handoffs() == [granted]
+    book.link_opened(1, "d0", "d0.x")
+    book.received(1, Subscribe(A, 0))
+    book.offer(A, 2, (7,), CLOSING)
+    reading = replace(granted, state="READING", peer="d0", peer_incarnation="d0.x", num_blocks=3)
+    assert book.open_handoffs() == [reading]
+    book.link_closed(1)
+    # Who may be reading is known though its link has ended.
+    assert book.open_handoffs() == [replace(reading, state="SUSPECT")]
+    clock.advance(5)
+    book.tick()
+    assert book.open_handoffs() == []
+
+
+def test_a_confirmed_lease_is_not_listed_any_more(clock: ManualClock) -> None:
+    book = LeaseBook(clock)
+    book.link_opened(1, "d0", "d0.x")
+    book.offer(A, 0, (5, 6, 7), CLOSING)
+    book.received(1, Subscribe(A, 0))
+    book.received(1, ConfirmRead(A))
+    assert book.open_handoffs() == []
+
+
+def test_a_transfer_is_listed_until_its_last_read_has_ended(clock: ManualClock) -> None:
+    book = TransferBook(clock=clock)
+    book.plan(Plan(A, SOURCE, 10, (40, 41, NULL_BLOCK, 43), 1))
+    clock.advance(3)
+    planned = OpenHandoff(A, HandoffSide.READER, "PLANNED", "p0", "p0.x", 2, 3.0)
+    assert book.open_handoffs() == [planned]
+    book.peer_ready("p0.x", 100)
+    assert book.open_handoffs() == [replace(planned, state="RESERVED")]
+    book.received("p0.x", Offer(A, 1, (5,), 1000))
+    assert book.open_handoffs() == [replace(planned, state="READING")]
+    book.abandon(A)
+    # One block may still be written to, the other was never asked for.
+    assert book.open_handoffs() == [replace(planned, state="QUARANTINED", num_blocks=1)]
+    assert book.ended_handoffs() == [EndedHandoffs("p0", "cancelled", 1)]
+    book.read_done(1, 64)
+    assert book.open_handoffs() == []
+    assert book.ended_handoffs() == [EndedHandoffs("p0", "cancelled", 1)]
+
+
+def test_ends_are_counted_by_sender_and_outcome(clock: ManualClock) -> None:
+    book = TransferBook(clock=clock)
+    other = KVSource("p1", "p1.x", "host:2")
+    for attempt, source in ((A, SOURCE), (B, SOURCE), (C, other)):
+        book.plan(Plan(attempt, source, 10, (40, 41, 42), 0))
+        book.peer_ready(source.incarnation, 100)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000, CLOSING))
+    book.read_done(1, 192)
+    assert [handoff.state for handoff in book.open_handoffs()] == ["CONFIRMING", "RESERVED", "RESERVED"]
+    book.received("p0.x", ReadConfirmed(A, True))
+    book.received("p0.x", OfferLost(B, "preempted"))
+    book.peer_lost("p1.x", TransferCause.PEER_GONE, "gone")
+    ended = [
+        EndedHandoffs("p0", "arrived", 1),
+        EndedHandoffs("p0", "lease_lost", 1),
+        EndedHandoffs("p1", "peer_gone", 1),
+    ]
+    assert book.ended_handoffs() == ended
+    assert book.open_handoffs() == []
+
+
+def test_the_latest_refusal_of_each_peer_is_kept_until_a_link_opens(clock: ManualClock) -> None:
+    links = RefusedLinks(clock)
+    links.ended("p0", TransferCause.LAYOUT_MISMATCH, "first")
+    clock.advance(2)
+    links.ended("p1", TransferCause.REFUSED, "clusters differ")
+    links.ended("p0", TransferCause.LAYOUT_MISMATCH, "second")
+    clock.advance(1)
+    of_p0 = RefusedLink("p0", "layout_mismatch", "second", 1.0, 2)
+    of_p1 = RefusedLink("p1", "refused", "clusters differ", 1.0, 1)
+    assert links.latest() == [of_p0, of_p1]
+    links.ended("p1", TransferCause.PEER_GONE, "it was killed")
+    assert links.latest() == [of_p0, of_p1]
+    links.opened("p0")
+    links.opened("p2")
+    assert links.latest() == [of_p1]
+
+
+def test_refusals_are_bounded_in_number_and_length(clock: ManualClock) -> None:
+    links = RefusedLinks(clock)
+    for number in range(100):
+        links.ended(f"p{number}", TransferCause.REFUSED, "x" * 1_000_000)
+    kept = links.latest()
+    assert [link.peer for link in kept] == [f"p{number}" for number in range(99, 91, -1)]
+    assert all(len(link.story) <= 1024 for link in kept)
+
+
+def test_figures_have_every_open_state_and_every_end() -> None:
+    open_now = [OpenHandoff(A, HandoffSide.READER, "QUARANTINED", "p0", "p0.x", 2, 7.5)]
+    ended, refused = [EndedHandoffs("p0", "arrived", 3)], [RefusedLink("p1", "refused", "clusters differ", 1.0, 4)]
+    figures = transfer_figures(HandoffReport("layout", open_now, ended, refused))
+    assert {_sample(figure): figure.value for figure in figures} == {
+        "kv_open_transfers{state=planned}": 0,
+        "kv_open_transfers{state=reserved}": 0,
+        "kv_open_transfers{state=reading}": 0,
+        "kv_open_transfers{state=confirming}": 0,
+        "kv_open_transfers{state=quarantined}": 1,
+        "kv_transfer_age_seconds{}": 7.5,
+        "kv_transfers_total{peer=p0,outcome=arrived}": 3,
+        "kv_refused_links{peer=p1,cause=refused}": 4,
+    }
+
+
+def _sample(figure: Figure) -> str:
+    return f"{figure.name}{{{','.join(f'{key}={value}' for key, value in figure.labels.items())}}}"

@@ -1,20 +1,33 @@
-"""What NIXL reaches without Baton around it: two processes, two agents, the same blocks, a bare loop."""
+"""What NIXL reaches without Baton around it, and what the mover makes of it: two processes, two agents, a loop.
+
+A node's blocks are in nobody's cache when they are read, with all the weights that were read meanwhile. So the loops
+take other blocks each time, of memory that no cache holds.
+"""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from statistics import median
 
 import numpy as np
 
+from baton.clock import SystemClock
 from baton.engine.runner.base import KVMemory
 from kv_transfer.backends.base import PeerMemory, ReadRange, ReadState
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.mover import Mover
+from kv_transfer.mover_events import MoverEvent
 
+_COLD_BYTES = 256 << 20
+"""Of memory on each side: several times what the last cache of any processor holds for one core."""
+_REPEATS = 40
 _PUMP_S = 0.0005
 """How often the sender calls in. Less often and reads wait for it, more often and it takes the receiver's core."""
 
@@ -25,46 +38,75 @@ def host_memory(num_blocks: int, block_bytes: int) -> KVMemory:
     return KVMemory(owner.ctypes.data, num_blocks, block_bytes, "DRAM", 0, owner)
 
 
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Another process whose memory can be read."""
+
+    memory: PeerMemory
+    num_blocks: int
+    """Each side has so many."""
+
+    @property
+    def block_bytes(self) -> int:
+        return self.memory.block_bytes
+
+
 @contextmanager
-def bare_reader(block_bytes: int, num_blocks: int) -> Iterator[BareReader]:
-    """A receiver in this process and a sender in another one, over the transports that `UCX_TLS` allows."""
+def bare_sender(block_bytes: int, num_blocks: int) -> Iterator[Sender]:
+    """Another process, over the transports that `UCX_TLS` allows; for reads of up to `num_blocks` blocks."""
+    num_blocks *= max(2, _COLD_BYTES // (num_blocks * block_bytes))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    sender = context.Process(target=_send, args=(theirs, block_bytes, num_blocks), daemon=True)
-    sender.start()
+    process = context.Process(target=_send, args=(theirs, block_bytes, num_blocks), daemon=True)
+    process.start()
     try:
-        peer: PeerMemory = ours.recv()
-        reader = BareReader(NixlBackend("bare-reader", host_memory(num_blocks, block_bytes)), peer)
-        yield reader
+        yield Sender(ours.recv(), num_blocks)
     finally:
         ours.send("stop")
-        sender.join(10)
-        if sender.is_alive():
-            sender.kill()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
 
 
-class BareReader:
-    """Reads runs of neighbouring blocks, one read at a time."""
+def bare_milliseconds(sender: Sender, num_blocks: int) -> float:
+    """Median time of a read of so many neighbouring blocks in a bare loop."""
+    backend = NixlBackend("bare-reader", host_memory(sender.num_blocks, sender.block_bytes))
+    backend.connect(sender.memory)
+    times = []
+    for block in _places(sender, num_blocks):
+        started = time.perf_counter()
+        handle = backend.post_read(sender.memory.incarnation, [ReadRange(block, block, num_blocks)])
+        while backend.poll(handle) is not ReadState.DONE:
+            pass
+        backend.release(handle)
+        times.append((time.perf_counter() - started) * 1e3)
+    backend.disconnect(sender.memory.incarnation)
+    backend.close()
+    return median(times)
 
-    def __init__(self, backend: NixlBackend, peer: PeerMemory) -> None:
-        self._backend = backend
-        self._peer = peer
-        backend.connect(peer)
 
-    def milliseconds(self, pieces: Sequence[int], repeats: int = 20) -> float:
-        """Median time of reading so many blocks, one read for each piece."""
-        self._once(pieces)
-        return median(self._once(pieces) for _ in range(repeats))
+def mover_milliseconds(sender: Sender, num_blocks: int) -> float:
+    """Median time from the end of such a read to the next one's through a node's mover, which always has another."""
+    events: SimpleQueue[MoverEvent] = SimpleQueue()
+    memory = host_memory(sender.num_blocks, sender.block_bytes)
+    mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock())
+    mover.start()
+    mover.connect(sender.memory)
+    events.get()
+    ends = []
+    for number, block in enumerate(_places(sender, num_blocks)):
+        mover.read(number, sender.memory.incarnation, [ReadRange(block, block, num_blocks)])
+        if number:
+            events.get()
+            ends.append(time.perf_counter() * 1e3)
+    mover.stop()
+    return median(after - before for before, after in itertools.pairwise(ends))
 
-    def _once(self, pieces: Sequence[int]) -> float:
-        first, started = 0, time.perf_counter()
-        for count in pieces:
-            handle = self._backend.post_read(self._peer.incarnation, [ReadRange(first, first, count)])
-            while self._backend.poll(handle) is not ReadState.DONE:
-                pass
-            self._backend.release(handle)
-            first += count
-        return (time.perf_counter() - started) * 1e3
+
+def _places(sender: Sender, num_blocks: int) -> Iterator[int]:
+    """Where the reads of a loop begin."""
+    places = range(0, sender.num_blocks - num_blocks + 1, num_blocks)
+    return itertools.islice(itertools.cycle(places), _REPEATS)
 
 
 def _send(pipe: Connection, block_bytes: int, num_blocks: int) -> None:

@@ -18,7 +18,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from baton.bench.bare_reads import bare_reader
+from baton.bench.bare_reads import bare_milliseconds, bare_sender, mover_milliseconds
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
@@ -63,8 +63,12 @@ class HandoffReport:
     """What digests add to a transfer, as a share of one without them."""
     decode_step_ms: float
     bandwidth_gbps: float
-    """Bytes over the time that the reads took on the mover's clock, gigabytes per second."""
+    """Bytes over the time that the reads took on the mover's clock, gigabytes per second. One request at a time: both
+    processes slept before."""
+    mover_bandwidth_gbps: float
+    """Of reads as long as the last chunk's through a mover that always has another one."""
     raw_bandwidth_gbps: float
+    """Of such reads in a bare loop."""
     ttft_cluster_ms: float
     ttft_cluster_ms_p10: float
     ttft_cluster_ms_p90: float
@@ -195,8 +199,8 @@ def _report(
     chunk_ends = [*range(config.max_num_batched_tokens, config.prompt_tokens, config.max_num_batched_tokens)]
     bounds = [0, *(end // block_size for end in chunk_ends), blocks]
     pieces = [after - before for before, after in itertools.pairwise(bounds)]
-    with bare_reader(block_bytes, blocks) as reader:
-        raw_ms, raw_all_ms = reader.milliseconds(pieces[-1:]), reader.milliseconds(pieces)
+    with bare_sender(block_bytes, blocks) as sender:
+        raw_ms, moved_ms = bare_milliseconds(sender, pieces[-1]), mover_milliseconds(sender, pieces[-1])
     ttft = sorted(one.ttft_ms for one in cluster_runs)
     ttft_alone = sorted(one.ttft_ms for one in solo_runs)
     total_bytes = blocks * block_bytes
@@ -213,7 +217,8 @@ def _report(
         digest_cost=transfer / plain - 1,
         decode_step_ms=median(one.step_ms for one in cluster_runs),
         bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
-        raw_bandwidth_gbps=total_bytes / raw_all_ms / 1e6,
+        mover_bandwidth_gbps=pieces[-1] * block_bytes / moved_ms / 1e6,
+        raw_bandwidth_gbps=pieces[-1] * block_bytes / raw_ms / 1e6,
         ttft_cluster_ms=median(ttft),
         ttft_cluster_ms_p10=_quantile(ttft, 0.1),
         ttft_cluster_ms_p90=_quantile(ttft, 0.9),

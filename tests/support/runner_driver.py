@@ -51,7 +51,8 @@ class RunnerDriver:
         shared: Sequence[int] = (),
     ) -> Driven:
         """A request with blocks for prompt and `max_tokens`; `shared` are blocks that already hold its first tokens."""
-        total = -(-(len(prompt) + params.max_tokens) // self.runner.layout.block_size)
+        layout = self.runner.layout
+        total = -(-(len(prompt) + params.max_tokens) // layout.block_size) * len(layout.groups)
         own = total - len(shared)
         blocks = [*shared, *range(self._next_block, self._next_block + own)]
         self._next_block += own

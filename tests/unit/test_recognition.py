@@ -20,7 +20,7 @@ PARTS = (FusedAttention, FusedMlp, FusedNorm)
 
 def loaded(tmp_path: Path, config: Mapping[str, Any], dtype: str = "float32") -> TorchModelRunner:
     write_random_model(tmp_path, config, seed=1)
-    return load_runner(tmp_path, dtype=dtype, num_blocks=16)
+    return load_runner(tmp_path, dtype=dtype, num_blocks=48)
 
 
 def fused(runner: TorchModelRunner) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ PROMPT = [(position * 37 + 5) % 256 for position in range(30)]
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_no_kernels_no_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[name], seed=1)
-    with_kernels = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    with_kernels = load_runner(tmp_path, dtype="float32", num_blocks=48)
     absent = KernelInfo(isa=None, isas=(), numerics="", threads=False, reason="not built")
     monkeypatch.setattr(kernels, "available", lambda: absent)
-    without = load_runner(tmp_path, dtype="float32", num_blocks=16)
+    without = load_runner(tmp_path, dtype="float32", num_blocks=48)
     assert without.model.bit_exact
     assert without.model.numerics.startswith("torch-rows-8-threads-1/")
     assert without.model.numerics != with_kernels.model.numerics
@@ -52,7 +52,7 @@ def load_careless(directory: Path, enough: int) -> Any:
     write_random_model(directory, TINY_MODELS["llama"], seed=1)
     operations = Careless(1)
     operations.enough = enough
-    return load_runner(directory, dtype="float32", num_blocks=16, operations=operations).model
+    return load_runner(directory, dtype="float32", num_blocks=48, operations=operations).model
 
 
 def test_the_smallest_padding_that_is_exact_is_taken(tmp_path: Path) -> None:

@@ -40,10 +40,12 @@ PATIENCE_S = 300.0
 """Nothing takes longer once everything is healed. Far beyond every lease, grace and deadline."""
 
 
+NOTED = {"quarantined", "lease_suspect", "preempted", "remote_kv_lost"}
 HAPPENS = {
     *("kill", "stop", "link cut", "one way", "cut from the router", "reads frozen", "cancel"),
     *("delay", "slow", "late", "stall", "disconnect", "duplicate", "drop", "corrupt"),
-    *("quarantined", "lease_suspect", "digest mismatch", "preempted", "swapped"),
+    *NOTED,
+    *("digest mismatch", "swapped", "failed"),
     *("left or late", "finished after a failover"),
 }
 """What each hundred of schedules has at least once."""
@@ -62,6 +64,7 @@ class Schedule:
             window=WindowLimits(1 << 10, 2, self.rng.choice([64, 256, 1024])),
             max_quarantined_blocks=self.rng.choice([0, 8, 1024]),
             ahead=self.rng.choice(["no", "late", "early"]),
+            on_transfer_failure=self.rng.choice(["reroute", "recompute", "fail"]),
             num_host_blocks=32,
             preemption_mode=self.rng.choice(["recompute", "swap", "auto"]),
         )
@@ -101,7 +104,7 @@ class Schedule:
     def _count(self, node: SimulatedNode) -> None:
         if node.backend is not None:
             self.struck.update(node.backend.counters)
-        self.struck.update({event.name for event in node.log.after(0)} & {"quarantined", "lease_suspect", "preempted"})
+        self.struck.update({event.name for event in node.log.after(0)} & NOTED)
         failed = [event.detail for event in node.log.after(0) if event.name == "kv_failed"]
         self.struck["digest mismatch"] += failed.count("digest_mismatch")
         self.struck["swapped"] += node.scheduler.make_stats().num_preemptions_by_mode["swap"]

@@ -25,7 +25,7 @@ from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.scheduler_config import PreemptionMode
+from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NodeLost
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
@@ -86,6 +86,7 @@ class SimulatedLimits:
     """Whether nodes schedule asynchronously."""
     num_host_blocks: int = 0
     preemption_mode: PreemptionMode = "recompute"
+    on_transfer_failure: TransferFailurePolicy = "reroute"
     digests: bool = True
     """Whether both sides compute them."""
 
@@ -305,6 +306,7 @@ class SimulatedNode:
             watermark=0.0,
             num_host_blocks=limits.num_host_blocks,
             preemption_mode=limits.preemption_mode,
+            on_transfer_failure=limits.on_transfer_failure,
         )
         fields = CacheKeyFields.of(self.runner.model, self.runner.layout)
         return Scheduler(config, fields, clock, connector=connector)
@@ -328,6 +330,7 @@ class SimulatedNode:
             block_size=BLOCK_SIZE,
             num_blocks=spec.num_blocks,
             eos_token_ids=frozenset(),
+            on_transfer_failure=self._cluster.limits.on_transfer_failure,
         )
 
     @property

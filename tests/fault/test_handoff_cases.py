@@ -17,7 +17,7 @@ from baton.rpc.messages import Finished, GenerateRequest
 from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
 from prefill_node.handoff import HandOff
-from tests.fault.test_handoff_steps import PLACES
+from tests.support.handoff_places import PLACES
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
 

@@ -17,15 +17,10 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.failpoints import strike_by
 from baton.rpc.messages import Finished, GenerateRequest
+from tests.support.handoff_places import PLACES, REPEATED, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
 
-SENDER = ("offer", "closing-offer", "Subscribe", "ReadProgress", "ConfirmRead")
-RECEIVER = ("plan", "Connected", "Offer", "read-posted", "ReadDone", "ReadConfirmed")
-MESSAGES = ("Subscribe", "ReadProgress", "ConfirmRead", "Offer", "ReadConfirmed")
-PLACES = [*SENDER, *RECEIVER, *(f"{name}-done" for name in MESSAGES)]
-REPEATED = ["offer", "ReadProgress", "ReadProgress-done", "Offer", "Offer-done", "read-posted", "ReadDone"]
-"""Those that one hand-off passes more than once."""
 LIMITS = SimulatedLimits(num_blocks=24, chunk=8)
 PROMPT = [Random(4).randrange(LIMITS.spec.vocab_size) for _ in range(30)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)

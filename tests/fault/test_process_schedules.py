@@ -19,8 +19,8 @@ import pytest
 from baton.cli.state import ProcessState
 from baton.errors import BatonError
 from baton.rpc.messages import GenerateRequest
-from tests.fault.test_handoff_steps import PLACES
 from tests.support.drill import Drill
+from tests.support.handoff_places import PLACES
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.slow_model import FLAGS, ask, assert_right
 

@@ -344,10 +344,12 @@ class TransferBook:
         if transfer.machine.state is TransferState.QUARANTINED:
             return effects + self._flush(transfer)
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        if read_id in transfer.to_digest:
-            self._digesting[read_id] = transfer
-            effects.append(transfer.to_digest[read_id])
-        return [*effects, *self._tell(transfer, progress), *self._confirm(transfer)]
+        effects += [*self._tell(transfer, progress), *self._confirm(transfer)]
+        if read_id not in transfer.to_digest:
+            return effects
+        # While the sender is asked.
+        self._digesting[read_id] = transfer
+        return [*effects, transfer.to_digest[read_id]]
 
     def digested(self, read_id: int, digests: Sequence[int]) -> list[TransferEffect]:
         """The digests of a read's blocks, in their order."""

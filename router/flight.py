@@ -251,8 +251,8 @@ class Flight:
     def _is_done_with_prefill(self, leg: _Leg) -> bool:
         """Whether the attempt can go on without its prefill node.
 
-        Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does something
-        else without the blocks knows best from the start.
+        Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does
+        something else without the blocks knows best from the start.
         """
         if leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self._sequences[0].num_tokens > 0):
             return True

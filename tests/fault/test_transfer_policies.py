@@ -1,4 +1,4 @@
-"""A prefill node dies with the KV that was asked of it, and the decode node does what it was told to, over processes."""
+"""A prefill node dies with the KV that was asked of it: the decode node does what it was told to, over processes."""
 
 from __future__ import annotations
 

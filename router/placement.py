@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription, Role
 
+_KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size")
+"""Of a description: what two nodes must have in common before one may use the other's KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -83,6 +86,22 @@ def _best_by_kv(best_first: Sequence[Candidate]) -> dict[tuple[str, str, str, in
 
 def _kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
     return (node.model_fingerprint, node.numerics, node.dtype, node.block_size)
+
+
+def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
+    """What keeps the node from exchanging KV with any of those that do the other half, both sides named; empty: nothing.
+
+    Such a pair is never chosen, so that no link between them is ever opened, or refused.
+    """
+    partners = [other for other in others if other.role is not node.role]
+    if not partners or any(_kv_words(other) == _kv_words(node) for other in partners):
+        return ""
+    pairs = zip(_KV_FIELDS, _kv_words(node), _kv_words(partners[0]), strict=True)
+    different = [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
+    here = " ".join(f"{name}={ours}" for name, ours, _ in different)
+    there = " ".join(f"{name}={theirs}" for name, _, theirs in different)
+    first = partners[0]
+    return f"agrees with no {first.role.value} node on its KV: {node.node_id} [{here}], {first.node_id} [{there}]"
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

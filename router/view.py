@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from baton.ids import AttemptKey
 from baton.registry import NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
-from router.placement import Candidate
+from router.placement import Candidate, disagreement
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -164,6 +164,12 @@ class ClusterView:
         nodes = sorted(self._nodes.values(), key=lambda n: (n.record.name, n.record.started_at))
         return tuple(self._status(node, wall) for node in nodes)
 
+    def _disagreement(self, node: _Node) -> str:
+        if node.description is None or not node.attached:
+            return ""
+        same_model = [other for other in self.descriptions() if other.model == node.description.model]
+        return disagreement(node.description, same_model)
+
     @staticmethod
     def _state(node: _Node) -> NodeState:
         if node.attached:
@@ -191,6 +197,6 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or node.notice,
+            detail=node.detail or node.notice or self._disagreement(node),
             bit_exact=record.bit_exact,
         )

@@ -1,4 +1,4 @@
-"""`baton get nodes`."""
+"""`baton get nodes`; the other lists are registered here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from baton.cli.cluster_view import view_cluster
+from baton.cli.leases import leases
 from baton.cli.output import ListFormat, duration, note, print_json, print_table, print_yaml, say
+from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.cli.usage import ClientUsageError
 from baton.rpc.messages import NodeStatus
 
 _COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
@@ -40,23 +41,22 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         """List what the cluster has."""
 
     group.command("nodes")(nodes)
+    group.command("leases")(leases)
     app.add_typer(group, name=name)
 
 
 def nodes(
     run_dir: RunDirOption = None,
     address: OperatorAddressOption = None,
-    selector: Annotated[
-        str, typer.Option("-l", "--selector", help="Only nodes like this: role=prefill, status=Ready.", metavar="K=V")
-    ] = "",
+    selector: SelectorOption = "",
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
     """List the cluster's nodes and routers."""
-    wanted = _selector(selector)
+    wanted = parse_selector(selector)
     view = view_cluster(address, run_dir, timeout)
-    found = [node for node in view.nodes if all(getattr(node, key) == value for key, value in wanted.items())]
+    found = select(view.nodes, wanted)
     if output is ListFormat.JSON:
         print_json([asdict(node) for node in found])
     elif output is ListFormat.YAML:
@@ -69,14 +69,6 @@ def nodes(
         print_table(_COLUMNS + (_WIDE if wide else []), [_row(node, wide) for node in found], headers=not no_headers)
     if view.health == "unavailable":
         note(f"baton: {view.detail}")
-
-
-def _selector(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    for key, mark, _ in pairs:
-        if not mark or key not in ("name", "role", "status", "model"):
-            raise ClientUsageError(f"-l {text}: use name=, role=, status= or model=, with commas between")
-    return {key: value for key, _, value in pairs}
 
 
 def _row(node: NodeStatus, wide: bool) -> Sequence[str]:

@@ -70,6 +70,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600}h"
 
 
+def fine_duration(seconds: float) -> str:
+    """Like `duration`, but with tenths below ten seconds, as what lives for moments needs them: `0.3s`."""
+    return f"{max(0.0, seconds):.1f}s" if seconds < 9.95 else duration(seconds)
+
+
 def size(count: int) -> str:
     """Bytes with a binary unit, like `1.5 MiB`."""
     value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")

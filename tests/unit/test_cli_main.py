@@ -46,6 +46,10 @@ def taken_port() -> Callable[[], int]:
         (["status", "--address", "127.0.0.1:1"], 5, "127.0.0.1:1 does not answer"),
         (["get", "nodes"], 5, "no cluster is running in"),
         (["get", "nodes", "-l", "colour=red"], 2, "-l colour=red"),
+        (["get", "leases"], 5, "no cluster is running in"),
+        (["get", "leases", "-l", "colour=red"], 2, "-l colour=red"),
+        (["describe", "node", "decode-0"], 5, "no cluster is running in"),
+        (["describe", "node"], 2, "NAME"),
         (["generat"], 2, "Did you mean 'generate'"),
         (["down"], 0, ""),
         (["up", "--prefil", "1"], 64, "--prefill"),
@@ -141,7 +145,9 @@ def test_a_reader_that_goes_away_is_no_story(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["version"], ["generate", "--help"], ["get", "nodes", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["version"], ["generate", "--help"], ["get", "nodes", "--help"], ["describe", "node", "-h"]]
+)
 def test_commands_of_users_start_without_anything_heavy(words: list[str], tmp_path: Path) -> None:
     script = (
         "import sys; from baton.cli.main import main; code = main(sys.argv[1:]); "

@@ -125,6 +125,21 @@ def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise
     assert [s.detail for s in view.statuses(now=3, wall=0)] == [""]
 
 
+def test_who_can_exchange_kv_with_nobody_is_told_so_by_name() -> None:
+    view = ClusterView()
+    nodes = [prefill(), decode(), decode("d2", block_size=8)]
+    view.registered([record_of(node) for node in nodes])
+    for node in nodes[1:]:
+        view.attached(node, now=1)
+    assert [s.detail for s in view.statuses(now=1, wall=0)] == ["", "", ""]
+    view.attached(nodes[0], now=1)
+    details = {s.name: s.detail for s in view.statuses(now=1, wall=0)}
+    assert (details["d1"], details["p1"]) == ("", "")
+    assert details["d2"] == "agrees with no prefill node on its KV: d2 [block_size=8], p1 [block_size=4]"
+    view.detached("p1.1", "reset", now=2)
+    assert [s.detail for s in view.statuses(now=2, wall=0)] == ["", "", "reset"]
+
+
 def test_an_empty_registry_takes_nobody_who_is_attached() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])

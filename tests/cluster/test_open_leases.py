@@ -1,0 +1,79 @@
+"""What operators are told of a hand-off while it is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.engine.runner import SimulatedSpec, StepTime
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.rpc.messages import GenerateRequest, OpenHandoff
+from baton.rpc.node_client import NodeClient
+from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.step_gate import StepGate
+
+SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+
+
+async def until_open(cluster: MiniCluster, node_id: str, state: str) -> OpenHandoff:
+    """The node's one lease or transfer, once it is in that state; each question is a round trip, so nothing spins."""
+    client = NodeClient(cluster.nodes[node_id].description.address)
+    try:
+        while True:
+            report = await client.describe()
+            if [handoff.state for handoff in report.handoff.open] == [state]:
+                return report.handoff.open[0]
+    finally:
+        await client.close()
+
+
+async def baton(cluster: MiniCluster, *words: str) -> Any:
+    """What the command says as JSON of this cluster."""
+    more = ("--address", cluster.router.operator, "-o", "json")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton.cli.main", *words, *more, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return json.loads(out)
+
+
+async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    gate = StepGate(allowed=1)
+    held = replace(SPEC, step_time=StepTime(1.0), sleep=gate)
+
+    def make_runner(node_id: str) -> SimulatedRunner:
+        return SimulatedRunner(held if node_id.startswith("prefill") else SPEC)
+
+    settings = {"token_ids_only": True, "max_num_batched_tokens": 32}
+    async with mini_cluster(make_runner, tmp_path, **settings) as cluster:  # type: ignore[arg-type]
+        answer = asyncio.create_task(cluster.generate(GenerateRequest([1] * 80, temperature=0.0, max_tokens=4)))
+        # Of five blocks two are computed; the third step waits at the gate.
+        lease = await until_open(cluster, "prefill-0", "READING")
+        transfer = await until_open(cluster, "decode-0", "READING")
+        assert lease.attempt == transfer.attempt
+        assert (lease.num_blocks, transfer.num_blocks) == (2, 5)
+
+        rows = await baton(cluster, "get", "leases")
+        seen = [(row["node"], row["side"], row["state"], row["peer"], row["num_blocks"]) for row in rows]
+        assert seen == [
+            ("prefill-0", "sender", "READING", "decode-0", 2),
+            ("decode-0", "reader", "READING", "prefill-0", 5),
+        ]
+        assert {row["request_id"] for row in rows} == {lease.attempt.request_id}
+        assert [row["node"] for row in await baton(cluster, "get", "leases", "-l", "role=decode")] == ["decode-0"]
+        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        assert described["leases_by_state"] == {"READING": 1}
+        assert described["waiting_by_reason"]["remote_kv"] == 1
+
+        gate.allow(None)
+        assert len((await answer).token_ids) == 4
+        await cluster.idle()
+        assert await baton(cluster, "get", "leases") == []
+        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]

@@ -1,0 +1,206 @@
+"""What the command asks nodes themselves, and how it shows the answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from baton.cli.ask_nodes import ask_all, can_be_asked
+from baton.cli.describe import NodeNotFound, find_node
+from baton.cli.leases import lease_json, lease_row, oldest_first
+from baton.cli.node_page import node_json, node_lines
+from baton.cli.output import fine_duration, print_json, print_yaml
+from baton.ids import AttemptKey
+from baton.rpc import node_service
+from baton.rpc.messages import (
+    EndedHandoffs,
+    HandoffReport,
+    HandoffSide,
+    LoadReport,
+    NodeReport,
+    NodeStatus,
+    OpenHandoff,
+    RefusedLink,
+)
+from baton.rpc.node_service import NodeServicer
+from baton.rpc.server import RpcServer
+from tests.support.router_parts import decode, prefill
+
+OLD = OpenHandoff(AttemptKey("a", 2, 0xBEEF), HandoffSide.SENDER, "SUSPECT", "d1", "d1.1", 5, 75.0)
+YOUNG = OpenHandoff(AttemptKey("b", 1, 2**64 - 1), HandoffSide.SENDER, "GRANTED", "", "", 2, 0.25)
+SENDER = NodeReport(
+    prefill(),
+    LoadReport(running=1, waiting=2, total_blocks=64, free_blocks=48, leased_blocks=7),
+    {"capacity": 2, "remote_kv": 0},
+    HandoffReport("dtype=float32 block_size=4", [YOUNG, OLD], [], []),
+)
+READER = NodeReport(
+    decode(on_transfer_failure="recompute"),
+    LoadReport(total_blocks=64, free_blocks=64, quarantined_blocks=3),
+    {},
+    HandoffReport(
+        "dtype=float32 block_size=4",
+        [],
+        [EndedHandoffs("p1", "arrived", 12), EndedHandoffs("p1", "lease_lost", 1), EndedHandoffs("p2", "arrived", 3)],
+        [RefusedLink("p3", "layout_mismatch", "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]", 12.0, 4)],
+    ),
+)
+
+
+def status_of(report: NodeReport, **changes: object) -> NodeStatus:
+    told = report.description
+    status = NodeStatus(
+        name=told.node_id,
+        role=told.role.value,
+        status="Ready",
+        incarnation=told.incarnation,
+        address=told.address,
+        pid=told.pid,
+        model=told.model,
+        running=0,
+        waiting=0,
+        kv_usage=0.0,
+        version=told.version,
+        age_s=100.0,
+    )
+    return replace(status, **changes)  # type: ignore[arg-type]
+
+
+def test_rows_of_leases_oldest_first() -> None:
+    assert oldest_first(SENDER) == [OLD, YOUNG]
+    assert lease_row(SENDER, OLD, wide=False) == ["p1", "a", "2", "sender", "SUSPECT", "d1", "5", "1m15s"]
+    wide = ["p1", "b", "1", "sender", "GRANTED", "-", "2", "0.2s", "p1.1", "-", "f" * 16]
+    assert lease_row(SENDER, YOUNG, wide=True) == wide
+
+
+def test_a_lease_as_json_loses_nothing() -> None:
+    assert lease_json(SENDER, OLD) == {
+        "node": "p1",
+        "incarnation": "p1.1",
+        "request_id": "a",
+        "attempt": 2,
+        "flight": "beef",
+        "side": "sender",
+        "state": "SUSPECT",
+        "peer": "d1",
+        "peer_incarnation": "d1.1",
+        "num_blocks": 5,
+        "age_s": 75.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-1, "0.0s"), (0.04, "0.0s"), (9.94, "9.9s"), (9.95, "9s"), (10, "10s"), (75, "1m15s")]
+)
+def test_fine_durations(seconds: float, said: str) -> None:
+    assert fine_duration(seconds) == said
+
+
+def test_a_prefill_node_in_words() -> None:
+    lines = node_lines(status_of(SENDER, detail="a word"), SENDER)
+    assert lines[:4] == ["Name:         p1", "Role:         prefill", "Status:       Ready", "Detail:       a word"]
+    assert "  Blocks:      64: 48 free, 7 leased, 0 quarantined (25 % in use)" in lines
+    assert "  Layout:      dtype=float32 block_size=4" in lines
+    assert "  Waiting:   2 (2 capacity)" in lines
+    assert lines[-4:] == ["", "Leases:", "  Open:    1 GRANTED, 1 SUSPECT", "  Oldest:  1m15s"]
+    assert not any("On transfer failure" in line for line in lines)
+
+
+def test_a_decode_node_in_words() -> None:
+    lines = node_lines(status_of(READER), READER)
+    assert "  On transfer failure:  recompute" in lines
+    assert lines[lines.index("Transfers:") :] == [
+        "Transfers:",
+        "  Open:  none",
+        "  From p1:  12 arrived, 1 lease_lost",
+        "  From p2:  3 arrived",
+        "",
+        "Refused links:",
+        "  p3: layout_mismatch, 4 times, last 12s ago",
+        "    KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]",
+    ]
+
+
+def test_a_node_that_says_nothing_is_described_as_far_as_it_is_known() -> None:
+    status = status_of(READER, status="Suspect", pid=0)
+    lines = node_lines(status, None)
+    assert lines[2] == "Status:       Suspect"
+    assert lines[6] == "PID:          -"
+    assert lines[-1] == "Age:          1m40s"
+    assert node_json(status, None)["report"] is None
+
+
+def test_a_description_is_the_same_in_json_and_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    for report in (SENDER, READER):
+        value = node_json(status_of(report), report)
+        print_json(value)
+        as_json = json.loads(capsys.readouterr().out)
+        print_yaml(value)
+        assert yaml.safe_load(capsys.readouterr().out) == as_json
+    said = as_json["report"]
+    assert said["description"]["role"] == "decode"
+    assert said["description"]["eos_token_ids"] == [2]
+    assert said["load"]["quarantined_blocks"] == 3
+    assert said["refused_links"][0]["story"] == "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]"
+    told = node_json(status_of(SENDER), SENDER)["report"]
+    assert told["leases_by_state"] == {"GRANTED": 1, "SUSPECT": 1}
+    assert (told["oldest_lease_age_s"], told["waiting_by_reason"]["capacity"]) == (75.0, 2)
+    assert [lease["state"] for lease in told["leases"]] == ["SUSPECT", "GRANTED"]
+
+
+def test_a_node_is_found_by_its_name() -> None:
+    lost, now = status_of(READER, status="Lost", age_s=1.0), status_of(READER)
+    other = status_of(SENDER)
+    assert find_node([lost, other, now], "d1") is now
+    assert find_node([lost, other], "d1") is lost
+    with pytest.raises(NodeNotFound, match=r"no node is called decode-1 \(did you mean decode-0\?\)") as missing:
+        find_node([status_of(READER, name="decode-0"), other], "decode-1")
+    assert missing.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({}, True),
+        ({"address": ""}, False),
+        ({"incarnation": ""}, False),
+        ({"role": "router"}, False),
+        ({"status": "Lost"}, False),
+        ({"status": "Suspect"}, True),
+    ],
+)
+def test_who_is_asked(changes: dict[str, object], asked: bool) -> None:
+    assert can_be_asked(status_of(SENDER, **changes)) is asked
+
+
+class Handler:
+    """A node that answers questions."""
+
+    def report(self) -> NodeReport:
+        return SENDER
+
+
+async def test_who_does_not_answer_does_not_hide_who_does() -> None:
+    server = RpcServer((node_service.SERVICE_NAME,))
+    address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+    NodeServicer(Handler()).add_to_server(server.server)  # type: ignore[arg-type]
+    await server.start()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        quiet = f"127.0.0.1:{silent.getsockname()[1]}"
+        nodes = [
+            status_of(READER, name="quiet", incarnation="quiet.1", address=quiet),
+            status_of(SENDER, address=address),
+            status_of(READER, name="gone", incarnation="gone.1", address="127.0.0.1:1"),
+            status_of(SENDER, incarnation="p1.0", address=address),
+        ]
+        answers = await ask_all(nodes, 3.0)
+    await server.stop(0.0)
+    assert answers.reports == {"p1.1": SENDER}
+    assert list(answers.problems) == ["quiet.1", "gone.1", "p1.0"]
+    assert answers.problems["quiet.1"] == f"quiet at {quiet} did not answer within 3 s"
+    assert answers.problems["gone.1"].startswith("gone: 127.0.0.1:1 does not answer")
+    assert answers.problems["p1.0"] == f"p1: p1.1 answers at {address}, not p1.0"

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
+from baton.engine.block_pool import NULL_BLOCK
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.rpc.messages import HandoffSide, OpenHandoff
@@ -330,7 +331,7 @@ class LeaseBook:
                 state=lease.machine.state.name,
                 peer=lease.reader_node,
                 peer_incarnation=lease.reader or "",
-                num_blocks=len(lease.block_ids),
+                num_blocks=sum(block != NULL_BLOCK for block in lease.block_ids),
                 age_s=now - lease.granted_at,
             )
             for lease in self._leases.values()

@@ -387,3 +387,8 @@ def test_digests_that_come_too_late_change_nothing() -> None:
     assert lines(book.digested(A, [90])) == []
     assert lines(book.digested(B, [1])) == []
     assert book.counters["digested_unknown"] == 1
+
+
+def test_what_a_window_has_left_behind_is_not_counted(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 0, 6, 0))
+    assert [handoff.num_blocks for handoff in book.open_handoffs()] == [2]

@@ -28,8 +28,8 @@ def block_digests(memory: KVMemory) -> BlockDigests | None:
     if memory.block_bytes > _SHORT:
         try:
             return _by_kernels(memory)
-        except KernelsUnavailable:
-            pass
+        except (KernelsUnavailable, AttributeError):
+            pass  # not built, or from an older source
     return _by_library(memory)
 
 

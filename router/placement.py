@@ -89,7 +89,7 @@ def _kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
 
 
 def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
-    """What keeps the node from exchanging KV with any of those that do the other half, both sides named; empty: nothing.
+    """What keeps the node from exchanging KV with any of those that do the other half, by name; empty: nothing does.
 
     Such a pair is never chosen, so that no link between them is ever opened, or refused.
     """

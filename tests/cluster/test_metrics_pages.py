@@ -45,6 +45,9 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         stage = "baton_num_requests_kv_fetch_by_stage"
         assert decode[stage + on_decode(model, ',stage="waiting_to_start"')] == 1
         assert decode[stage + on_decode(model, ',stage="in_progress"')] == 0
+        open_states = {',state="planned"', ',state="reserved"'}
+        assert sum(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states) == 1
+        assert decode["baton_kv_transfer_age_seconds" + on_decode(model, "")] > 0
         gate.allow(None)
         assert len((await answer).token_ids) == 4
         await cluster.idle()
@@ -52,5 +55,8 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         decode, prefill = await page(cluster, "decode-0"), await page(cluster, "prefill-0")
         assert decode[stage + on_decode(model, ',stage="waiting_to_start"')] == 0
         assert decode["baton_prefix_cache_hits_total" + on_decode(model, ',source="remote"')] == 40
+        arrived = ',outcome="arrived",peer="prefill-0",role="decode"'
+        assert decode[f'baton_kv_transfers_total{{model_name="{model}",node="decode-0"{arrived}}}'] == 1
+        assert not any(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states)
         states = [value for sample, value in prefill.items() if sample.startswith("baton_kv_leases{")]
         assert states == [0, 0, 0]

@@ -104,6 +104,27 @@ def test_stop_and_seed(shell: Shell, cluster: ProcessCluster) -> None:
     assert stopped["finish_reason"] == "stop"
 
 
+def test_leases_and_descriptions_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
+    assert shell.baton("generate", "hello", *GREEDY, "--run-dir", cluster.run_dir).returncode == 0
+    ask = ("get", "leases", "--run-dir", cluster.run_dir)
+    table = shell.baton(*ask)
+    assert (table.returncode, table.stderr) == (0, "")
+    assert table.stdout.split() == ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
+    for how, said in (("json", "[]\n"), ("yaml", "[]\n"), ("name", "")):
+        assert shell.baton(*ask, "-o", how).stdout == said
+    assert shell.baton(*ask, "--no-headers").stdout == ""
+    ask = ("describe", "node", "decode-0", "--run-dir", cluster.run_dir)
+    described = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    assert described["status"]["name"] == described["report"]["description"]["node_id"] == "decode-0"
+    assert "arrived" in {ended["outcome"] for ended in described["report"]["ended_transfers"]}
+    assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout).keys() == described.keys()
+    assert f"  Layout:               {described['report']['layout']}\n" in shell.baton(*ask).stdout
+    router = shell.baton("describe", "node", "router-0", "--run-dir", cluster.run_dir)
+    assert router.stdout.startswith("Name:         router-0\n")
+    unknown = shell.baton("describe", "node", "decode-9", "--run-dir", cluster.run_dir)
+    assert refusal(unknown, 3) == "no node is called decode-9 (did you mean decode-0?)"
+
+
 def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> None:
     ask = ("get", "nodes", "--run-dir", cluster.run_dir)
     names = ["prefill-0", "decode-0", "router-0"]

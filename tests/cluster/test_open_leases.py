@@ -9,14 +9,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
+
 from baton.engine.runner import SimulatedSpec, StepTime
+from baton.engine.runner.base import ModelInfo
 from baton.engine.runner.simulated import SimulatedRunner
+from baton.errors import EngineFault
 from baton.rpc.messages import GenerateRequest, OpenHandoff
 from baton.rpc.node_client import NodeClient
+from baton.rpc.operator_service import status_from_pb
+from baton.v1 import operator_pb2, operator_pb2_grpc
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+
+
+class OddRunner(SimulatedRunner):
+    """Says that it is the same model, so that only a link can tell that its blocks are not."""
+
+    @property
+    def model(self) -> ModelInfo:
+        return SimulatedRunner(SPEC).model
 
 
 async def until_open(cluster: MiniCluster, node_id: str, state: str) -> OpenHandoff:
@@ -77,3 +92,26 @@ async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -
         assert await baton(cluster, "get", "leases") == []
         described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
         assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]
+
+
+async def test_a_link_that_layouts_forbid_is_shown_at_both_nodes(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+
+    def make_runner(node_id: str) -> SimulatedRunner:
+        return SimulatedRunner(SPEC) if node_id.startswith("prefill") else OddRunner(replace(SPEC, head_dim=16))
+
+    settings = {"token_ids_only": True, "on_transfer_failure": "fail"}
+    async with mini_cluster(make_runner, tmp_path, **settings) as cluster:  # type: ignore[arg-type]
+        with pytest.raises(EngineFault, match="layout_mismatch"):
+            await cluster.generate(GenerateRequest([1] * 40, temperature=0.0, max_tokens=4))
+        async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
+            stub, told = operator_pb2_grpc.OperatorStub(channel), dict[str, str]()
+            while not (told.get("decode-0") and told.get("prefill-0")):
+                answer = status_from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
+                told = {node.name: node.detail for node in answer.nodes}
+        for story in (told["decode-0"], told["prefill-0"]):
+            assert "KV layouts differ in geometry, block_bytes: prefill-0 [" in story
+            assert "], decode-0 [" in story
+        described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
+        assert described["refused_links"][0]["cause"] == "layout_mismatch"
+        assert told["decode-0"] == described["refused_links"][0]["story"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.cli.state import ClusterState, ProcessState
 from baton.cli.target import local_cluster
-from baton.errors import Unreachable
+from baton.errors import DeadlineExceeded, Unreachable
 from baton.rpc.messages import ClusterStatus, NodeStatus
 
 
@@ -33,8 +33,8 @@ class ClusterView:
 def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) -> ClusterView:
     """Ask the router, and the supervisor's state beside it.
 
-    Raises Unreachable when there is nothing to ask. When the router of a live supervisor's cluster does not answer, the
-    health is `unavailable`.
+    Raises Unreachable when there is nothing to ask, and DeadlineExceeded when who is asked by address is silent. When
+    the router of a live supervisor's cluster does not answer, the health is `unavailable`.
     """
     from baton.client import OperatorClient
 
@@ -49,6 +49,11 @@ def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) ->
         if state is None:
             raise Unreachable(f"{error}: is this the router's operator address?") from None
         return combine(None, str(error), state)
+    except DeadlineExceeded:
+        story = f"the router at {where} did not answer within {timeout_s:g} s"
+        if state is None:
+            raise DeadlineExceeded(story) from None
+        return combine(None, story, state)
     finally:
         client.close()
 

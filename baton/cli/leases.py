@@ -32,13 +32,15 @@ def leases(
     A prefill node (SIDE sender) keeps blocks that may be read, a decode node (SIDE reader) fills blocks of its own.
     """
     wanted = parse_selector(selector)
-    asked = [node for node in select(view_cluster(address, run_dir, timeout).nodes, wanted) if can_be_asked(node)]
+    view = view_cluster(address, run_dir, timeout)
+    asked = [node for node in select(view.nodes, wanted) if can_be_asked(node)]
     answers = ask_nodes(asked, timeout)
     if asked and not answers.reports:
         raise Unreachable("; ".join(answers.problems.values()))
     reports = [answers.reports[node.incarnation] for node in asked if node.incarnation in answers.reports]
     _show(reports, output, headers=not no_headers)
-    for problem in answers.problems.values():
+    unavailable = [view.detail] if view.health == "unavailable" else []
+    for problem in (*unavailable, *answers.problems.values()):
         note(f"baton: {problem}")
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from baton.cli.ask_nodes import ask_all, can_be_asked
+from baton.cli.cluster_view import view_cluster
 from baton.cli.describe import NodeNotFound, find_node
 from baton.cli.leases import lease_json, lease_row, oldest_first
 from baton.cli.node_page import node_json, node_lines
 from baton.cli.output import fine_duration, print_json, print_yaml
+from baton.cli.run_dir import RunDir
+from baton.cli.state import ClusterState, ProcessState
+from baton.errors import DeadlineExceeded
 from baton.ids import AttemptKey
 from baton.rpc import node_service
 from baton.rpc.messages import (
@@ -204,3 +209,20 @@ async def test_who_does_not_answer_does_not_hide_who_does() -> None:
     assert answers.problems["quiet.1"] == f"quiet at {quiet} did not answer within 3 s"
     assert answers.problems["gone.1"].startswith("gone: 127.0.0.1:1 does not answer")
     assert answers.problems["p1.0"] == f"p1: p1.1 answers at {address}, not p1.0"
+
+
+def test_a_router_that_says_nothing_hides_no_node(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    place.create()
+    place.take()
+    place.sign()
+    child = ProcessState("p1", "prefill", "Ready", 1, 2, 0, "p1.1", "h:1", "", "log", "")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        quiet = f"127.0.0.1:{silent.getsockname()[1]}"
+        place.write_state(ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "h:1", quiet, (child,)))
+        view = view_cluster(None, place.path, 0.2)
+        with pytest.raises(DeadlineExceeded, match=f"the router at {quiet} did not answer within 0.2 s"):
+            view_cluster(quiet, None, 0.2)
+    place.release()
+    assert (view.health, view.detail) == ("unavailable", f"the router at {quiet} did not answer within 0.2 s")
+    assert [(node.name, node.incarnation, can_be_asked(node)) for node in view.nodes] == [("p1", "p1.1", True)]

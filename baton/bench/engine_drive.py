@@ -23,6 +23,7 @@ class EngineDrive:
         config = SchedulerConfig(
             num_blocks=runner.memory.num_blocks,
             block_size=runner.layout.block_size,
+            windows=runner.layout.windows,
             # What the prefix cache lacks of a prompt is at most its last block.
             max_num_batched_tokens=max(prompt_tokens, max_batch * runner.layout.block_size),
             max_num_seqs=max_batch,

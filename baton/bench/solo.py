@@ -34,6 +34,7 @@ class SoloEngine:
         self.runner = load(TorchSpec(model_dir, dtype, cache_bytes=cache_bytes, num_threads=num_threads))
         limits = SchedulerConfig(
             num_blocks=self.runner.memory.num_blocks,
+            windows=self.runner.layout.windows,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=min(64, max_num_batched_tokens),
             max_model_len=self.runner.model.max_model_len,

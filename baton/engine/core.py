@@ -21,13 +21,22 @@ from baton.engine.outputs import (
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner.base import LazyExecutor, ModelRunner, StepExecutor
 from baton.engine.scheduler import Scheduler
+from baton.errors import ConfigError
 
 
 class EngineCore:
     """One scheduler and one runner. Called from one thread; between two calls at most one step is in flight."""
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, executor: StepExecutor | None = None) -> None:
-        """`executor`: schedule asynchronously; closed by `close`. None: between two calls nothing is in flight."""
+        """`executor`: schedule asynchronously; closed by `close`. None: between two calls nothing is in flight.
+
+        Raises ConfigError for a scheduler that hands out blocks for other groups of layers than the runner has.
+        """
+        if len(scheduler.config.windows) != len(runner.layout.groups):
+            raise ConfigError(
+                f"the scheduler has windows of {len(scheduler.config.windows)} groups of layers, the model has "
+                f"{len(runner.layout.groups)}; give it the layout's"
+            )
         self.scheduler = scheduler
         self.runner = runner
         self._runs_ahead = executor is not None

@@ -27,6 +27,7 @@ def make_engine(runner: TorchModelRunner) -> EngineCore:
     config = SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
         block_size=runner.layout.block_size,
+        windows=runner.layout.windows,
         max_num_batched_tokens=24,
         max_num_seqs=8,
         max_model_len=runner.model.max_model_len,

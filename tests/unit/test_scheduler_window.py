@@ -337,3 +337,10 @@ def test_a_prefix_with_holes_is_not_shared() -> None:
     shared = manager.shared_prefix("r", 12)
     assert shared is not None
     assert [block.block_id for block in shared.blocks] == manager.block_ids("r")[:6]
+
+
+def test_a_scheduler_for_other_groups_than_the_models_is_refused() -> None:
+    rig = EngineRig(windows=(None, 4))
+    one_group = Scheduler(SchedulerConfig(65, block_size=4), CacheKeyFields("m", "d", "l"), ManualClock())
+    with pytest.raises(ConfigError, match="windows of 1 groups of layers, the model has 2"):
+        EngineCore(one_group, rig.runner)

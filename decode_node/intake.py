@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import grpc
 
@@ -26,6 +26,7 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
+from kv_transfer.digests import hashing_thread
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
@@ -87,7 +88,7 @@ class Intake:
         self._make_channel = make_channel
         self._post = post
         self._digests = digests
-        self._hasher = hasher or ThreadPoolExecutor(1, "baton-digests")
+        self._hasher = hasher or hashing_thread()
         clock = clock or SystemClock()
         self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None, clock=clock)
         self._refused = RefusedLinks(clock)

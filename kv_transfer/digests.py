@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from baton.engine.block_hash import group_key
@@ -54,3 +58,14 @@ class OfferedDigests:
 
     def _is_known(self, block_id: int, name: BlockName) -> bool:
         return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
+
+
+def hashing_thread() -> Executor:
+    """A thread that computes digests when nobody else wants its core: whoever moves the bytes or talks goes first."""
+    return ThreadPoolExecutor(1, "baton-digests", initializer=_step_back)
+
+
+def _step_back() -> None:
+    # Of this thread alone, which Linux can do and others can't.
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from baton.clock import Clock
@@ -26,7 +25,7 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockName, OfferedDigests, block_names
+from kv_transfer.digests import BlockName, OfferedDigests, block_names, hashing_thread
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
@@ -39,8 +38,6 @@ from kv_transfer.mover_events import MoverEvent
 from kv_transfer.refused_links import RefusedLinks
 
 _log = logging.getLogger(__name__)
-_DIGEST_AFTER_S = 0.001
-"""First the offer leaves; its digests are computed while the reader reads, and asked for after that."""
 _LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
 """After its link has ended a reader is looked for so many times: a process lets go of its sockets one by one."""
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
@@ -76,9 +73,7 @@ class HandOff:
         self._heartbeat_s = heartbeat_s
         self._book = LeaseBook(clock, times, has_digests=digests is not None)
         self._digests = OfferedDigests(digests) if digests is not None else None
-        self._hasher = hasher or ThreadPoolExecutor(1, "baton-digests")
-        self._to_digest: list[Callable[[], None]] = []
-        self._digest_timer: asyncio.TimerHandle | None = None
+        self._hasher = hasher or hashing_thread()
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
@@ -108,8 +103,6 @@ class HandOff:
         for task in self._looking:
             task.cancel()
         await asyncio.gather(*self._looking, return_exceptions=True)
-        if self._digest_timer is not None:
-            self._digest_timer.cancel()
         await asyncio.to_thread(self._hasher.shutdown)
         await asyncio.to_thread(self.mover.stop)
 
@@ -138,11 +131,9 @@ class HandOff:
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
         if self._digests is not None:
-            loop = asyncio.get_running_loop()
-            post = loop.call_soon_threadsafe
-            self._to_digest.append(partial(self._digest_blocks, self._digests, attempt, block_ids, names, post))
-            if self._digest_timer is None:
-                self._digest_timer = loop.call_later(_DIGEST_AFTER_S, self._begin_digests)
+            # While the reader reads: the answer to its question waits for them.
+            post = asyncio.get_running_loop().call_soon_threadsafe
+            self._hasher.submit(self._digest_blocks, self._digests, attempt, block_ids, names, post)
 
     def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
@@ -211,12 +202,6 @@ class HandOff:
         """Carry out what is due; the loop's timer calls it."""
         self._timer = self._due = None
         self._carry_out(self._book.tick())
-
-    def _begin_digests(self) -> None:
-        self._digest_timer = None
-        jobs, self._to_digest = self._to_digest, []
-        for job in jobs:
-            self._hasher.submit(job)
 
     def _digest_blocks(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.ids import AttemptKey
-from baton.v1 import kv_link_pb2, node_pb2
+from baton.rpc.codec_node import attempt_from_pb, attempt_to_pb
+from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link_messages import (
     Abandon,
@@ -26,15 +26,15 @@ def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
     """A decode node's message after its hello."""
     match message:
         case Subscribe(attempt, first_block):
-            body = kv_link_pb2.Subscribe(attempt=_attempt_pb(attempt), first_block=first_block)
+            body = kv_link_pb2.Subscribe(attempt=attempt_to_pb(attempt), first_block=first_block)
             return kv_link_pb2.OpenRequest(subscribe=body)
         case ReadProgress(attempt, blocks_read):
-            progress = kv_link_pb2.ReadProgress(attempt=_attempt_pb(attempt), blocks_read=blocks_read)
+            progress = kv_link_pb2.ReadProgress(attempt=attempt_to_pb(attempt), blocks_read=blocks_read)
             return kv_link_pb2.OpenRequest(read_progress=progress)
         case ConfirmRead(attempt):
-            return kv_link_pb2.OpenRequest(confirm_read=kv_link_pb2.ConfirmRead(attempt=_attempt_pb(attempt)))
+            return kv_link_pb2.OpenRequest(confirm_read=kv_link_pb2.ConfirmRead(attempt=attempt_to_pb(attempt)))
         case Abandon(attempt, reads_in_flight):
-            abandon = kv_link_pb2.Abandon(attempt=_attempt_pb(attempt), reads_in_flight=reads_in_flight)
+            abandon = kv_link_pb2.Abandon(attempt=attempt_to_pb(attempt), reads_in_flight=reads_in_flight)
             return kv_link_pb2.OpenRequest(abandon=abandon)
         case Heartbeat(seq):
             return kv_link_pb2.OpenRequest(heartbeat=kv_link_pb2.Heartbeat(seq=seq))
@@ -44,13 +44,13 @@ def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | Non
     """None for a message that is unknown here, or that has no place after the hello."""
     match request.WhichOneof("message"):
         case "subscribe":
-            return Subscribe(_attempt(request.subscribe.attempt), request.subscribe.first_block)
+            return Subscribe(attempt_from_pb(request.subscribe.attempt), request.subscribe.first_block)
         case "read_progress":
-            return ReadProgress(_attempt(request.read_progress.attempt), request.read_progress.blocks_read)
+            return ReadProgress(attempt_from_pb(request.read_progress.attempt), request.read_progress.blocks_read)
         case "confirm_read":
-            return ConfirmRead(_attempt(request.confirm_read.attempt))
+            return ConfirmRead(attempt_from_pb(request.confirm_read.attempt))
         case "abandon":
-            return Abandon(_attempt(request.abandon.attempt), request.abandon.reads_in_flight)
+            return Abandon(attempt_from_pb(request.abandon.attempt), request.abandon.reads_in_flight)
         case "heartbeat":
             return Heartbeat(request.heartbeat.seq)
         case _:
@@ -63,10 +63,12 @@ def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
         case Offer():
             return kv_link_pb2.OpenResponse(offer=_offer_pb(message))
         case ReadConfirmed(attempt, held, digests):
-            confirmed = kv_link_pb2.ReadConfirmed(attempt=_attempt_pb(attempt), held=held, digests=digests)
+            confirmed = kv_link_pb2.ReadConfirmed(attempt=attempt_to_pb(attempt), held=held, digests=digests)
             return kv_link_pb2.OpenResponse(read_confirmed=confirmed)
         case OfferLost(attempt, cause):
-            return kv_link_pb2.OpenResponse(offer_lost=kv_link_pb2.OfferLost(attempt=_attempt_pb(attempt), cause=cause))
+            return kv_link_pb2.OpenResponse(
+                offer_lost=kv_link_pb2.OfferLost(attempt=attempt_to_pb(attempt), cause=cause)
+            )
         case Heartbeat(seq):
             return kv_link_pb2.OpenResponse(heartbeat=kv_link_pb2.Heartbeat(seq=seq))
 
@@ -78,9 +80,9 @@ def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | N
             return _offer(response.offer)
         case "read_confirmed":
             answer = response.read_confirmed
-            return ReadConfirmed(_attempt(answer.attempt), answer.held, tuple(answer.digests))
+            return ReadConfirmed(attempt_from_pb(answer.attempt), answer.held, tuple(answer.digests))
         case "offer_lost":
-            return OfferLost(_attempt(response.offer_lost.attempt), response.offer_lost.cause)
+            return OfferLost(attempt_from_pb(response.offer_lost.attempt), response.offer_lost.cause)
         case "heartbeat":
             return Heartbeat(response.heartbeat.seq)
         case _:
@@ -151,14 +153,6 @@ def read_welcome(response: kv_link_pb2.OpenResponse) -> LinkWelcome | None:
     )
 
 
-def _attempt_pb(attempt: AttemptKey) -> node_pb2.Attempt:
-    return node_pb2.Attempt(request_id=attempt.request_id, attempt=attempt.attempt, flight=attempt.flight)
-
-
-def _attempt(attempt: node_pb2.Attempt) -> AttemptKey:
-    return AttemptKey(attempt.request_id, attempt.attempt, attempt.flight)
-
-
 def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
     closing = None
     if offer.closing is not None:
@@ -168,7 +162,7 @@ def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
             ended=offer.closing.ended,
         )
     return kv_link_pb2.Offer(
-        attempt=_attempt_pb(offer.attempt),
+        attempt=attempt_to_pb(offer.attempt),
         first_block=offer.first_block,
         block_ids=offer.block_ids,
         lease_ms=offer.lease_ms,
@@ -183,7 +177,9 @@ def _offer(offer: kv_link_pb2.Offer) -> Offer:
         read = offer.closing
         closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended)
     block_ids = tuple(offer.block_ids)
-    return Offer(_attempt(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.has_digests)
+    return Offer(
+        attempt_from_pb(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.has_digests
+    )
 
 
 def _layout_pb(layout: LayoutFingerprint) -> kv_link_pb2.KvLayout:

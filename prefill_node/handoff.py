@@ -130,7 +130,7 @@ class HandOff:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
-        if self._digests is not None:
+        if self._digests is not None and not self._stopped:
             # While the reader reads: the answer to its question waits for them.
             post = asyncio.get_running_loop().call_soon_threadsafe
             self._hasher.submit(self._digest_blocks, self._digests, attempt, block_ids, names, post)

@@ -154,6 +154,13 @@ async def test_a_read_that_flips_a_bit_is_noticed() -> None:
         assert rig.receiver.intake.book.failures == {TransferCause.DIGEST_MISMATCH: 1}
 
 
+async def test_what_the_engine_left_behind_may_come_after_the_stop() -> None:
+    async with HandoffRig() as rig:
+        pass
+    rig.sender.handoff.offer(ATTEMPT, 0, THEIRS)
+    assert rig.sender.notes.names(KEY)[0] == "lease_granted"
+
+
 async def test_many_transfers_share_one_link(rig: HandoffRig) -> None:
     keys = [f"r{i}#1" for i in range(240)]
     theirs = {key: [1 + 5 * i + j for j in range(5)] for i, key in enumerate(keys)}

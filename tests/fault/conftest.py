@@ -24,6 +24,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[P
         yield running
 
 
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a module's faults are asked for, of clusters that were started with it (see baton/failpoints.py)."""
+    return tmp_path_factory.mktemp("failpoints")
+
+
 @pytest.fixture
 async def session(cluster: ProcessCluster) -> AsyncIterator[ClusterSession]:
     """The shared cluster, whole and idle before a test and again after it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,8 @@ from baton.rpc.messages import GenerateRequest
 from tests.support.caller import Answer
 from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
-from tests.support.slow_model import FLAGS, ask, assert_right
+from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
 
-STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
 KILLED = ("Subscribe-done", "read-posted", "closing-offer", "Connected", "ConfirmRead", "ReadConfirmed")
 """By turns a step of the prefill node and one of the decode node; test_handoff_steps has them all, in virtual time."""
 SENDERS = ("Subscribe-done", "closing-offer", "ConfirmRead")
@@ -29,33 +28,20 @@ NAMELESS = ("Connected", "read-posted")
 STOPS = ("Offer-done", "ConfirmRead")
 
 
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("failpoints")
-
-
 @pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def watched(
+def cluster(
     transport: str, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
 ) -> Iterator[ProcessCluster]:
     tls = {} if transport == "default" else {"UCX_TLS": transport}
-    environment = {**STEP_TIMES, **tls, "BATON_FAILPOINTS": str(asked)}
+    environment = {**BRISK_STEP_TIMES, **tls, "BATON_FAILPOINTS": str(asked)}
     flags = (*FLAGS, "--prefill", "2", "--decode", "2")
     with process_cluster(tmp_path_factory.mktemp("watched") / "run", model, *flags, environment=environment) as running:
         yield running
-
-
-@pytest.fixture
-async def session(watched: ProcessCluster) -> AsyncIterator[ClusterSession]:
-    async with watched.session() as opened:
-        await opened.whole()
-        await opened.idle()
-        yield opened
 
 
 async def _answered(session: ClusterSession, request: GenerateRequest) -> Answer:

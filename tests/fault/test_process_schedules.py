@@ -22,19 +22,13 @@ from baton.rpc.messages import GenerateRequest
 from tests.support.drill import Drill
 from tests.support.handoff_places import PLACES
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
-from tests.support.slow_model import FLAGS, ask, assert_right
+from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
 
 NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "2"))
 FIRST_SEED = int(os.environ.get("BATON_FAULT_SEED", "0"))
-STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
 BOUND_S = 100.0
 SPARE_DESCRIPTORS = 16
 """Connections come and go; what leaks with every fault is more than this in the end."""
-
-
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("failpoints")
 
 
 @pytest.fixture(scope="module", params=["default", "tcp,self"], ids=["default", "tcp"])
@@ -42,7 +36,7 @@ def disturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
 ) -> Iterator[ProcessCluster]:
     transport = {} if request.param == "default" else {"UCX_TLS": request.param}
-    environment = {**STEP_TIMES, **transport, "BATON_FAILPOINTS": str(asked)}
+    environment = {**BRISK_STEP_TIMES, **transport, "BATON_FAILPOINTS": str(asked)}
     flags = (*FLAGS, "--prefill", "2", "--decode", "2")
     run_dir = tmp_path_factory.mktemp("disturbed") / "run"
     with process_cluster(run_dir, model, *flags, environment=environment) as running:

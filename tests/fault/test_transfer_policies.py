@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +10,9 @@ import pytest
 from baton.errors import EngineFault
 from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
-from tests.support.slow_model import FLAGS, ask, assert_right
+from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
 
-STEP_TIMES = {"BATON_SIMULATED_PREFILL_TOKEN_MS": "1", "BATON_SIMULATED_DECODE_SEQ_MS": "5"}
 PLACES = ("Subscribe-done", "closing-offer")
-
-
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("failpoints")
 
 
 @pytest.fixture(scope="module", params=["recompute", "fail"])
@@ -27,21 +21,13 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def watched(
+def cluster(
     policy: str, tmp_path_factory: pytest.TempPathFactory, model: Path, asked: Path
 ) -> Iterator[ProcessCluster]:
-    environment = {**STEP_TIMES, "BATON_FAILPOINTS": str(asked)}
+    environment = {**BRISK_STEP_TIMES, "BATON_FAILPOINTS": str(asked)}
     flags = (*FLAGS, "--prefill", "1", "--decode", "1", "--on-transfer-failure", policy)
     with process_cluster(tmp_path_factory.mktemp("watched") / "run", model, *flags, environment=environment) as running:
         yield running
-
-
-@pytest.fixture
-async def session(watched: ProcessCluster) -> AsyncIterator[ClusterSession]:
-    async with watched.session() as opened:
-        await opened.whole()
-        await opened.idle()
-        yield opened
 
 
 @pytest.mark.parametrize("place", PLACES)

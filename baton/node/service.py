@@ -24,6 +24,7 @@ from baton.node.submit_check import objection
 from baton.rpc.messages import (
     HEARTBEAT_S,
     Abort,
+    Adopt,
     HandoffReport,
     LoadReport,
     NodeDescription,
@@ -154,6 +155,9 @@ class NodeService:
         if isinstance(message, WatchKVCache):
             port.watches_kv_cache = True
             self._driver.watch_kv_cache()
+            return
+        if isinstance(message, Adopt):
+            self._reject(port, message.attempt, "nothing of it is here", Outcome.UNKNOWN)
             return
         owner = self._owner(message.attempt)
         if isinstance(message, Abort):

@@ -29,6 +29,7 @@ _OPTIONAL_FIELDS = (
     "length_penalty",
     "early_stopping",
 )
+_SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 _FINISH_REASONS = {
     "stop": generation.FINISH_REASON_STOP,
     "length": generation.FINISH_REASON_LENGTH,
@@ -55,6 +56,10 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
     for name in ("request_id", "model", "priority", "cache_salt"):
         with _named(name):
             setattr(pb, name, getattr(request, name))
+    for name, field in _SERVICE_LEVELS.items():
+        if (value := getattr(request, name)) is not None:
+            with _named(name):
+                setattr(pb.service_level, field, value)
     with _named("logit_bias"):
         params.logit_bias.update(request.logit_bias)
     with _named("stop"):
@@ -89,6 +94,8 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         prompt = list(pb.token_ids.ids)
     params = pb.sampling_params
     present = {name: getattr(params, name) for name in _OPTIONAL_FIELDS if params.HasField(name)}
+    level = pb.service_level
+    present |= {name: getattr(level, field) for name, field in _SERVICE_LEVELS.items() if level.HasField(field)}
     return GenerateRequest(
         prompt=prompt,
         request_id=pb.request_id,
@@ -130,6 +137,7 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
             prompt_tokens=event.prompt_tokens,
             completion_tokens=event.completion_tokens,
             cached_tokens=event.cached_tokens,
+            attempts=event.path.attempts,
         ),
         timings=generation.Timings(
             queue_ms=event.queue_ms,

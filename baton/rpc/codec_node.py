@@ -9,6 +9,7 @@ from baton.rpc.codec_kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
 from baton.rpc.messages import (
     Abort,
+    Adopt,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -16,6 +17,7 @@ from baton.rpc.messages import (
     Role,
     RouterMessage,
     StageTimings,
+    StepFigures,
     StepReport,
     Submit,
     TraceEvent,
@@ -37,6 +39,8 @@ _OUTCOMES = {
     Outcome.ERROR: node.OUTCOME_ERROR,
     Outcome.KV_LOST: node.OUTCOME_KV_LOST,
     Outcome.REFUSED: node.OUTCOME_REFUSED,
+    Outcome.MOVED: node.OUTCOME_MOVED,
+    Outcome.UNKNOWN: node.OUTCOME_UNKNOWN,
 }
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
 
@@ -58,6 +62,8 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
         return node.AttachRequest(abort=abort)
     if isinstance(message, WatchKVCache):
         return node.AttachRequest(watch_kv_cache=node.WatchKVCache())
+    if isinstance(message, Adopt):
+        return node.AttachRequest(adopt=node.Adopt(attempt=attempt_to_pb(message.attempt)))
     submit = node.Submit(
         attempt=attempt_to_pb(message.attempt),
         leg=_LEGS[message.leg],
@@ -65,6 +71,7 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
         sampling_params=sampling_to_pb(message.sampling_params),
         priority=message.priority,
         cache_salt=message.cache_salt,
+        output_token_ids=message.output_token_ids,
     )
     if message.kv_source is not None:
         source = message.kv_source
@@ -82,8 +89,10 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
         return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason, index)
     if kind == "watch_kv_cache":
         return WatchKVCache()
+    if kind == "adopt":
+        return Adopt(attempt_from_pb(pb.adopt.attempt))
     if kind != "submit":
-        raise InvalidRequest("message", f"expected submit, abort or watch_kv_cache, got {kind}")
+        raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
     submit = pb.submit
     if submit.leg not in _LEG_NAMES:
         raise InvalidRequest("submit.leg", "unknown leg")
@@ -99,6 +108,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         kv_source=source,
+        output_token_ids=tuple(submit.output_token_ids),
     )
 
 
@@ -121,6 +131,8 @@ def description_to_pb(description: NodeDescription) -> node.NodeDescription:
         num_blocks=description.num_blocks,
         eos_token_ids=sorted(description.eos_token_ids),
         on_transfer_failure=description.on_transfer_failure,
+        kv_layout=description.kv_layout,
+        block_bytes=description.block_bytes,
     )
 
 
@@ -146,6 +158,8 @@ def description_from_pb(pb: node.NodeDescription) -> NodeDescription:
         num_blocks=pb.num_blocks,
         eos_token_ids=frozenset(pb.eos_token_ids),
         on_transfer_failure=pb.on_transfer_failure or "reroute",
+        kv_layout=pb.kv_layout,
+        block_bytes=pb.block_bytes,
     )
 
 
@@ -159,6 +173,8 @@ def load_to_pb(load: LoadReport) -> node.LoadReport:
         leased_blocks=load.leased_blocks,
         quarantined_blocks=load.quarantined_blocks,
         draining=load.draining,
+        uncomputed_tokens=load.uncomputed_tokens,
+        context_tokens=load.context_tokens,
     )
 
 
@@ -172,6 +188,8 @@ def load_from_pb(pb: node.LoadReport) -> LoadReport:
         leased_blocks=pb.leased_blocks,
         quarantined_blocks=pb.quarantined_blocks,
         draining=pb.draining,
+        uncomputed_tokens=pb.uncomputed_tokens,
+        context_tokens=pb.context_tokens,
     )
 
 
@@ -192,6 +210,21 @@ def _timings_from_pb(pb: node.StageTimings) -> StageTimings:
     return StageTimings(pb.queue_ms, pb.prefill_ms, pb.transfer_ms, pb.cached_tokens, pb.external_tokens, pb.kv_bytes)
 
 
+def _step_to_pb(step: StepFigures | None) -> node.StepFigures | None:
+    if step is None:
+        return None
+    return node.StepFigures(
+        step_ms=step.step_ms,
+        prefill_tokens=step.prefill_tokens,
+        decode_sequences=step.decode_sequences,
+        decode_context_tokens=step.decode_context_tokens,
+    )
+
+
+def _step_from_pb(pb: node.StepFigures) -> StepFigures:
+    return StepFigures(pb.step_ms, pb.prefill_tokens, pb.decode_sequences, pb.decode_context_tokens)
+
+
 def report_to_pb(report: StepReport) -> node.StepReport:
     """One engine step's news."""
     deltas = [
@@ -209,7 +242,13 @@ def report_to_pb(report: StepReport) -> node.StepReport:
         for delta in report.deltas
     ]
     kv_cache = kv_update_to_pb(report.kv_cache) if report.kv_cache is not None else None
-    return node.StepReport(deltas=deltas, load=load_to_pb(report.load), kv_cache=kv_cache, notice=report.notice)
+    return node.StepReport(
+        deltas=deltas,
+        load=load_to_pb(report.load),
+        kv_cache=kv_cache,
+        notice=report.notice,
+        step=_step_to_pb(report.step),
+    )
 
 
 def report_from_pb(pb: node.StepReport) -> StepReport:
@@ -230,7 +269,8 @@ def report_from_pb(pb: node.StepReport) -> StepReport:
     ]
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
     notice = pb.notice if pb.HasField("notice") else None
-    return StepReport(deltas, load_from_pb(pb.load), kv_cache, notice)
+    step = _step_from_pb(pb.step) if pb.HasField("step") else None
+    return StepReport(deltas, load_from_pb(pb.load), kv_cache, notice, step)
 
 
 def trace_to_pb(event: TraceEvent) -> node.TraceEvent:

@@ -42,6 +42,10 @@ class NodeDescription:
     eos_token_ids: frozenset[int]
     on_transfer_failure: str = "reroute"
     """What a decode node does when a prompt's KV does not come: reroute, recompute or fail."""
+    kv_layout: str = ""
+    """What decides the keys of cached blocks, beside the fields above; see `baton.engine.block_hash.CacheKeyFields`."""
+    block_bytes: int = 0
+    """Bytes of one block, of all groups of layers."""
 
     @property
     def kv_source(self) -> KVSource:
@@ -60,6 +64,8 @@ class Submit:
     priority: int = 0
     cache_salt: str = ""
     kv_source: KVSource | None = None
+    output_token_ids: Sequence[int] = ()
+    """What an earlier attempt generated: computed with the prompt, and generation goes on behind it."""
 
     @property
     def num_sequences(self) -> int:
@@ -83,7 +89,14 @@ class WatchKVCache:
     """Router to node: tell from now on what the prefix cache takes in and loses, beginning with all that is in it."""
 
 
-RouterMessage = Submit | Abort | WatchKVCache
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Router to node: this attempt is mine from now on, tell me all that it brought so far."""
+
+    attempt: AttemptKey
+
+
+RouterMessage = Submit | Abort | WatchKVCache | Adopt
 
 
 class Outcome(enum.Enum):
@@ -97,6 +110,10 @@ class Outcome(enum.Enum):
     ERROR = "error"
     KV_LOST = "kv_lost"
     REFUSED = "refused"
+    MOVED = "moved"
+    """Another router has adopted it."""
+    UNKNOWN = "unknown"
+    """There is nothing of it here to adopt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +156,10 @@ class LoadReport:
     leased_blocks: int = 0
     quarantined_blocks: int = 0
     draining: bool = False
+    uncomputed_tokens: int = 0
+    """Of prompts that wait or are being computed."""
+    context_tokens: int = 0
+    """What running sequences have in the cache."""
 
     @property
     def kv_usage(self) -> float:
@@ -160,6 +181,19 @@ class KVCacheUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One engine step, for those who predict the next ones."""
+
+    step_ms: float
+    prefill_tokens: int
+    """Computed of prompts, over all requests."""
+    decode_sequences: int
+    """That got a token without one of their prompts being computed..."""
+    decode_context_tokens: int
+    """... and what those had behind them."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Node to router, one per engine step; without deltas it is a sign of life (at least every HEARTBEAT_S)."""
 
@@ -169,6 +203,8 @@ class StepReport:
     """Only for routers that watch it."""
     notice: str | None = None
     """What operators should know of the node from now on; empty: nothing any more. None: as before."""
+    step: StepFigures | None = None
+    """None where nothing was computed."""
 
 
 NodeMessage = NodeDescription | StepReport
@@ -296,6 +332,10 @@ class GenerateRequest:
     early_stopping: bool | None = None
     priority: int = 0
     cache_salt: str = ""
+    ttft_slo_ms: float | None = None
+    """The longest that the first token may take, from the request's arrival at the router."""
+    tpot_slo_ms: float | None = None
+    """The longest mean time per output token after the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,11 @@ class GenerationStub:
                 request_serializer=baton_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/baton.v1.Generation/Resume',
+                request_serializer=baton_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/baton.v1.Generation/Cancel',
                 request_serializer=baton_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
@@ -69,6 +74,15 @@ class GenerationServicer:
     def Generate(self, request, context):
         """Generate streams one request's tokens: one Accepted, any number of Chunks, one Finished. With several sequences
         (`n` above 1) their Chunks are interleaved, and each sequence ends with a SequenceFinished before the Finished.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Resume continues a stream whose router or connection was lost, on any router: Accepted again, then what follows the
+        tokens that the client has. NOT_FOUND when no router knows the request any more; the same Generate with the same
+        seed then gives the same tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +122,11 @@ def add_GenerationServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=baton_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=baton_dot_v1_dot_generation__pb2.ResumeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -158,6 +177,33 @@ class Generation:
             target,
             '/baton.v1.Generation/Generate',
             baton_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Generation/Resume',
+            baton_dot_v1_dot_generation__pb2.ResumeRequest.SerializeToString,
             baton_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

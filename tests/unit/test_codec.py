@@ -13,6 +13,7 @@ from baton.rpc import codec_generation, codec_node, codec_node_report, codec_sam
 from baton.rpc.messages import (
     Abort,
     Accepted,
+    Adopt,
     Chunk,
     EndedHandoffs,
     Finished,
@@ -32,6 +33,7 @@ from baton.rpc.messages import (
     RouterMessage,
     SequenceFinished,
     StageTimings,
+    StepFigures,
     StepReport,
     Submit,
     TraceEvent,
@@ -80,6 +82,8 @@ def test_absent_logprobs_stay_absent() -> None:
         Abort(KEY, "client is gone"),
         Abort(KEY, "its text is over", 0),
         WatchKVCache(),
+        Adopt(KEY),
+        Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
     ],
 )
 def test_router_messages_keep_every_field(message: RouterMessage) -> None:
@@ -100,8 +104,10 @@ def test_reports_keep_every_field() -> None:
         RequestDelta(KEY, 0, [0]),
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
     ]
-    report = StepReport(deltas, LoadReport(1, 2, 3, 100, 50, 5, 6, True))
+    load = LoadReport(1, 2, 3, 100, 50, 5, 6, True, uncomputed_tokens=2**33, context_tokens=9)
+    report = StepReport(deltas, load, step=StepFigures(1.5, 512, 3, 2**33))
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
+    assert again.step == report.step
     assert again.load == report.load
     assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, None, None]
     assert [d.sequence_index for d in again.deltas] == [0, 0, 0, 7]

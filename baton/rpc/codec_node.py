@@ -133,6 +133,8 @@ def description_to_pb(description: NodeDescription) -> node.NodeDescription:
         on_transfer_failure=description.on_transfer_failure,
         kv_layout=description.kv_layout,
         block_bytes=description.block_bytes,
+        max_num_seqs=description.max_num_seqs,
+        max_num_batched_tokens=description.max_num_batched_tokens,
     )
 
 
@@ -160,6 +162,8 @@ def description_from_pb(pb: node.NodeDescription) -> NodeDescription:
         on_transfer_failure=pb.on_transfer_failure or "reroute",
         kv_layout=pb.kv_layout,
         block_bytes=pb.block_bytes,
+        max_num_seqs=pb.max_num_seqs,
+        max_num_batched_tokens=pb.max_num_batched_tokens,
     )
 
 

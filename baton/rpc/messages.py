@@ -46,6 +46,10 @@ class NodeDescription:
     """What decides the keys of cached blocks, beside the fields above; see `baton.engine.block_hash.CacheKeyFields`."""
     block_bytes: int = 0
     """Bytes of one block, of all groups of layers."""
+    max_num_seqs: int = 0
+    """Sequences that it runs at once; 0: not known."""
+    max_num_batched_tokens: int = 0
+    """Tokens that it computes in one step; 0: not known."""
 
     @property
     def kv_source(self) -> KVSource:

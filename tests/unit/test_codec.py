@@ -150,7 +150,8 @@ def test_an_outcome_of_a_newer_version_is_an_error_not_progress() -> None:
 
 def test_descriptions_and_traces_keep_every_field() -> None:
     description = NodeDescription(
-        "p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})
+        *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
+        *("fail", "kv", 2**40, 64, 512),
     )
     assert codec_node.description_from_pb(codec_node.description_to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")

@@ -47,6 +47,8 @@ class BatonError(Exception):
     status: Status = Status.INTERNAL
     retryable: bool = False
     exit_code: ExitCode = ExitCode.FAILED
+    tokens_sent: int | None = None
+    """Of a stream that it ended: how many tokens the client was sent before, if any."""
 
 
 class InvalidRequest(BatonError):
@@ -79,14 +81,26 @@ class RequestNotFound(BatonError):
 
 
 class Overloaded(BatonError):
-    """No capacity now; the same request may succeed later."""
+    """No capacity now; the same request may succeed later: try again after `retry_after_s`."""
 
     status = Status.UNAVAILABLE
     retryable = True
 
+    def __init__(self, story: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(story)
+        self.retry_after_s = retry_after_s
+
 
 class NoCapacity(Overloaded):
     """No node that could serve the request is up."""
+
+
+class QueueFull(Overloaded):
+    """As many requests wait as may, none of them less urgent than this one."""
+
+
+class WouldBeLate(Overloaded):
+    """The deadline or the time to first token that the request asks for can't be met now: refused at once."""
 
 
 class Draining(Overloaded):

@@ -7,10 +7,12 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.rpc.codec_generation import event_to_pb, path_to_metadata, request_from_pb
-from baton.rpc.messages import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 
@@ -50,37 +52,47 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
-        _check_size(request.ByteSize())
+        _check(request)
         events = self._handler.generate(request_from_pb(request), context.time_remaining())
         request_id = request.request_id
-        # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Accepted):
-                    request_id = event.request_id
-                elif isinstance(event, Finished):
-                    context.set_trailing_metadata(path_to_metadata(event))
-                yield event_to_pb(event, request_id)
+        tokens_sent = 0
+        try:
+            # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
+            async with aclosing(events):
+                async for event in events:
+                    if isinstance(event, Chunk):
+                        tokens_sent += len(event.token_ids)
+                    elif isinstance(event, Accepted):
+                        request_id = event.request_id
+                    elif isinstance(event, Finished):
+                        context.set_trailing_metadata(path_to_metadata(event))
+                    yield event_to_pb(event, request_id)
+        except BatonError as error:
+            if tokens_sent:
+                error.tokens_sent = tokens_sent
+            raise
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
+        _check(request)
         await self._handler.cancel(request.request_id)
         return generation.CancelResponse()
 
     async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
-        _check_size(request.ByteSize())
+        _check(request)
         token_ids = await self._handler.tokenize(request.model, request.text)
         return generation.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
-        _check_size(request.ByteSize())
+        _check(request)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: generation.ListModelsRequest, context: _Context
     ) -> generation.ListModelsResponse:
+        _check(request)
         cards = self._handler.list_models()
         models = [
             generation.Model(name=card.name, max_model_len=card.max_model_len, vocab_size=card.vocab_size)
@@ -89,6 +101,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return generation.ListModelsResponse(models=models)
 
 
-def _check_size(num_bytes: int) -> None:
+def _check(request: Message) -> None:
+    """What holds for every request. A field that this version does not know would be ignored in silence, and with it
+    what its sender asked for: it is refused, as is one of JSON.
+    """
+    num_bytes = request.ByteSize()
     if num_bytes > MAX_REQUEST_BYTES:
         raise InvalidRequest("request", f"has {num_bytes} bytes; at most {MAX_REQUEST_BYTES} are taken")
+    _refuse_unknown_fields(request, "")
+
+
+def _refuse_unknown_fields(message: Message, path: str) -> None:
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(f"{path}{unknown[0].field_number}", "is the number of no field of this version")
+    for field, value in message.ListFields():
+        if isinstance(value, Message):
+            _refuse_unknown_fields(value, f"{path}{field.name}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -10,9 +11,12 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, NodeLost, Status, TransferFailed, Unreachable
+from baton.errors import BatonError, InvalidRequest, NodeLost, Overloaded, Status, TransferFailed, Unreachable
 
 _DOMAIN = "baton"
+_PUSHBACK = "grpc-retry-pushback-ms"
+"""gRPC's own name (proposal A6): a client with a retry policy obeys it without knowing Baton."""
+_TOKENS_SENT = "baton-tokens-sent"
 _MAX_STORY_BYTES = 512
 """Of an error's words: they travel three times over in metadata, of which peers take 8 KiB, percent-encoded."""
 _CODES = {status: grpc.StatusCode[status.name] for status in Status}
@@ -29,7 +33,10 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
-    """End the call with the error's status and its details (field violation, error class, retryable). Always raises."""
+    """End the call with the error's status and its details (field violation, error class, retryable). Always raises.
+
+    The trailing metadata says when to try again after an `Overloaded`, and how many tokens a broken stream had brought.
+    """
     detail = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
@@ -41,11 +48,20 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
         detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status = rpc_status.to_status(detail)
     try:
-        await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+        await context.abort(status.code, status.details or "", (*(status.trailing_metadata or ()), *_trailer(error)))
     except grpc.aio.InternalError as gone:
         # A caller that is gone, or whose deadline passed, hears nothing any more, and that is no fault. gRPC takes a
         # second AbortError for one.
         raise asyncio.CancelledError(str(error)) from gone
+
+
+def _trailer(error: BatonError) -> list[tuple[str, str]]:
+    trailer = []
+    if isinstance(error, Overloaded):
+        trailer.append((_PUSHBACK, str(round(error.retry_after_s * 1e3))))
+    if error.tokens_sent is not None:
+        trailer.append((_TOKENS_SENT, str(error.tokens_sent)))
+    return trailer
 
 
 def _shortened(story: str) -> str:
@@ -59,6 +75,17 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
     """The error that the server meant; a broken connection becomes Unreachable naming the peer."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return Unreachable(f"{peer}: {error}")
+    meant = _meant(error, peer)
+    metadata: Iterable[Any] = error.trailing_metadata() or ()
+    trailer = {key: value for key, value in metadata if isinstance(value, str)}
+    if isinstance(meant, Overloaded) and (pushback := trailer.get(_PUSHBACK, "")).isdecimal():
+        meant.retry_after_s = int(pushback) / 1e3
+    if (sent := trailer.get(_TOKENS_SENT, "")).isdecimal():
+        meant.tokens_sent = int(sent)
+    return meant
+
+
+def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
     message = error.details() or error.code().name
     reason, field = "", ""
     try:

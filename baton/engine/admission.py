@@ -67,6 +67,11 @@ class Admission:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """What those will have computed here, in O(1)."""
+        return self._waiting.num_tokens
+
+    @property
     def num_arrived(self) -> int:
         return len(self._arrived)
 

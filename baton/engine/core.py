@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from baton.engine.connector import KVTransferOutput
 from baton.engine.outputs import (
+    ComputedStep,
     EngineCoreEvent,
     EngineCoreOutputs,
     ModelRunnerOutput,
@@ -41,9 +42,12 @@ class EngineCore:
         self.runner = runner
         self._runs_ahead = executor is not None
         self._executor: StepExecutor = executor if executor is not None else LazyExecutor()
-        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
-        """Submitted and not committed, in order; two at most, while `step` waits for the first."""
+        self._in_flight: deque[tuple[SchedulerOutput, float, Callable[[], ModelRunnerOutput]]] = deque()
+        """Submitted and not committed, in order, and when each was decided; two at most, while `step` waits for the
+        first."""
         self._clock = scheduler.clock
+        self._decided_at = self._committed_at = 0.0
+        self._computed: ComputedStep | None = None
         self._num_steps = 0
         self._schedule_s = self._run_s = self._update_s = 0.0
 
@@ -85,14 +89,14 @@ class EngineCore:
         self._executor.close()
 
     def _schedule(self) -> SchedulerOutput:
-        started = self._clock.monotonic()
+        self._decided_at = started = self._clock.monotonic()
         decided = self.scheduler.schedule()
         self._schedule_s += self._clock.monotonic() - started
         return decided
 
     def _submit(self, decided: SchedulerOutput) -> None:
         self._num_steps += 1
-        self._in_flight.append((decided, self._executor.submit(lambda: self._run(decided))))
+        self._in_flight.append((decided, self._decided_at, self._executor.submit(lambda: self._run(decided))))
 
     def _run(self, decided: SchedulerOutput) -> ModelRunnerOutput:
         """On the executor's thread, if it has one; nobody else writes what it took."""
@@ -105,22 +109,32 @@ class EngineCore:
     def _update(self, decided: SchedulerOutput, computed: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         started = self._clock.monotonic()
         outputs = self.scheduler.update_from_output(decided, computed)
-        self._update_s += self._clock.monotonic() - started
+        self._committed_at = self._clock.monotonic()
+        self._update_s += self._committed_at - started
         return outputs
 
     def _commit(self) -> dict[int, EngineCoreOutputs]:
         """Wait for the first step in flight, and commit it."""
-        decided, result = self._in_flight.popleft()
+        decided, decided_at, result = self._in_flight.popleft()
+        began = max(decided_at, self._committed_at)
         try:
             computed = result()
         except Exception as exc:
             failed = dict.fromkeys(decided.num_scheduled_tokens, f"the runner failed: {exc!r}")
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
-        return self._update(decided, computed)
+        outputs = self._update(decided, computed)
+        if not computed.lost and not decided.is_empty:
+            self._computed = _computed_step(decided, self._committed_at - began)
+        return outputs
 
     def make_stats(self) -> SchedulerStats:
         """Load after the last step."""
         return self.scheduler.make_stats()
+
+    def take_computed_step(self) -> ComputedStep | None:
+        """The step that was committed since the last call, if one was and it computed something."""
+        computed, self._computed = self._computed, None
+        return computed
 
     @property
     def step_times(self) -> StepTimes:
@@ -130,6 +144,12 @@ class EngineCore:
     def take_events(self) -> list[EngineCoreEvent]:
         """What happened to requests since the last call."""
         return self.scheduler.take_events()
+
+
+def _computed_step(decided: SchedulerOutput, seconds: float) -> ComputedStep:
+    num_prefill_tokens = decided.num_prefill_tokens
+    num_decodes = decided.total_num_scheduled_tokens - num_prefill_tokens
+    return ComputedStep(seconds, num_prefill_tokens, num_decodes, decided.num_decode_context_tokens)
 
 
 _NOTHING_COMPUTED = ModelRunnerOutput({})

@@ -43,6 +43,10 @@ class DecodeSet:
         self._over: dict[int, set[str]] = {}
         """Who computes nothing any more from which tick on: by then its length is reached, whatever it draws."""
         self._over_at: dict[str, int] = {}
+        self._context: dict[str, int] = {}
+        """Of each, its computed tokens less the ticks that have been: what does not change while it decodes."""
+        self._num_fixed = 0
+        """Their sum."""
         self._group: DecodeGroup | None = NO_DECODES
 
     @property
@@ -53,6 +57,11 @@ class DecodeSet:
         return request_id in self._members
 
     @property
+    def num_context_tokens(self) -> int:
+        """Computed tokens of all members, those in flight included; what they have behind them in the next tick."""
+        return self._num_fixed + self._tick * len(self._members)
+
+    @property
     def num_needy(self) -> int:
         """At most so many members have no slot for the next tick."""
         return len(self._calendar.get(self._tick + 1, ()))
@@ -61,6 +70,8 @@ class DecodeSet:
         """It computes a token in each of the next `num_ticks` ticks, with blocks for `num_slots` tokens in all."""
         self._members[request.request_id] = request
         self._group = None
+        fixed = self._context[request.request_id] = request.num_computed_tokens - self._tick
+        self._num_fixed += fixed
         self._note_due(request, self._tick + 1 + num_slots - request.num_computed_tokens)
         over_at = self._over_at[request.request_id] = self._tick + 1 + num_ticks
         self._over.setdefault(over_at, set()).add(request.request_id)
@@ -70,6 +81,7 @@ class DecodeSet:
         if self._members.pop(request_id, None) is None:
             return False
         del self._due_at[request_id]
+        self._num_fixed -= self._context.pop(request_id)
         over_at = self._over_at.pop(request_id)
         self._over[over_at].remove(request_id)
         if not self._over[over_at]:

@@ -77,6 +77,10 @@ class SchedulerOutput:
     """Ended since the last step: the runner forgets them."""
     preempted_req_ids: frozenset[str] = frozenset()
     scheduled_forked_reqs: Sequence[ForkedRequestData] = ()
+    num_prefill_tokens: int = 0
+    """Of prompts, and of what is computed again after a preemption; every other token is a decoding sequence's."""
+    num_decode_context_tokens: int = 0
+    """What the decoding ones have behind them."""
 
     @property
     def is_empty(self) -> bool:
@@ -174,6 +178,10 @@ class SchedulerStats:
 
     num_running: int
     num_waiting: int
+    num_uncomputed_tokens: int
+    """Of prompts that wait or are being computed here; one that waits may yet be found in the cache."""
+    num_context_tokens: int
+    """What running requests have in the cache."""
     num_requests_waiting_by_reason: Mapping[WaitingReason, int]
     """The same requests by what they wait for."""
     total_blocks: int
@@ -208,6 +216,16 @@ class SchedulerStats:
     def host_cache_usage(self) -> float:
         """Share of the host tier's blocks in use, 0 to 1."""
         return 1.0 - self.free_host_blocks / self.total_host_blocks if self.total_host_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What a step was made of, and the seconds it took: since it was decided, or since the one before it was over."""
+
+    seconds: float
+    num_prefill_tokens: int
+    num_decodes: int
+    num_decode_context_tokens: int
 
 
 class StepTimes(NamedTuple):

@@ -7,11 +7,26 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from baton.engine.request import Request
+from baton.engine.request import Leg, Request, RequestStatus
+
+
+def tokens_to_compute(request: Request) -> int:
+    """What a waiting request will have computed here, as far as is known before it looks for KV that is there.
+
+    The same as long as it waits. A sequence or beam beside others shares what they have.
+    """
+    if request.status is RequestStatus.PREEMPTED:
+        return request.num_tokens
+    if request.leg is Leg.DECODE:
+        return 0
+    return request.num_tokens if request.is_root else 1
 
 
 class RequestQueue(Protocol):
     """Waiting requests under one policy."""
+
+    num_tokens: int
+    """Tokens that they will have computed here."""
 
     def add(self, request: Request) -> None:
         """A newcomer."""
@@ -46,22 +61,31 @@ class FCFSRequestQueue:
     """First come, first served."""
 
     def __init__(self) -> None:
+        self.num_tokens = 0
         self._requests: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
+        self.num_tokens += tokens_to_compute(request)
         self._requests.append(request)
 
     def pop(self) -> Request:
-        return self._requests.popleft()
+        request = self._requests.popleft()
+        self.num_tokens -= tokens_to_compute(request)
+        return request
 
     def prepend(self, request: Request) -> None:
+        self.num_tokens += tokens_to_compute(request)
         self._requests.appendleft(request)
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
+        self.num_tokens += sum(map(tokens_to_compute, requests))
         self._requests.extendleft(reversed(requests))
 
     def remove_many(self, request_ids: Collection[str]) -> None:
-        self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
+        gone = [request for request in self._requests if request.request_id in request_ids]
+        if gone:
+            self.num_tokens -= sum(map(tokens_to_compute, gone))
+            self._requests = deque(request for request in self._requests if request.request_id not in request_ids)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         last = deque(running, maxlen=1)
@@ -79,6 +103,7 @@ class PriorityRequestQueue:
 
     def __init__(self, ageing_s: float) -> None:
         """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
+        self.num_tokens = 0
         self._ageing_s = ageing_s
         self._heap: list[tuple[float, float, int, Request]] = []
         self._youngest = 0
@@ -86,14 +111,18 @@ class PriorityRequestQueue:
 
     def add(self, request: Request) -> None:
         self._youngest += 1
+        self.num_tokens += tokens_to_compute(request)
         heapq.heappush(self._heap, (*self._rank(request), self._youngest, request))
 
     def pop(self) -> Request:
-        return heapq.heappop(self._heap)[-1]
+        request = heapq.heappop(self._heap)[-1]
+        self.num_tokens -= tokens_to_compute(request)
+        return request
 
     def prepend(self, request: Request) -> None:
         # First among its equals.
         self._oldest -= 1
+        self.num_tokens += tokens_to_compute(request)
         heapq.heappush(self._heap, (*self._rank(request), self._oldest, request))
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
@@ -101,6 +130,8 @@ class PriorityRequestQueue:
             self.prepend(request)
 
     def remove_many(self, request_ids: Collection[str]) -> None:
+        gone = [entry[-1] for entry in self._heap if entry[-1].request_id in request_ids]
+        self.num_tokens -= sum(map(tokens_to_compute, gone))
         self._heap = [entry for entry in self._heap if entry[-1].request_id not in request_ids]
         heapq.heapify(self._heap)
 

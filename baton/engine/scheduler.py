@@ -167,12 +167,17 @@ class Scheduler:
         return self._admission.num_waiting + self._admission.num_swapped > 0 and not self._stalled
 
     def make_stats(self) -> SchedulerStats:
-        """Load after a step, in O(1)."""
+        """Load after a step, in O(running requests that don't decode)."""
         pool, host = self.kv_cache_manager.pool, self.kv_cache_manager.host
         num_running, num_waiting = self.get_request_counts()
+        filling = self._ledger.filling
+        num_filled = sum(request.num_computed_tokens for request in filling)
+        num_to_fill = sum(request.num_tokens for request in filling) - num_filled
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
+            num_uncomputed_tokens=self._admission.num_waiting_tokens + num_to_fill,
+            num_context_tokens=self._ledger.decodes.num_context_tokens + num_filled,
             num_requests_waiting_by_reason=self._admission.num_waiting_by_reason(),
             total_blocks=pool.num_total_blocks,
             free_blocks=pool.num_free_blocks,
@@ -292,7 +297,8 @@ class Scheduler:
                     plan.note_growth(request, num_full, allocation.new_block_ids)
                     break
                 self._preemption.make_room(request, plan)
-        plan.add_decodes(decodes.tick())
+        num_context_tokens = decodes.num_context_tokens
+        plan.add_decodes(decodes.tick(), num_context_tokens)
 
     def _schedule_filling(self, plan: StepPlan) -> None:
         # Others have all their known tokens in flight, and no decoding to come.

@@ -32,6 +32,8 @@ class StepPlan:
         self._forks: list[ForkedRequestData] = []
         self._num_tokens: dict[str, int] = {}
         self._total = 0
+        self._num_prefill_tokens = 0
+        self._num_context_tokens = 0
 
     @property
     def is_empty(self) -> bool:
@@ -42,9 +44,10 @@ class StepPlan:
         limit = self._chunk_limit
         return min(num_tokens, budget, limit) if limit else min(num_tokens, budget)
 
-    def add_decodes(self, decodes: DecodeGroup) -> None:
-        """Compute a token of each, which the runner knows all about."""
+    def add_decodes(self, decodes: DecodeGroup, num_context_tokens: int) -> None:
+        """Compute a token of each, which the runner knows all about. They have so many behind them."""
         self.decodes = decodes
+        self._num_context_tokens += num_context_tokens
         self._total += len(decodes.num_tokens)
         self.token_budget -= len(decodes.num_tokens)
 
@@ -104,6 +107,8 @@ class StepPlan:
             blocks_to_swap_out=copies.swap_out,
             blocks_to_swap_in=copies.swap_in,
             scheduled_forked_reqs=self._forks,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_context_tokens=self._num_context_tokens,
         )
 
     def _all_num_tokens(self) -> Mapping[str, int]:
@@ -113,6 +118,10 @@ class StepPlan:
         return {**decodes, **self._num_tokens}
 
     def _advance(self, request: Request, num_tokens: int) -> None:
+        if num_tokens == 1 and request.output_token_ids:
+            self._num_context_tokens += request.num_computed_tokens
+        else:
+            self._num_prefill_tokens += num_tokens
         # Counted as computed from now on, so that a next step can be decided before this one's tokens are back.
         request.num_computed_tokens += num_tokens
         self.requests.append(request)

@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
-from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, EngineCoreOutputs, SchedulerStats, StepTimes
+from baton.engine.outputs import (
+    ComputedStep,
+    EngineCoreEvent,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    SchedulerStats,
+    StepTimes,
+)
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import BatonError
 
@@ -30,6 +37,8 @@ class StepNews:
     step_times: StepTimes
     kv_cache: KVEventBatch | KVSnapshot | None = None
     """What became of the prefix cache since the last news that told, while it is watched."""
+    step: ComputedStep | None = None
+    """The step that was committed, if one was and it computed something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +154,8 @@ class EngineDriver:
     def _tell(self, outputs: Sequence[dict[int, EngineCoreOutputs]]) -> None:
         core = self._core
         merged, kv_cache = _merge(outputs), self._kv_cache_news()
-        self._publish(StepNews(merged, core.take_events(), core.make_stats(), core.step_times, kv_cache))
+        events, stats, step = core.take_events(), core.make_stats(), core.take_computed_step()
+        self._publish(StepNews(merged, events, stats, core.step_times, kv_cache, step))
 
     def _kv_cache_news(self) -> KVEventBatch | KVSnapshot | None:
         scheduler = self._core.scheduler

@@ -149,7 +149,7 @@ class Node:
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush)
-        description = self._describe(address)
+        description = self._describe(address, key_fields)
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
@@ -193,8 +193,8 @@ class Node:
             forced.cancel()
             await asyncio.gather(idle, forced, return_exceptions=True)
 
-    def _describe(self, address: str) -> NodeDescription:
-        model = self._runner.model
+    def _describe(self, address: str, key_fields: CacheKeyFields) -> NodeDescription:
+        model, layout = self._runner.model, self._runner.layout
         return NodeDescription(
             node_id=self._config.node_id,
             incarnation=self.incarnation,
@@ -209,10 +209,14 @@ class Node:
             bit_exact=model.bit_exact,
             vocab_size=model.vocab_size,
             max_model_len=self.scheduler.max_model_len,
-            block_size=self._runner.layout.block_size,
+            block_size=layout.block_size,
             num_blocks=self._runner.memory.num_blocks,
             eos_token_ids=model.eos_token_ids,
             on_transfer_failure=self._config.on_transfer_failure,
+            kv_layout=key_fields.layout,
+            block_bytes=layout.block_bytes * len(layout.groups),
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
 
 

@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from baton.clock import Clock
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
-from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, SchedulerStats
+from baton.engine.outputs import (
+    ComputedStep,
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    SchedulerStats,
+)
 from baton.engine.request import FinishReason, Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import Draining
@@ -32,6 +38,7 @@ from baton.rpc.messages import (
     Outcome,
     RequestDelta,
     RouterMessage,
+    StepFigures,
     StepReport,
     Submit,
     TraceEvent,
@@ -130,7 +137,8 @@ class NodeService:
             self._note(event)
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._set_load(_load_report(news.stats, self._draining))
-        self._send({index: outputs.outputs for index, outputs in news.outputs.items()})
+        step = _step_figures(news.step) if news.step is not None else None
+        self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step)
         if news.kv_cache is not None:
             self._tell_kv_cache(news.kv_cache)
 
@@ -250,10 +258,10 @@ class NodeService:
         else:
             self._idle.set()
 
-    def _send(self, outputs: Mapping[int, Sequence[EngineCoreOutput]]) -> None:
+    def _send(self, outputs: Mapping[int, Sequence[EngineCoreOutput]], step: StepFigures | None = None) -> None:
         for index, port in list(self._ports.items()):
             deltas = [self._delta(port, output) for output in outputs.get(index, ())]
-            port.push(StepReport(deltas, self._load))
+            port.push(StepReport(deltas, self._load, step=step))
         if outputs:
             self._set_load(self._load)
 
@@ -297,6 +305,15 @@ def _notice(handoff: HandoffReport) -> str:
     return next((link.story for link in handoff.refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
 
 
+def _step_figures(step: ComputedStep) -> StepFigures:
+    return StepFigures(
+        step_ms=step.seconds * 1e3,
+        prefill_tokens=step.num_prefill_tokens,
+        decode_sequences=step.num_decodes,
+        decode_context_tokens=step.num_decode_context_tokens,
+    )
+
+
 def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:
     return LoadReport(
         running=stats.num_running,
@@ -307,4 +324,6 @@ def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:
         leased_blocks=stats.leased_blocks,
         quarantined_blocks=stats.quarantined_blocks,
         draining=draining,
+        uncomputed_tokens=stats.num_uncomputed_tokens,
+        context_tokens=stats.num_context_tokens,
     )

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config import NodeConfig
+from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.outputs import SchedulerOutput
 from baton.engine.request import Leg, SamplingParams
@@ -78,6 +79,14 @@ async def running(directory: Path) -> AsyncIterator[tuple[Running, NodeClient, N
         assert not node.role.is_up
         assert not await node.registry.read()
         await node.registry.close()
+
+
+async def test_a_description_has_what_names_cached_blocks(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, client, _):
+        told = (await client.describe()).description
+        fields = CacheKeyFields(told.model_fingerprint, told.dtype, told.kv_layout)
+        assert fields == CacheKeyFields.of(node.runner.model, node.runner.layout)
+        assert told.block_bytes == node.runner.layout.block_bytes
 
 
 def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:

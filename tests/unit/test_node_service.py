@@ -472,6 +472,25 @@ async def test_a_load_report_counts_each_request_once() -> None:
     assert (load.running, load.waiting, load.waiting_for_remote_kvs) == (4, 0, 1)
 
 
+async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left() -> None:
+    rig = Rig()
+    port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    rig.ask(port)
+    rig.driver.turn()
+    load = rig.service.report().load
+    assert (load.uncomputed_tokens, load.context_tokens) == (0, len(PROMPT))
+    rig.driver.turn()
+    for heard_by in (port, other):
+        steps = [report.step for report in await heard(heard_by) if report.step is not None]
+        assert [(step.prefill_tokens, step.decode_sequences, step.decode_context_tokens) for step in steps] == [
+            (len(PROMPT), 0, 0),
+            (0, 1, len(PROMPT)),
+        ]
+    port.receive(Abort(KEY, "x"))
+    rig.driver.turn()
+    assert [report.step for report in await heard(other)] == [None], "nothing was computed"
+
+
 async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     rig = Rig()
     port = rig.service.open_port("router-0")

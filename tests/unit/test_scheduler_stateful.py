@@ -14,6 +14,7 @@ from baton.engine.beam_search import BeamSearch
 from baton.engine.connector_fake import FakeLoad
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
+from baton.engine.request_queue import tokens_to_compute
 from baton.engine.runner.scripted import expected_beams
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequence_group import sequence_id, split_sequence_id
@@ -251,6 +252,20 @@ class EngineMachine(RuleBasedStateMachine):
         assert by_reason["preempted"] == statuses[RequestStatus.PREEMPTED]
         assert by_reason["swapped"] == statuses[RequestStatus.SWAPPED]
         assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
+
+    @invariant()
+    def the_load_in_tokens_is_what_adding_up_gives(self) -> None:
+        if not hasattr(self, "rig") or self.ahead != "no":
+            return
+        stats, decoding = self.rig.core.make_stats(), self.rig.scheduler.decoding
+        waiting = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        alive = self.rig.scheduler.requests.values()
+        running = [request for request in alive if request.status is RequestStatus.RUNNING]
+        filling = [request for request in running if request.request_id not in decoding]
+        assert stats.num_context_tokens == sum(request.num_computed_tokens for request in running)
+        assert stats.num_uncomputed_tokens == sum(
+            tokens_to_compute(request) for request in alive if request.status in waiting
+        ) + sum(request.num_tokens - request.num_computed_tokens for request in filling)
 
     @invariant()
     def leased_kv_is_intact(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.engine.outputs import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import Leg, RequestStatus
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -75,3 +76,63 @@ def test_hits_are_counted_where_they_were_found() -> None:
     assert (stats.num_requests, stats.num_tokens) == (2, 32)
     assert stats.num_hits == {"device": 1, "host": 0, "remote": 1}
     assert stats.num_hit_tokens == {"device": 12, "host": 0, "remote": 16}
+
+
+def tokens(rig: EngineRig) -> tuple[int, int]:
+    """(to be computed, in the cache of those who run)"""
+    stats = rig.core.make_stats()
+    return stats.num_uncomputed_tokens, stats.num_context_tokens
+
+
+def test_the_load_in_tokens_follows_prompts_from_the_queue_to_the_cache() -> None:
+    rig = EngineRig(max_num_batched_tokens=8, max_num_seqs=2)
+    rig.add("long", 20, max_tokens=3)
+    rig.add("short", 6, max_tokens=9)
+    rig.add("pulls", 12, leg=Leg.DECODE, max_tokens=3)
+    assert tokens(rig) == (26, 0), "what is pulled is not computed here"
+    rig.step()
+    assert tokens(rig) == (18, 8)
+    rig.step()
+    rig.step()
+    assert tokens(rig) == (2, 24), "the second prompt had what was left of the step"
+    rig.step()
+    assert tokens(rig) == (0, 27), "one more token of the first, the last two of the second"
+    rig.run()
+    assert tokens(rig) == (0, 0)
+
+
+def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
+    """What a step said of itself that took its runner so long."""
+    execute = rig.runner.execute_model
+
+    def slowly(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        rig.clock.advance(seconds)
+        return execute(scheduler_output)
+
+    rig.runner.execute_model = slowly  # type: ignore[method-assign]
+    try:
+        rig.step()
+    finally:
+        rig.runner.execute_model = execute  # type: ignore[method-assign]
+    return rig.core.take_computed_step()
+
+
+def test_a_step_says_what_it_was_made_of_and_how_long_it_took() -> None:
+    rig = EngineRig()
+    rig.add("a", 10, max_tokens=5)
+    assert computed_step(rig, 0.25) == ComputedStep(0.25, 10, 0, 0)
+    rig.add("b", 7, max_tokens=5)
+    assert computed_step(rig, 0.5) == ComputedStep(0.5, 7, 1, 10)
+    rig.add("pulled", 8, leg=Leg.DECODE, max_tokens=5)
+    rig.step()
+    rig.deliver("pulled")
+    rig.core.take_computed_step()
+    assert computed_step(rig, 0.125) == ComputedStep(0.125, 0, 3, 12 + 8 + 8), "its first token was drawn elsewhere"
+    assert rig.core.take_computed_step() is None
+
+
+def test_nobody_learns_from_a_step_that_was_lost() -> None:
+    rig = EngineRig()
+    rig.add("r", 10, max_tokens=5)
+    rig.runner.raise_next = RuntimeError("broken")
+    assert computed_step(rig, 0.25) is None

@@ -1,6 +1,7 @@
 """The Python client: generate and stream over gRPC, and an operator's view. Loads neither torch nor any role."""
 
+from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
 
-__all__ = ["GenerationClient", "OperatorClient"]
+__all__ = ["AsyncGenerationClient", "GenerationClient", "OperatorClient"]

@@ -2,46 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from random import Random
 from types import TracebackType
+from typing import TypeVar
 
+from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.rota import Rota
+from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.rpc.generation_client import GenerationStub
-from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+
+T = TypeVar("T")
+
+PROGRESS_S = 60.0
+"""How long an accepted request goes on to be tried without anything new coming of it."""
 
 
 class GenerationClient:
-    """Speaks to a router at HOST:PORT. Every call raises BatonErrors: Unreachable, InvalidRequest, Overloaded, ..."""
+    """Speaks to the routers at HOST:PORT, of one cluster. Calls raise BatonErrors: Unreachable, InvalidRequest, ...
 
-    def __init__(self, address: str) -> None:
-        self._stub = GenerationStub(address)
+    An answer outlives the router that brings it: see `baton.client.continuation`.
+    """
+
+    def __init__(self, *addresses: str, rng: Random | None = None, progress_s: float = PROGRESS_S) -> None:
+        self._rng = rng or Random()
+        self._rota = Rota(addresses, self._rng)
+        self._progress_s = progress_s
+        self._stubs = [GenerationStub(address) for address in addresses]
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
     ) -> Generator[GenerateEvent, None, None]:
         """Stream one request: Accepted, Chunks, Finished; with several sequences a SequenceFinished for each, too.
 
-        Closing the generator early cancels the request.
+        Closing the generator early cancels the request. Without a request id or seed, the client draws them.
         """
-        return self._stub.generate(request, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        owns_id = not request.request_id
+        request = repeatable(request, self._rng)
+        continuation = Continuation(self._rota, self._rng, time.monotonic(), self._progress_s, owns_id=owns_id)
+        while True:
+            try:
+                with closing(self._open(continuation.next_call(), request, left(deadline, time.monotonic()))) as events:
+                    for event in events:
+                        fresh = continuation.take(event, time.monotonic())
+                        if fresh is not None:
+                            yield fresh
+                        if isinstance(event, Finished):
+                            return
+                raise Unreachable("the stream ended before the request did")
+            except BatonError as error:
+                wait_s = continuation.failed(error, time.monotonic())
+            time.sleep(wait_s)
+
+    def _open(
+        self, call: Call, request: GenerateRequest, timeout_s: float | None
+    ) -> Generator[GenerateEvent, None, None]:
+        stub = self._stubs[call.place]
+        if call.kind is CallKind.GENERATE:
+            return stub.generate(request, timeout_s)
+        return stub.resume(request.request_id, call.positions, timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """End a live request; raises RequestNotFound."""
-        self._stub.cancel(request_id)
+        """End a live request, whichever router has it; raises RequestNotFound."""
+        errors = []
+        for stub in self._stubs:
+            try:
+                return stub.cancel(request_id)
+            except (RequestNotFound, Unreachable) as error:
+                errors.append(error)
+        raise worst(errors)
 
     def tokenize(self, text: str, model: str = "") -> Sequence[int]:
         """The token ids that `generate` would see."""
-        return self._stub.tokenize(model, text)
+        return self._anywhere(lambda stub: stub.tokenize(model, text))
 
     def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
         """Text of token ids."""
-        return self._stub.detokenize(model, token_ids)
+        return self._anywhere(lambda stub: stub.detokenize(model, token_ids))
 
     def list_models(self) -> Sequence[ModelCard]:
         """What can be asked for."""
-        return self._stub.list_models()
+        return self._anywhere(GenerationStub.list_models)
+
+    def _anywhere(self, ask: Callable[[GenerationStub], T]) -> T:
+        """The answer of the first router that gives one."""
+        place = self._rota.first(time.monotonic())
+        for _ in self._stubs[1:]:
+            try:
+                return ask(self._stubs[place])
+            except Unreachable:
+                self._rota.doubt(place, time.monotonic())
+                place = self._rota.after(place, time.monotonic())
+        return ask(self._stubs[place])
 
     def close(self) -> None:
-        self._stub.close()
+        for stub in self._stubs:
+            stub.close()
 
     def __enter__(self) -> GenerationClient:
         return self
@@ -50,3 +110,15 @@ class GenerationClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def left(deadline: float | None, now: float) -> float | None:
+    """Seconds until the deadline; raises DeadlineExceeded when it has passed."""
+    if deadline is not None and now >= deadline:
+        raise DeadlineExceeded("the deadline passed while the request was taken to another router")
+    return None if deadline is None else deadline - now
+
+
+def worst(errors: Sequence[BatonError]) -> BatonError:
+    """Of what the routers said, what matters: one that could not be asked may be the one that knew."""
+    return next((error for error in errors if isinstance(error, Unreachable)), errors[0])

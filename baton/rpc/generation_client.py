@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -27,7 +28,15 @@ class GenerationStub:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> Generator[GenerateEvent, None, None]:
-        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s)
+        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s))
+
+    def resume(
+        self, request_id: str, positions: Sequence[int], timeout_s: float | None
+    ) -> Generator[GenerateEvent, None, None]:
+        pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
+        return self._events(self._stub.Resume(pb, timeout=timeout_s))
+
+    def _events(self, call: Any) -> Generator[GenerateEvent, None, None]:
         try:
             with self._translated():
                 for response in call:

@@ -1,0 +1,120 @@
+"""The client of the public service on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from random import Random
+from types import TracebackType
+from typing import TypeVar
+
+from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.generation import PROGRESS_S, left, worst
+from baton.client.rota import Rota
+from baton.errors import BatonError, RequestNotFound, Unreachable
+from baton.rpc.async_generation_client import AsyncGenerationStub
+from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+
+T = TypeVar("T")
+
+SILENCE_S = 1.0
+"""With several routers: how long one may say nothing before it is asked whether it is there."""
+
+
+class AsyncGenerationClient:
+    """`GenerationClient` for one event loop, which also notices a router that is stopped rather than dead."""
+
+    def __init__(
+        self,
+        *addresses: str,
+        rng: Random | None = None,
+        progress_s: float = PROGRESS_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._rng = rng or Random()
+        self._rota = Rota(addresses, self._rng)
+        self._progress_s = progress_s
+        # One that has nowhere else to go gains nothing from knowing.
+        silence = silence_s if len(addresses) > 1 else None
+        self._stubs = [AsyncGenerationStub(address, silence) for address in addresses]
+
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Stream one request: Accepted, Chunks, Finished; with several sequences a SequenceFinished for each, too.
+
+        Closing the generator early cancels the request. Without a request id or seed, the client draws them.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = None if timeout_s is None else now() + timeout_s
+        owns_id = not request.request_id
+        request = repeatable(request, self._rng)
+        continuation = Continuation(self._rota, self._rng, now(), self._progress_s, owns_id=owns_id)
+        while True:
+            try:
+                async with aclosing(self._open(continuation.next_call(), request, left(deadline, now()))) as events:
+                    async for event in events:
+                        fresh = continuation.take(event, now())
+                        if fresh is not None:
+                            yield fresh
+                        if isinstance(event, Finished):
+                            return
+                raise Unreachable("the stream ended before the request did")
+            except BatonError as error:
+                wait_s = continuation.failed(error, now())
+            await asyncio.sleep(wait_s)
+
+    def _open(
+        self, call: Call, request: GenerateRequest, timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        stub = self._stubs[call.place]
+        if call.kind is CallKind.GENERATE:
+            return stub.generate(request, timeout_s)
+        return stub.resume(request.request_id, call.positions, timeout_s)
+
+    async def cancel(self, request_id: str) -> None:
+        """End a live request, whichever router has it; raises RequestNotFound."""
+        errors = []
+        for stub in self._stubs:
+            try:
+                return await stub.cancel(request_id)
+            except (RequestNotFound, Unreachable) as error:
+                errors.append(error)
+        raise worst(errors)
+
+    async def tokenize(self, text: str, model: str = "") -> Sequence[int]:
+        """The token ids that `generate` would see."""
+        return await self._anywhere(lambda stub: stub.tokenize(model, text))
+
+    async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
+        """Text of token ids."""
+        return await self._anywhere(lambda stub: stub.detokenize(model, token_ids))
+
+    async def list_models(self) -> Sequence[ModelCard]:
+        """What can be asked for."""
+        return await self._anywhere(AsyncGenerationStub.list_models)
+
+    async def _anywhere(self, ask: Callable[[AsyncGenerationStub], Awaitable[T]]) -> T:
+        """The answer of the first router that gives one."""
+        now = asyncio.get_running_loop().time
+        place = self._rota.first(now())
+        for _ in self._stubs[1:]:
+            try:
+                return await ask(self._stubs[place])
+            except Unreachable:
+                self._rota.doubt(place, now())
+                place = self._rota.after(place, now())
+        return await ask(self._stubs[place])
+
+    async def close(self) -> None:
+        for stub in self._stubs:
+            await stub.close()
+
+    async def __aenter__(self) -> AsyncGenerationClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,149 @@
+"""The client's side of the public service on an event loop.
+
+A router that was killed resets its connections; one that was stopped, or whose machine is gone, says nothing. So while
+calls are open and none of them brings anything, the stub asks its router whether it is there: no answer means that it
+is lost, and every call of it ends with Unreachable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.errors import BatonError, Unreachable
+from baton.rpc import status
+from baton.rpc.channel import CHANNEL_OPTIONS
+from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
+from baton.v1 import generation_pb2 as generation
+from baton.v1 import generation_pb2_grpc
+
+_CALL_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 1.5
+_SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+
+_Stream = (
+    grpc.aio.UnaryStreamCall[generation.GenerateRequest, generation.GenerateResponse]
+    | (grpc.aio.UnaryStreamCall[generation.ResumeRequest, generation.GenerateResponse])
+)
+
+
+class AsyncGenerationStub:
+    """Messages in and out, BatonErrors raised. Belongs to one event loop."""
+
+    def __init__(self, address: str, silence_s: float | None = None) -> None:
+        """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
+        self._address = address
+        self._silence_s = silence_s
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._streams: set[_Stream] = set()
+        self._lost: set[_Stream] = set()
+        self._last_word = 0.0
+        self._vigil: asyncio.Task[None] | None = None
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s))
+
+    def resume(
+        self, request_id: str, positions: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
+        return self._events(self._stub.Resume(pb, timeout=timeout_s))
+
+    async def cancel(self, request_id: str) -> None:
+        async with self._translated():
+            await self._stub.Cancel(generation.CancelRequest(request_id=request_id), timeout=_CALL_TIMEOUT_S)
+
+    async def tokenize(self, model: str, text: str) -> list[int]:
+        async with self._translated():
+            request = generation.TokenizeRequest(model=model, text=text)
+            return list((await self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S)).token_ids)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        async with self._translated():
+            request = generation.DetokenizeRequest(model=model, token_ids=token_ids)
+            return str((await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S)).text)
+
+    async def list_models(self) -> list[ModelCard]:
+        async with self._translated():
+            response = await self._stub.ListModels(generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S)
+            return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
+
+    async def close(self) -> None:
+        if self._vigil is not None:
+            self._vigil.cancel()
+            await asyncio.gather(self._vigil, return_exceptions=True)
+        await self._channel.close(None)
+
+    async def _events(self, call: _Stream) -> AsyncGenerator[GenerateEvent, None]:
+        self._watch(call)
+        try:
+            async with self._translated():
+                async for response in call:
+                    self._last_word = asyncio.get_running_loop().time()
+                    event = event_from_pb(response)
+                    if isinstance(event, generation.Finished):
+                        metadata = [(key, value) for key, value in await call.trailing_metadata() or ()]
+                        yield finished_from_pb(event, metadata)
+                    else:
+                        yield event
+        except asyncio.CancelledError:
+            if call not in self._lost or _is_being_cancelled():
+                raise
+            raise Unreachable(f"{self._address} says nothing any more") from None
+        finally:
+            call.cancel()
+            self._streams.discard(call)
+            self._lost.discard(call)
+
+    def _watch(self, call: _Stream) -> None:
+        if self._silence_s is None:
+            return
+        self._streams.add(call)
+        self._last_word = max(self._last_word, asyncio.get_running_loop().time())
+        if self._vigil is None or self._vigil.done():
+            self._vigil = asyncio.create_task(self._keep_vigil(self._silence_s), name=f"vigil-{self._address}")
+
+    async def _keep_vigil(self, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while self._streams:
+            due = self._last_word + silence_s
+            if loop.time() < due:
+                await asyncio.sleep(due - loop.time())
+            elif await self._is_there():
+                self._last_word = loop.time()
+            elif loop.time() < self._last_word + silence_s + PROBE_TIMEOUT_S:
+                # It spoke, or could not be reached at all, which the calls hear themselves.
+                await asyncio.sleep(silence_s)
+            else:
+                self._lost |= self._streams
+                for call in list(self._streams):
+                    call.cancel()
+                return
+
+    async def _is_there(self) -> bool:
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in _SILENCE
+        return True
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except BatonError:
+            raise
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error, self._address) from error
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

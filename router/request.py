@@ -22,3 +22,7 @@ class ValidRequest:
     num_returned: int = 1
     """Sequences that the client gets, of the `sampling_params.n` that are generated; the best ones when it is fewer."""
     wants_logprobs: bool = False
+    ttft_slo_ms: float | None = None
+    """The longest that the first token may take, from the request's arrival at the router."""
+    tpot_slo_ms: float | None = None
+    """The longest mean time per output token after the first."""

@@ -63,6 +63,8 @@ def validate(
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
+    ttft_slo_ms = _milliseconds("ttft_slo_ms", raw.ttft_slo_ms)
+    tpot_slo_ms = _milliseconds("tpot_slo_ms", raw.tpot_slo_ms)
     best_of = _integer("best_of", n if raw.best_of is None else raw.best_of, n, MAX_SEQUENCES)
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # they are compared by them
@@ -78,6 +80,8 @@ def validate(
         cache_salt=raw.cache_salt,
         num_returned=n,
         wants_logprobs=raw.logprobs is not None,
+        ttft_slo_ms=ttft_slo_ms,
+        tpot_slo_ms=tpot_slo_ms,
     )
 
 
@@ -212,6 +216,13 @@ def _number(
     if not (low < value <= high if above_low else low <= value <= high):
         raise InvalidRequest(field, f"must be in {'(' if above_low else '['}{low:g}, {high:g}], not {value}")
     return float(value)
+
+
+def _milliseconds(field: str, value: float | None) -> float | None:
+    # Written so that NaN fails.
+    if value is not None and not 0.0 < value < math.inf:
+        raise InvalidRequest(field, f"must be a number of milliseconds above 0, not {value}")
+    return value
 
 
 def _integer(field: str, value: int, low: int, high: int) -> int:

@@ -61,7 +61,10 @@ def test_everything_at_its_bound_passes() -> None:
         logprobs=20,
         priority=-(2**31),
         cache_salt="salt",
+        ttft_slo_ms=1e-3,
+        tpot_slo_ms=1e9,
     )
+    assert (valid.ttft_slo_ms, valid.tpot_slo_ms) == (1e-3, 1e9)
     assert valid.prompt_token_ids == (16, 1, 20, 16)
     assert valid.sampling_params.seed == 2**64 - 1
     assert valid.sampling_params.is_greedy is False
@@ -134,6 +137,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("logit_bias", {"logit_bias": b}) for b in ({100: 1.0}, {1: NAN}, {1: -INF})],
     *[("priority", {"priority": p}) for p in (2**31, -(2**31) - 1)],
     *[("cache_salt", {"cache_salt": s}) for s in ("\0", "x" * 257)],
+    *[(slo, {slo: ms}) for slo in ("ttft_slo_ms", "tpot_slo_ms") for ms in (NAN, INF, 0.0, -1.0)],
     *[("model", {"model": m}) for m in ("other", "Demo", "x" * 10_000)],
 ]
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench_engine import engine
+from baton.cli.bench_router import router
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -26,6 +27,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("handoff")(handoff)
     group.command("engine")(engine)
     group.command("scheduler")(scheduler)
+    group.command("router")(router)
     app.add_typer(group, name=name)
 
 

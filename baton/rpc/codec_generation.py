@@ -195,6 +195,11 @@ def event_from_pb(
     raise BatonError("the server sent an event that this client does not know; is it newer than the client?")
 
 
+def event_from_bytes(data: bytes) -> Accepted | Chunk | SequenceFinished | generation.Finished:
+    """One event of a stream, as it was on the wire."""
+    return event_from_pb(generation.GenerateResponse.FromString(data))
+
+
 def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:
     """The terminal event, with the path from the trailing metadata (absent keys become empty)."""
     found = {key: value for key, value in metadata if isinstance(value, str)}

@@ -1,0 +1,178 @@
+"""Clients that only read: thousands of streams in one process, each token's way through the router timed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.bench.http2_client import Http2Connection
+from baton.bench.relay_nodes import RelayNodes, RelayStream
+from baton.errors import BatonError
+from baton.rpc.codec_generation import event_from_bytes, request_to_pb
+from baton.rpc.messages import Accepted, Chunk, GenerateRequest
+
+_GENERATE = "/baton.v1.Generation/Generate"
+_CHECKED_EVERY = 64
+"""One stream of so many keeps its text, to be compared."""
+
+OnTokens = Callable[[int, int, str], None]
+"""Of a chunk: index of the first token, number of tokens, text."""
+OnEnd = Callable[[str], None]
+"""Called once: with nothing, or with what went wrong."""
+
+
+class Front(Protocol):
+    """A way into the router."""
+
+    async def open(self, address: str, connections: int) -> None:
+        """Connect to HOST:PORT."""
+        ...
+
+    def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
+        """Send a request; returns what cancels it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrpcFront:
+    """The gRPC service, over a few connections."""
+
+    def __init__(self) -> None:
+        self._connections: list[Http2Connection] = []
+        self._calls = 0
+
+    async def open(self, address: str, connections: int) -> None:
+        host, port = address.rsplit(":", 1)
+        self._connections = [await Http2Connection.open(host, int(port), _GENERATE) for _ in range(connections)]
+
+    def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
+        self._calls += 1
+        connection = self._connections[self._calls % len(self._connections)]
+        is_finished = False
+
+        def on_messages(messages: Sequence[bytes]) -> None:
+            nonlocal is_finished
+            for message in messages:
+                event = event_from_bytes(message)
+                if isinstance(event, Chunk):
+                    on_tokens(event.first_index, len(event.token_ids), event.text)
+                elif not isinstance(event, Accepted):
+                    is_finished = True
+
+        def ended(error: str) -> None:
+            on_end(error if error or is_finished else "the stream ended without an answer")
+
+        stream = connection.call(request_to_pb(request).SerializeToString(), on_messages, ended)
+        return lambda: connection.cancel(stream)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+
+class RelayClients:
+    """Opens streams and keeps count. `begin` and `taken` enclose a measurement."""
+
+    def __init__(self, front: Front, nodes: RelayNodes, prompt: str, decode: Callable[[Sequence[int]], str]) -> None:
+        self._front = front
+        self._nodes = nodes
+        self._prompt = prompt
+        self._decode = decode
+        self._cancels: dict[str, Callable[[], None]] = {}
+        self._opened = 0
+        self._changed = asyncio.Event()
+        self.max_tokens = 1 << 16
+        """Of the next streams."""
+        self.is_replacing = False
+        """Open another stream when one ends."""
+        self.failures: list[str] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.num_tokens = self.num_messages = self.num_finished = 0
+        self.latencies = array("f")
+        """Seconds of each token, from its step's report to its client."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._cancels)
+
+    def open(self, count: int = 1) -> None:
+        """Open streams, as many as that."""
+        for _ in range(count):
+            self._open_one()
+
+    def cancel_all(self) -> None:
+        for cancel in list(self._cancels.values()):
+            cancel()
+        self._cancels.clear()
+        self._nodes.forget()
+
+    async def until(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Return once it is so; raises BatonError for a stream that failed, and when it takes too long."""
+        async with asyncio.timeout(timeout_s):
+            while not is_so():
+                self.raise_failure()
+                self._changed.clear()
+                await self._changed.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        if self.failures:
+            raise BatonError(f"{len(self.failures)} streams failed; the first: {self.failures[0]}")
+
+    def _open_one(self) -> None:
+        self._opened += 1
+        name = f"bench-{self._opened}"
+        stream = RelayStream(name, self._opened * 7 % len(self._nodes.script), self.max_tokens)
+        self._nodes.streams[name] = stream
+        kept: list[str] | None = [] if self._opened % _CHECKED_EVERY == 0 else None
+
+        def on_tokens(first_index: int, count: int, text: str) -> None:
+            self._read(stream, first_index, count)
+            if kept is not None:
+                kept.append(text)
+
+        def on_end(error: str) -> None:
+            self._ended(stream, error, None if kept is None else "".join(kept))
+
+        request = GenerateRequest(self._prompt, name, temperature=0.0, max_tokens=stream.max_tokens, ignore_eos=True)
+        self._cancels[name] = self._front.call(request, on_tokens, on_end)
+
+    def _read(self, stream: RelayStream, first_index: int, count: int) -> None:
+        now = time.monotonic()
+        if first_index != stream.num_read and count:
+            self.failures.append(f"{stream.request_id}: token {first_index} after {stream.num_read} tokens")
+        for index in range(first_index, first_index + count):
+            self.latencies.append(now - stream.sent_at[index])
+        stream.num_read += count
+        self.num_tokens += count
+        self.num_messages += 1
+        self._changed.set()
+        node = stream.node
+        if node is not None and count:
+            node.unread -= count if first_index else count - 1  # the first one came from the prefill node
+            if node.on_read is not None:
+                node.on_read(node)
+
+    def _ended(self, stream: RelayStream, error: str, text: str | None) -> None:
+        self._cancels.pop(stream.request_id, None)
+        self._nodes.streams.pop(stream.request_id, None)
+        script = self._nodes.script
+        if not error and stream.num_read != stream.max_tokens:
+            error = f"{stream.num_read} tokens of {stream.max_tokens}"
+        if not error and text is not None:
+            tokens = [script[(stream.offset + index) % len(script)] for index in range(stream.max_tokens)]
+            error = "" if text == self._decode(tokens) else f"not the text of its tokens: {text[:80]!r}"
+        if error:
+            self.failures.append(f"{stream.request_id}: {error}")
+        else:
+            self.num_finished += 1
+        self._changed.set()
+        if self.is_replacing:
+            self._open_one()

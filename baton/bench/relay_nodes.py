@@ -1,0 +1,261 @@
+"""Nodes that compute nothing: they speak the real Attach wire and say what a script holds, one report a step.
+
+All of them live on one event loop, together with the clients: one reading of the clock when a step's report is sent,
+one when its tokens are read, and nothing to compare between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from baton.engine.request import Leg
+from baton.ids import AttemptKey
+from baton.rpc.messages import (
+    HEARTBEAT_S,
+    Abort,
+    LoadReport,
+    NodeDescription,
+    NodeReport,
+    Outcome,
+    RequestDelta,
+    Role,
+    RouterMessage,
+    StageTimings,
+    StepFigures,
+    StepReport,
+    Submit,
+    TraceEvent,
+)
+from baton.rpc.node_service import SERVICE_NAME, NodeServicer
+from baton.rpc.server import RpcServer
+
+NUM_BLOCKS = 1 << 20
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 1 << 20
+_TIMINGS = StageTimings(queue_ms=0.1, prefill_ms=5.0, transfer_ms=1.0, kv_bytes=1 << 20)
+
+
+class RelayStream:
+    """One request: what its nodes say of it, when they said it, and how much of it its client has read."""
+
+    __slots__ = ("max_tokens", "node", "num_read", "offset", "request_id", "sent_at", "waiting")
+
+    def __init__(self, request_id: str, offset: int, max_tokens: int) -> None:
+        self.request_id = request_id
+        self.offset = offset
+        """Where in the script its tokens begin."""
+        self.max_tokens = max_tokens
+        self.sent_at: list[float] = []
+        """When each token's report was sent, seconds on the monotonic clock."""
+        self.num_read = 0
+        self.node: RelayNode | None = None
+        """Where it decodes."""
+        self.waiting: tuple[RelayNode, AttemptKey] | None = None
+        """A decode leg whose prompt is not computed yet."""
+
+
+class RelayNodes:
+    """Every simulated node of a cluster: half of them compute prompts, the others decode."""
+
+    def __init__(self, count: int, model: str, vocab_size: int, script: Sequence[int]) -> None:
+        self.script = script
+        self.streams: dict[str, RelayStream] = {}
+        self.paused = False
+        """Decode nodes take no steps."""
+        self.nodes = [RelayNode(self, _description(index, count, model, vocab_size)) for index in range(count)]
+
+    @property
+    def decoding(self) -> Sequence[RelayNode]:
+        return [node for node in self.nodes if node.description.role is Role.DECODE]
+
+    async def start(self) -> None:
+        for node in self.nodes:
+            await node.start()
+
+    def forget(self) -> None:
+        """All clients have gone."""
+        self.streams.clear()
+        for node in self.nodes:
+            node.unread = 0
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(node.stop() for node in self.nodes))
+
+    async def beat(self) -> None:
+        """Show signs of life for ever, one node after the other as if each had its own clock."""
+        while True:
+            for node in self.nodes:
+                await asyncio.sleep(HEARTBEAT_S / 2 / len(self.nodes))
+                node.beat()
+
+
+class RelayNode:
+    """One of them, behind a server of its own; see `baton.rpc.node_service.NodeHandler`."""
+
+    def __init__(self, owner: RelayNodes, description: NodeDescription) -> None:
+        self._owner = owner
+        self._server = RpcServer((SERVICE_NAME,))
+        port = self._server.bind("127.0.0.1", 0)
+        self.description = replace(description, address=f"127.0.0.1:{port}")
+        NodeServicer(self).add_to_server(self._server.server)
+        self._port: _Port | None = None
+        self._running: dict[AttemptKey, RelayStream] = {}
+        self.unread = 0
+        """Tokens that were sent and that their clients have not read."""
+        self.on_read: Callable[[RelayNode], None] | None = None
+        """Told when clients read tokens of this node."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    def step(self) -> None:
+        """One token for every running request, in one report."""
+        if self._port is None or not self._running or self._owner.paused:
+            return
+        now, script = time.monotonic(), self._owner.script
+        deltas, ended = [], []
+        for attempt, stream in self._running.items():
+            index = len(stream.sent_at)
+            stream.sent_at.append(now)
+            token = (script[(stream.offset + index) % len(script)],)
+            if index == stream.max_tokens - 1:
+                ended.append(attempt)
+                deltas.append(RequestDelta(attempt, index, token, outcome=Outcome.LENGTH, timings=_TIMINGS))
+            else:
+                deltas.append(RequestDelta(attempt, index, token))
+        self.unread += len(deltas)
+        for attempt in ended:
+            del self._running[attempt]
+        step = StepFigures(10.0, 0, len(deltas), 100 * len(deltas))
+        self._port.put(StepReport(deltas, self.load(), step=step))
+
+    def beat(self) -> None:
+        """A sign of life, if nothing else was said lately."""
+        if self._port is not None:
+            self._port.beat(self.load())
+
+    def receive(self, message: RouterMessage) -> None:
+        """Work from the router."""
+        if isinstance(message, Abort):
+            self._running.pop(message.attempt, None)
+        elif isinstance(message, Submit):
+            stream = self._owner.streams.get(message.attempt.request_id)
+            if stream is None:  # its client has gone already
+                self._running.pop(message.attempt, None)
+            elif message.leg is Leg.DECODE and not stream.sent_at:
+                stream.waiting = (self, message.attempt)
+            elif message.leg is Leg.DECODE:
+                self.run(message.attempt, stream)
+            else:
+                self._compute_prompt(message, stream)
+
+    def run(self, attempt: AttemptKey, stream: RelayStream) -> None:
+        """The prompt's KV is here: the request takes part in the next step."""
+        stream.node = self
+        self._running[attempt] = stream
+
+    def _compute_prompt(self, submit: Submit, stream: RelayStream) -> None:
+        if self._port is None:
+            return
+        first = self._owner.script[stream.offset % len(self._owner.script)]
+        is_all = stream.max_tokens == 1 or submit.leg is Leg.WHOLE
+        outcome = Outcome.LENGTH if is_all else Outcome.HANDED_OFF
+        stream.sent_at.append(time.monotonic())
+        self._port.put(
+            StepReport([RequestDelta(submit.attempt, 0, (first,), outcome=outcome, timings=_TIMINGS)], self.load())
+        )
+        if stream.waiting is not None:
+            node, attempt = stream.waiting
+            node.run(attempt, stream)
+
+    def load(self) -> LoadReport:
+        return LoadReport(running=len(self._running), total_blocks=NUM_BLOCKS, free_blocks=NUM_BLOCKS)
+
+    def open_port(self, router_id: str, router_incarnation: str = "") -> _Port:
+        self._port = _Port(self)
+        return self._port
+
+    def describe(self) -> NodeDescription:
+        return self.description
+
+    def report(self) -> NodeReport:
+        return NodeReport(self.description, self.load())
+
+    def drain(self) -> None:
+        """Nothing to wait for."""
+
+    def trace(self, after: int) -> Sequence[TraceEvent]:
+        return ()
+
+
+class _Port:
+    """The router's end of a node; see `baton.rpc.node_service.RouterPort`."""
+
+    def __init__(self, node: RelayNode) -> None:
+        self._node = node
+        self._reports: deque[StepReport | None] = deque()
+        self._filled = asyncio.Event()
+        self._is_quiet = True
+
+    def receive(self, message: RouterMessage) -> None:
+        self._node.receive(message)
+
+    def refuse(self, attempt: AttemptKey, error: str) -> None:
+        self.put(StepReport([RequestDelta(attempt, outcome=Outcome.ERROR, error=error)], self._node.load()))
+
+    def put(self, report: StepReport | None) -> None:
+        self._is_quiet = False
+        self._reports.append(report)
+        self._filled.set()
+
+    def beat(self, load: LoadReport) -> None:
+        if self._is_quiet:
+            self.put(StepReport((), load))
+        self._is_quiet = True
+
+    async def reports(self) -> AsyncIterator[StepReport]:
+        while True:
+            while self._reports:
+                report = self._reports.popleft()
+                if report is None:
+                    return
+                yield report
+            self._filled.clear()
+            await self._filled.wait()
+
+    def close(self) -> None:
+        self.put(None)
+
+
+def _description(index: int, count: int, model: str, vocab_size: int) -> NodeDescription:
+    role = Role.PREFILL if index < count // 2 else Role.DECODE
+    name = f"{role.value}-{index}"
+    return NodeDescription(
+        node_id=name,
+        incarnation=f"{name}.bench",
+        role=role,
+        address="",
+        pid=1,
+        version="bench",
+        model=model,
+        model_fingerprint="bench",
+        dtype="bfloat16",
+        numerics="bench",
+        bit_exact=True,
+        vocab_size=vocab_size,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        eos_token_ids=frozenset(),
+    )

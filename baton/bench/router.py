@@ -1,0 +1,364 @@
+"""What one router core sustains: `baton bench router`.
+
+The real router process has a core to itself. Another one has simulated nodes, which answer over the real wire, and the
+clients, which read. Both are one process, so each token's way is timed by one clock: from the moment its node sends the
+step's report to the moment its client has read it, whatever lies between, the nodes' and clients' own work included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from baton.bench.host import processor
+from baton.bench.relay_clients import Front, GrpcFront, RelayClients
+from baton.bench.relay_nodes import RelayNode, RelayNodes
+from baton.bench.router_process import RouterProcess, node_record, router_process
+from baton.bench.spread import Spread
+from baton.errors import ConfigError
+from baton.ids import AttemptKey
+from baton.rpc.messages import NodeDescription
+from baton.text.model_files import read_model_files
+from baton.text.tokenizer import Tokenizer
+from router.placement import Demand, choose
+from router.view import ClusterView
+
+_STEPS_UNREAD = 4
+"""A node that takes steps as fast as clients read lets so many of them be unread."""
+_WARM_UP_STREAMS = 64
+_SETTLE_S = 1.0
+_TEXT = (
+    "The runner who finishes the first leg hands the baton to the second. It is passed in the air, at speed, within "
+    "twenty metres, and a team whose hands are sure can beat one whose legs are faster. "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBenchConfig:
+    """What to measure."""
+
+    model_dir: Path
+    """Of its tokenizer alone."""
+    streams: int = 1000
+    nodes: int = 64
+    front: str = "grpc"
+    connections: int = 8
+    rounds: int = 5
+    round_s: float = 2.0
+    tokens_per_s: float = 25_000.0
+    """At which the added latency is measured."""
+    requests_per_s: float = 500.0
+    """Likewise, in the mixed load: streams end and begin at this rate."""
+    pending_requests: int = 128
+    """Requests that are open at once where only requests are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """One kind of load: medians over its rounds, with their spread."""
+
+    tokens_per_s: Spread
+    requests_per_s: Spread
+    """That ended."""
+    tokens_per_message: float
+    latency_ms_p50: Spread
+    """Of a token, from its step's report to its client."""
+    latency_ms_p99: Spread
+    router_cpu: float
+    """Share of its core."""
+    load_cpu: float
+    """Share of the other core that nodes and clients take: near 1 they are the bottleneck, not the router."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """What one router core does."""
+
+    processor: str
+    front: str
+    streams: int
+    nodes: int
+    kb_per_stream: float
+    """Memory of an open stream in the router, thousands of bytes."""
+    router_mb: float
+    """Memory of the router before."""
+    placement_us: Spread
+    relay: LoadFigures
+    """As many tokens as get through: nodes step as soon as clients have read."""
+    half: LoadFigures
+    """Tokens at the given rate."""
+    mixed: LoadFigures
+    """Tokens and requests at the given rates."""
+    requests: LoadFigures
+    """As many requests as get through, of two tokens each."""
+
+
+def run(config: RouterBenchConfig) -> RouterReport:
+    """Measure; raises ConfigError without a second core, and whatever a request raises."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("the router needs a core of its own: run on two or more")
+    if config.nodes < 2:
+        raise ConfigError("there must be two nodes at least")
+    os.sched_setaffinity(0, {cores[-1]})
+    try:
+        return asyncio.run(_run(config, router_core=cores[0]))
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
+    bench = _Bench(config)
+    async with bench.running(router_core) as router:
+        await bench.warm_up()
+        before = router.rss()
+        await bench.open_idle_streams()
+        after = router.rss()
+        relay = await bench.relay()
+        half = await bench.steady()
+        await bench.end_streams()
+        mixed = await bench.mixed()
+        await bench.end_streams()
+        requests = await bench.requests()
+        await bench.end_streams()
+    return RouterReport(
+        processor=processor(),
+        front=config.front,
+        streams=config.streams,
+        nodes=config.nodes,
+        kb_per_stream=(after - before) / config.streams / 1e3,
+        router_mb=before / 1e6,
+        placement_us=placement_us(bench.descriptions),
+        relay=relay,
+        half=half,
+        mixed=mixed,
+        requests=requests,
+    )
+
+
+class _Bench:
+    """Nodes, clients and a router, and the loads that they are put under."""
+
+    def __init__(self, config: RouterBenchConfig) -> None:
+        self._config = config
+        tokenizer = Tokenizer.load(config.model_dir)
+        vocab_size = read_model_files(config.model_dir).vocab_size
+        self._nodes = RelayNodes(config.nodes, "bench", vocab_size, tokenizer.encode(_TEXT))
+        self._front = _front(config.front)
+        self._clients = RelayClients(self._front, self._nodes, _TEXT[:120], tokenizer.decode)
+        self._router: RouterProcess | None = None
+
+    @property
+    def descriptions(self) -> Sequence[NodeDescription]:
+        return [node.description for node in self._nodes.nodes]
+
+    @asynccontextmanager
+    async def running(self, router_core: int) -> AsyncIterator[RouterProcess]:
+        """Everything is there, and gone on exit."""
+        await self._nodes.start()
+        beating = asyncio.create_task(self._nodes.beat())
+        gc.disable()
+        try:
+            async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
+                self._router = router
+                await self._front.open(router.addresses.address, self._config.connections)
+                yield router
+                self._front.close()
+        finally:
+            gc.enable()
+            beating.cancel()
+            await self._nodes.stop()
+
+    async def warm_up(self) -> None:
+        self._clients.max_tokens = 32
+        self._clients.open(_WARM_UP_STREAMS)
+        async with self._stepping_when_read():
+            await self._clients.until(lambda: self._clients.num_open == 0)
+        await asyncio.sleep(_SETTLE_S)
+
+    async def open_idle_streams(self) -> None:
+        """Streams that have brought one token and bring no more."""
+        clients = self._clients
+        clients.begin()
+        self._nodes.paused = True
+        clients.max_tokens = 1 << 16
+        while (opened := clients.num_open) < self._config.streams:
+            clients.open(min(100, self._config.streams - opened))
+            await clients.until(lambda: clients.num_tokens == clients.num_open)
+        await asyncio.sleep(_SETTLE_S)
+        self._nodes.paused = False
+
+    async def relay(self) -> LoadFigures:
+        async with self._stepping_when_read():
+            return await self._measure()
+
+    async def steady(self) -> LoadFigures:
+        async with self._stepping_at(self._config.tokens_per_s / self._config.streams):
+            return await self._measure()
+
+    async def mixed(self) -> LoadFigures:
+        """Streams that all live equally long, and are at all ages."""
+        config, clients = self._config, self._clients
+        tokens_each = max(2, round(config.tokens_per_s / config.requests_per_s))
+        clients.is_replacing = True
+        async with self._stepping_at(config.tokens_per_s / config.streams):
+            life_s = config.streams / config.requests_per_s
+            started = time.monotonic()
+            for number in range(config.streams):
+                clients.max_tokens = tokens_each
+                clients.open()
+                await asyncio.sleep(max(0.0, started + life_s * number / config.streams - time.monotonic()))
+            return await self._measure()
+
+    async def requests(self) -> LoadFigures:
+        clients = self._clients
+        clients.is_replacing = True
+        clients.max_tokens = 2
+        async with self._stepping_at(200.0):
+            clients.open(self._config.pending_requests)
+            return await self._measure()
+
+    async def end_streams(self) -> None:
+        self._clients.is_replacing = False
+        self._clients.cancel_all()
+        await asyncio.sleep(_SETTLE_S)
+
+    @asynccontextmanager
+    async def _stepping_when_read(self) -> AsyncIterator[None]:
+        """Each node steps as soon as few enough of its tokens are unread."""
+        loop = asyncio.get_running_loop()
+        due: set[RelayNode] = set()
+
+        def step(node: RelayNode) -> None:
+            due.discard(node)
+            if is_on and node.num_running and node.unread <= (_STEPS_UNREAD - 1) * node.num_running:
+                node.step()
+                wake(node)
+
+        def wake(node: RelayNode) -> None:
+            if node not in due and node.unread <= (_STEPS_UNREAD - 1) * node.num_running:
+                due.add(node)
+                loop.call_soon(step, node)
+
+        async def look() -> None:
+            while True:  # a node that had nothing to run hears of nobody's reading
+                for node in self._nodes.decoding:
+                    wake(node)
+                await asyncio.sleep(0.01)
+
+        is_on = True
+        looking = asyncio.create_task(look())
+        for node in self._nodes.decoding:
+            node.on_read = wake
+        try:
+            yield
+        finally:
+            is_on = False
+            looking.cancel()
+            for node in self._nodes.decoding:
+                node.on_read = None
+
+    @asynccontextmanager
+    async def _stepping_at(self, steps_per_s: float) -> AsyncIterator[None]:
+        """Each node steps at this rate, all at times of their own."""
+        loop = asyncio.get_running_loop()
+        rng = Random(0)
+        timers: dict[RelayNode, asyncio.TimerHandle] = {}
+
+        def step(node: RelayNode, due: float) -> None:
+            node.step()
+            timers[node] = loop.call_at(due + 1 / steps_per_s, step, node, due + 1 / steps_per_s)
+
+        start = loop.time()
+        for node in self._nodes.decoding:
+            due = start + rng.random() / steps_per_s
+            timers[node] = loop.call_at(due, step, node, due)
+        try:
+            yield
+        finally:
+            for timer in timers.values():
+                timer.cancel()
+
+    async def _measure(self) -> LoadFigures:
+        clients, router = self._clients, self._router
+        assert router is not None
+        await asyncio.sleep(_SETTLE_S)
+        rounds = []
+        for _ in range(self._config.rounds):
+            gc.collect()
+            clients.begin()
+            started, router_cpu, load_cpu = time.monotonic(), router.cpu_s(), time.process_time()
+            await asyncio.sleep(self._config.round_s)
+            clients.raise_failure()
+            took = time.monotonic() - started
+            rounds.append(
+                _Round(
+                    tokens_per_s=clients.num_tokens / took,
+                    requests_per_s=clients.num_finished / took,
+                    tokens_per_message=clients.num_tokens / max(1, clients.num_messages),
+                    p50=_quantile(clients.latencies, 0.5),
+                    p99=_quantile(clients.latencies, 0.99),
+                    router_cpu=(router.cpu_s() - router_cpu) / took,
+                    load_cpu=(time.process_time() - load_cpu) / took,
+                )
+            )
+        return _figures(rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    tokens_per_s: float
+    requests_per_s: float
+    tokens_per_message: float
+    p50: float
+    p99: float
+    router_cpu: float
+    load_cpu: float
+
+
+def _figures(rounds: Sequence[_Round]) -> LoadFigures:
+    return LoadFigures(
+        tokens_per_s=Spread.of([one.tokens_per_s for one in rounds]),
+        requests_per_s=Spread.of([one.requests_per_s for one in rounds]),
+        tokens_per_message=median(one.tokens_per_message for one in rounds),
+        latency_ms_p50=Spread.of([one.p50 for one in rounds], 1e3),
+        latency_ms_p99=Spread.of([one.p99 for one in rounds], 1e3),
+        router_cpu=median(one.router_cpu for one in rounds),
+        load_cpu=median(one.load_cpu for one in rounds),
+    )
+
+
+def _quantile(values: array[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _front(name: str) -> Front:
+    if name == "grpc":
+        return GrpcFront()
+    raise ConfigError(f"there is no front {name!r}")
+
+
+def placement_us(descriptions: Sequence[NodeDescription], rounds: int = 500) -> Spread:
+    """Microseconds to choose nodes for one request, from the router's view of so many."""
+    view = ClusterView()
+    view.registered([node_record(node) for node in descriptions])
+    for node in descriptions:
+        view.attached(node, 0.0)
+    demand = Demand(descriptions[0].model, 1024, 256)
+    took = []
+    for number in range(rounds):
+        started = time.perf_counter()
+        placement = choose(view.candidates(), demand)
+        took.append(time.perf_counter() - started)
+        view.dispatched(placement.decode.incarnation, AttemptKey(str(number), 1))
+    return Spread.of(took, 1e6)

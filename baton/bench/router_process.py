@@ -1,0 +1,137 @@
+"""A real router for a benchmark, with a core to itself and a Redis of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.observe.ready import Failed, Ready, parse_announcement
+from baton.registry import NodeRecord
+from baton.registry.embedded import READY_WORDS, embedded_redis
+from baton.registry.registry import Registry
+from baton.rpc.messages import NodeDescription
+
+_CLUSTER = "bench"
+_LEASE_S = 60.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcess:
+    """A running router."""
+
+    pid: int
+    addresses: Ready
+
+    def rss(self) -> int:
+        """Bytes of memory that it has."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has used, all threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+@asynccontextmanager
+async def router_process(nodes: Sequence[NodeDescription], model_dir: Path, core: int) -> AsyncIterator[RouterProcess]:
+    """A router on `core` that all `nodes` are attached to; everything has ended on exit. Raises ConfigError."""
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as place, _redis(Path(place)) as url:
+        registry = Registry.connect(url, _CLUSTER)
+        try:
+            for node in nodes:
+                await registry.lease(node_record(node))
+            process, ready = await asyncio.to_thread(_start, url, model_dir, core, len(nodes))
+            try:
+                yield RouterProcess(process.pid, ready)
+            finally:
+                process.terminate()
+                await asyncio.to_thread(process.wait)
+        finally:
+            await registry.close()
+
+
+@contextmanager
+def _redis(run_dir: Path) -> Iterator[str]:
+    redis = embedded_redis(run_dir)
+    with subprocess.Popen(redis.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            assert process.stdout is not None
+            if not any(READY_WORDS in line.lower() for line in process.stdout):
+                raise ConfigError("the benchmark's redis-server did not start")
+            yield redis.url
+        finally:
+            process.terminate()
+            process.wait()
+            redis.remove_socket()
+
+
+def _start(url: str, model_dir: Path, core: int, await_nodes: int) -> tuple[subprocess.Popen[bytes], Ready]:
+    read_end, write_end = os.pipe()
+    flags = {
+        "--registry": url,
+        "--cluster": _CLUSTER,
+        "--router-id": "router-bench",
+        "--model": str(model_dir),
+        "--model-name": "bench",
+        "--grpc-port": "0",
+        "--await-nodes": str(await_nodes),
+        "--drain-s": "0",
+        "--notify-fd": str(write_end),
+    }
+    words = [sys.executable, "-P", "-m", "baton.cli.main", "router"]
+    with open(read_end, "rb") as announcements:
+        cores = os.sched_getaffinity(0)
+        try:
+            # The child inherits this thread's core. (A function to be called in the child would mean fork, which
+            # disturbs gRPC's threads.)
+            os.sched_setaffinity(0, {core})
+            process = subprocess.Popen(
+                [*words, *(word for pair in flags.items() for word in pair)],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[write_end],
+            )
+        finally:
+            os.close(write_end)
+            os.sched_setaffinity(0, cores)
+        line = announcements.readline()
+    news = parse_announcement(line) if line else Failed("it ended", 1)
+    if isinstance(news, Failed):
+        process.kill()
+        process.wait()
+        raise ConfigError(f"the benchmark's router did not start: {news.error}")
+    return process, news
+
+
+def node_record(node: NodeDescription) -> NodeRecord:
+    """What the registry has of a simulated node."""
+    return NodeRecord(
+        name=node.node_id,
+        role="prefill" if node.role.value == "prefill" else "decode",
+        incarnation=node.incarnation,
+        address=node.address,
+        pid=node.pid,
+        version=node.version,
+        started_at=1.0,
+        lease_s=_LEASE_S,
+        model=node.model,
+        model_fingerprint=node.model_fingerprint,
+        dtype=node.dtype,
+        numerics=node.numerics,
+        bit_exact=node.bit_exact,
+        vocab_size=node.vocab_size,
+        max_model_len=node.max_model_len,
+        block_size=node.block_size,
+        num_blocks=node.num_blocks,
+        eos_token_ids=node.eos_token_ids,
+    )

@@ -1,0 +1,101 @@
+"""`baton bench router`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.config import bundled_model_dir
+
+if TYPE_CHECKING:
+    from baton.bench.router import RouterReport
+    from baton.bench.spread import Spread
+
+
+class Front(enum.StrEnum):
+    """Ways into the router."""
+
+    GRPC = "grpc"
+
+
+def router(
+    streams: Annotated[list[int] | None, typer.Option(help="Open streams; may be repeated. Default: 1000.")] = None,
+    nodes: Annotated[int, typer.Option(help="Simulated nodes.", min=2)] = 64,
+    front: Annotated[Front, typer.Option(help="The clients' way in.")] = Front.GRPC,
+    connections: Annotated[int, typer.Option(help="Connections that the streams share.", min=1)] = 8,
+    tokens_per_s: Annotated[float, typer.Option(help="Rate for the added latency.", min=1)] = 25_000.0,
+    requests_per_s: Annotated[float, typer.Option(help="Likewise, in the mixed load.", min=1)] = 500.0,
+    rounds: Annotated[int, typer.Option(help="Rounds to take the medians of.", min=1)] = 5,
+    round_s: Annotated[float, typer.Option(help="Seconds of each.", min=0.1)] = 2.0,
+    model: Annotated[Path | None, typer.Option(help="Whose tokenizer is used. Default: the bundled model.")] = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure what one router core sustains: simulated nodes, real processes, real text.
+
+    The router has a core to itself; nodes and clients, one process, have another. LATENCY is a token's way from its
+    node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near 1,
+    nodes and clients are the bottleneck. Run it on an otherwise idle machine of two cores or more.
+    """
+    from baton.bench.router import RouterBenchConfig, run
+
+    reports = []
+    for count in streams or [1000]:
+        if output is Format.TEXT:
+            note(f"measuring with {count} streams")
+        reports.append(
+            run(
+                RouterBenchConfig(
+                    model_dir=model or bundled_model_dir(),
+                    streams=count,
+                    nodes=nodes,
+                    front=front.value,
+                    connections=connections,
+                    tokens_per_s=tokens_per_s,
+                    requests_per_s=requests_per_s,
+                    rounds=rounds,
+                    round_s=round_s,
+                )
+            )
+        )
+    if output is Format.JSON:
+        print_json([asdict(report) for report in reports])
+    elif output is Format.YAML:
+        print_yaml([asdict(report) for report in reports])
+    else:
+        for report in reports:
+            _print(report)
+
+
+def _print(report: RouterReport) -> None:
+    say(
+        f"{report.streams} streams over {report.front}, {report.nodes} nodes, {report.processor}: "
+        f"{report.kb_per_stream:.1f} kB per stream over {report.router_mb:.0f} MB; "
+        f"placement {_spread(report.placement_us)} us"
+    )
+    loads = {"relay": report.relay, "half": report.half, "mixed": report.mixed, "requests": report.requests}
+    print_table(
+        ["LOAD", "TOKENS/S", "REQUESTS/S", "PER MESSAGE", "LATENCY P50 MS", "P99 MS", "CPU ROUTER", "CPU LOAD"],
+        [
+            [
+                name,
+                _spread(load.tokens_per_s),
+                _spread(load.requests_per_s),
+                f"{load.tokens_per_message:.2f}",
+                _spread(load.latency_ms_p50),
+                _spread(load.latency_ms_p99),
+                f"{load.router_cpu:.2f}",
+                f"{load.load_cpu:.2f}",
+            ]
+            for name, load in loads.items()
+        ],
+    )
+
+
+def _spread(spread: Spread) -> str:
+    digits = 0 if spread.median >= 100 else 2
+    return f"{spread.median:.{digits}f} [{spread.p10:.{digits}f}, {spread.p90:.{digits}f}]"

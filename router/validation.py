@@ -60,6 +60,8 @@ def validate(
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
+    if raw.json_schema:
+        raise InvalidRequest("json_schema", "is not served yet")
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)

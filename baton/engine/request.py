@@ -90,6 +90,8 @@ class SamplingParams:
     """Beams of a beam search (see beam_search.py), which draws nothing; 0: none."""
     length_penalty: float = 1.0
     early_stopping: bool = False
+    json_schema: str = ""
+    """What the output must fit, as text (see grammar.py); empty: anything."""
 
     @property
     def is_greedy(self) -> bool:

@@ -28,6 +28,7 @@ _OPTIONAL_FIELDS = (
     "beam_width",
     "length_penalty",
     "early_stopping",
+    "json_schema",
 )
 _SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 _FINISH_REASONS = {

@@ -30,6 +30,7 @@ def sampling_to_pb(params: SamplingParams) -> generation.SamplingParams:
         beam_width=params.beam_width or None,
         length_penalty=params.length_penalty if params.beam_width else None,
         early_stopping=params.early_stopping if params.beam_width else None,
+        json_schema=params.json_schema or None,
     )
 
 
@@ -54,6 +55,7 @@ def sampling_from_pb(pb: generation.SamplingParams) -> SamplingParams:
         beam_width=pb.beam_width,
         length_penalty=pb.length_penalty if pb.HasField("length_penalty") else 1.0,
         early_stopping=pb.early_stopping,
+        json_schema=pb.json_schema,
     )
 
 

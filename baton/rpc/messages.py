@@ -334,6 +334,8 @@ class GenerateRequest:
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
+    json_schema: str | None = None
+    """What the answer must fit, as text; `{"type": "object"}` is any JSON object."""
     priority: int = 0
     cache_salt: str = ""
     ttft_slo_ms: float | None = None

@@ -61,6 +61,7 @@ PARAMS = SamplingParams(
     beam_width=4,
     length_penalty=0.5,
     early_stopping=True,
+    json_schema='{"enum": ["ü"]}',
 )
 LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
@@ -207,6 +208,7 @@ def test_requests_keep_what_is_present_and_nothing_else() -> None:
         beam_width=3,
         length_penalty=0.0,
         early_stopping=False,
+        json_schema="{}",
         priority=-1,
         cache_salt="s",
     )

@@ -31,35 +31,43 @@ class ClusterView:
 
 
 def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) -> ClusterView:
-    """Ask the router, and the supervisor's state beside it.
+    """Ask a router, one after the other until one answers, and the supervisor's state beside it.
 
     Raises Unreachable when there is nothing to ask, and DeadlineExceeded when who is asked by address is silent. When
-    the router of a live supervisor's cluster does not answer, the health is `unavailable`.
+    no router of a live supervisor's cluster answers, the health is `unavailable`.
     """
+    if address is not None:
+        try:
+            return combine(_ask(address, timeout_s), "", None)
+        except Unreachable as error:
+            raise Unreachable(f"{error}: is this the router's operator address?") from None
+    state = local_cluster(run_dir).state
+    problems: list[str] = []
+    for where in state.operator_addresses:
+        try:
+            return combine(_ask(where, timeout_s), "; ".join(problems), state)
+        except (Unreachable, DeadlineExceeded) as error:
+            problems.append(str(error))
+    return combine(None, "; ".join(problems) or "no router is ready", state)
+
+
+def _ask(where: str, timeout_s: float) -> ClusterStatus:
     from baton.client import OperatorClient
 
-    state = None if address is not None else local_cluster(run_dir).state
-    where = address if address is not None else state.operator_address if state is not None else ""
-    if not where:
-        return combine(None, "the router is not ready", state)
     client = OperatorClient(where)
     try:
-        return combine(client.status(timeout_s), "", state)
-    except Unreachable as error:
-        if state is None:
-            raise Unreachable(f"{error}: is this the router's operator address?") from None
-        return combine(None, str(error), state)
+        return client.status(timeout_s)
     except DeadlineExceeded:
-        story = f"the router at {where} did not answer within {timeout_s:g} s"
-        if state is None:
-            raise DeadlineExceeded(story) from None
-        return combine(None, story, state)
+        raise DeadlineExceeded(f"the router at {where} did not answer within {timeout_s:g} s") from None
     finally:
         client.close()
 
 
 def combine(router: ClusterStatus | None, problem: str, state: ClusterState | None) -> ClusterView:
-    """The router's view, corrected by the supervisor's: it knows of deaths and restarts that routers can't see."""
+    """The router's view, corrected by the supervisor's: it knows of deaths and restarts that routers can't see.
+
+    `problem` is why no router answered, or others than this one.
+    """
     nodes = {node.name: node for node in (router.nodes if router is not None else ())}
     trouble = []
     for process in state.processes if state is not None else ():
@@ -74,9 +82,9 @@ def combine(router: ClusterStatus | None, problem: str, state: ClusterState | No
         elif process.status == "CrashLoop":
             nodes[process.name] = replace(known, status="CrashLoop", detail=process.last_exit)
     health = router.health if router is not None else "unavailable"
-    if health == "ok" and trouble:
+    if health == "ok" and (trouble or problem):
         health = "degraded"
-    details = [part for part in (router.detail if router is not None else problem, *trouble) if part]
+    details = [part for part in (router.detail if router is not None else "", problem, *trouble) if part]
     cluster = router.cluster if router is not None else state.cluster if state is not None else ""
     return ClusterView(cluster, health, "; ".join(details), sorted(nodes.values(), key=_order), state)
 

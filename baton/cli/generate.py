@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.output import Format, note, print_json, print_yaml, say, size
-from baton.cli.target import AddressOption, RunDirOption, grpc_address
+from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
@@ -147,7 +147,7 @@ def generate(
         float | None, typer.Option(help="Seconds until the request is given up.", metavar="SECONDS", min=0)
     ] = None,
     run_dir: RunDirOption = None,
-    address: AddressOption = None,
+    address: AddressesOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Send a prompt and print what the model makes of it."""
@@ -170,11 +170,11 @@ def generate(
         early_stopping=early_stopping or None,
     )
     shows = stream and n == 1 and output is Format.TEXT
-    client = GenerationClient(grpc_address(address, run_dir))
+    client = GenerationClient(*grpc_addresses(address, run_dir))
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
     except Unreachable as error:
-        hint = "see `baton status`" if address is None else "is this the router's gRPC address?"
+        hint = "see `baton status`" if not address else "is this the router's gRPC address?"
         raise Unreachable(f"{error}: {hint}") from None
     finally:
         client.close()

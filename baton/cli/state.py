@@ -44,8 +44,21 @@ class ClusterState:
     model: str
     dtype: str
     grpc_address: str
+    """Of the first router that serves, as the next one."""
     operator_address: str
     processes: Sequence[ProcessState]
+
+    @property
+    def grpc_addresses(self) -> tuple[str, ...]:
+        """Of every router that has said where it listens, the one above at least."""
+        found = tuple(p.address for p in self.processes if p.role == "router" and p.address)
+        return found or tuple(filter(None, [self.grpc_address]))
+
+    @property
+    def operator_addresses(self) -> tuple[str, ...]:
+        """Of every router that has said where it listens, the one above at least."""
+        found = tuple(p.operator_address for p in self.processes if p.role == "router" and p.operator_address)
+        return found or tuple(filter(None, [self.operator_address]))
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,8 +31,14 @@ RunDirOption = Annotated[
         parser=run_dir_path,
     ),
 ]
-AddressOption = Annotated[
-    str | None, typer.Option(help="HOST:PORT of the router's gRPC port instead of a run directory.", metavar="ADDRESS")
+AddressesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--address",
+        help="HOST:PORT of a router's gRPC port instead of a run directory; may be repeated.",
+        metavar="ADDRESS",
+        show_default=False,
+    ),
 ]
 OperatorAddressOption = Annotated[
     str | None,
@@ -64,11 +71,11 @@ def local_cluster(flag: Path | None) -> LocalCluster:
     return LocalCluster(run_dir, state)
 
 
-def grpc_address(address: str | None, run_dir: Path | None) -> str:
-    """Where to send requests; raises Unreachable."""
-    if address is not None:
-        return address
+def grpc_addresses(addresses: Sequence[str] | None, run_dir: Path | None) -> Sequence[str]:
+    """Where to send requests: every router of one cluster; raises Unreachable."""
+    if addresses:
+        return addresses
     cluster = local_cluster(run_dir)
-    if not cluster.state.grpc_address:
-        raise Unreachable(f"the router of the cluster in {cluster.run_dir.path} is not ready yet: see `baton status`")
-    return cluster.state.grpc_address
+    if not cluster.state.grpc_addresses:
+        raise Unreachable(f"no router of the cluster in {cluster.run_dir.path} is ready yet: see `baton status`")
+    return cluster.state.grpc_addresses

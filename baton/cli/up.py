@@ -150,7 +150,8 @@ def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> li
     body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
     return [
-        f"{state.model} is served on {state.grpc_address} (gRPC); operators: {state.operator_address}",
+        f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC); "
+        f"operators: {', '.join(state.operator_addresses)}",
         f"  {baton} generate 'def fibonacci(n):'{where}",
         f"  {baton} get nodes{where}",
         f"  grpcurl -plaintext -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",

@@ -176,8 +176,14 @@ class UpConfig(_Config):
     device: str = Field("auto", min_length=1, description="auto (a GPU where there is one), cpu, cuda or cuda:N.")
     prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Prefill nodes.")
     decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Decode nodes.")
+    routers: Annotated[int, Field(ge=1, le=8)] = Field(
+        1, description="Routers; clients survive the loss of one of two."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Address that every process listens on.")
-    grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    grpc_port: Port = Field(
+        DEFAULT_GRPC_PORT,
+        description="Port of the public gRPC service, one more for each other router; 0 takes free ones.",
+    )
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="Port of the first node's page /metrics, one more for each other node. Default: no pages."
     )
@@ -204,6 +210,8 @@ class UpConfig(_Config):
     @model_validator(mode="after")
     def _consistent(self) -> UpConfig:
         _check_host_tier(self.preemption_mode, self.host_cache_memory)
+        if self.grpc_port + self.routers > 65536:
+            raise ValueError(f"grpc_port {self.grpc_port} leaves no ports for {self.routers} routers")
         return self
 
     def threads_per_node(self, cores: int) -> int:

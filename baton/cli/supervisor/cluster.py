@@ -1,6 +1,6 @@
 """Runs a cluster's processes: start, ready, keep running, drain, stop. The second signal forces.
 
-Order: Redis first, then nodes and router together; at the end the router drains first, so that what runs can finish on
+Order: Redis first, then nodes and routers together; at the end the routers drain first, so that what runs can finish on
 nodes that still serve, then the nodes, then Redis. A process that can't start while the cluster starts ends the start.
 """
 
@@ -152,7 +152,8 @@ class ClusterSupervisor:
     def state(self) -> ClusterState:
         """The cluster as the supervisor sees it."""
         processes = tuple(child.state() for child in self._children)
-        router = next((process for process in processes if process.role == "router"), None)
+        routers = [process for process in processes if process.role == "router"]
+        router = next((process for process in routers if process.status == "Ready"), routers[0] if routers else None)
         return ClusterState(
             cluster=self._plan.cluster,
             phase=self._phase,

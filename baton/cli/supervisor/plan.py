@@ -9,7 +9,6 @@ from pathlib import Path
 
 from baton.config import UpConfig
 
-ROUTER = "router-0"
 REDIS = "redis"
 
 
@@ -32,7 +31,7 @@ class ChildSpec:
 
 
 def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
-    """The nodes and the router of a cluster, in the order in which they are shown."""
+    """The nodes and the routers of a cluster, in the order in which they are shown."""
     threads = config.threads_per_node(cores)
     shared = {
         "--host": config.host,
@@ -80,21 +79,24 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         )
         for number, (role, index) in enumerate(names)
     ]
-    ports = {"--grpc-port": str(config.grpc_port), "--operator-port": "0"}
-    children.append(
-        ChildSpec(
-            name=ROUTER,
-            role="router",
-            command=_baton("router", shared | ports | {"--router-id": ROUTER}),
-            environment={"OMP_NUM_THREADS": "1"},
-            announces=True,
-            keep_ports=("--grpc-port", "--operator-port"),
-            # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
-            # does not.
-            first_run={"--await-nodes": str(config.prefill + config.decode)},
-        )
+    return children + [_router(config, shared, index) for index in range(config.routers)]
+
+
+def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpec:
+    name = f"router-{index}"
+    # A port that is picked is another one for each.
+    ports = {"--grpc-port": str(config.grpc_port and config.grpc_port + index), "--operator-port": "0"}
+    return ChildSpec(
+        name=name,
+        role="router",
+        command=_baton("router", {**shared, **ports, "--router-id": name}),
+        environment={"OMP_NUM_THREADS": "1"},
+        announces=True,
+        keep_ports=("--grpc-port", "--operator-port"),
+        # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
+        # does not.
+        first_run={"--await-nodes": str(config.prefill + config.decode)},
     )
-    return children
 
 
 def _metrics_port(config: UpConfig, number: int) -> dict[str, str]:

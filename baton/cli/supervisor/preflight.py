@@ -21,7 +21,8 @@ def check_up(config: UpConfig) -> None:
     if config.runner == "torch":
         check_architecture(config.model, check_model_dir(config.model))
         read_model_files(config.model)
-    check_port_free(config.host, config.grpc_port, "--grpc-port")
+    for index in range(config.routers):
+        check_port_free(config.host, config.grpc_port and config.grpc_port + index, "--grpc-port")
     if config.registry:
         asyncio.run(require_registry(config.registry, config.cluster))
 

@@ -1,0 +1,51 @@
+"""Several routers of one cluster: their command lines, their ports, and what operators and clients hear of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from baton.cli.cluster_view import combine
+from baton.cli.state import ClusterState, ProcessState
+from baton.cli.supervisor.plan import plan_nodes
+from baton.config import UpConfig
+from baton.rpc.messages import ClusterStatus
+
+
+def up(routers: int, port: int) -> UpConfig:
+    return UpConfig.model_validate({"routers": routers, "grpc_port": port})
+
+
+def flag(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+@pytest.mark.parametrize(("port", "ports"), [(50051, ["50051", "50052", "50053"]), (0, ["0", "0", "0"])])
+def test_each_router_has_a_name_and_a_port(port: int, ports: list[str]) -> None:
+    children = plan_nodes(up(3, port), "redis://r", 2, None)
+    routers = [child for child in children if child.role == "router"]
+    assert [child.name for child in routers] == ["router-0", "router-1", "router-2"]
+    assert [flag(list(child.command), "--router-id") for child in routers] == ["router-0", "router-1", "router-2"]
+    assert [flag(list(child.command), "--grpc-port") for child in routers] == ports
+
+
+def test_there_must_be_ports_for_all() -> None:
+    assert up(2, 65534).routers == 2
+    with pytest.raises(ValidationError, match="leaves no ports for 2 routers"):
+        up(2, 65535)
+
+
+def router(name: str, address: str) -> ProcessState:
+    return ProcessState(name, "router", "Ready", 9, 0, 0, f"{name}.a", address, address and f"op-{address}", "log", "")
+
+
+def test_one_that_is_away_is_left_out_and_told() -> None:
+    routers = (router("router-0", ""), router("router-1", "h:2"))
+    state = ClusterState("c", "ready", 1, 0, 0.0, "m", "auto", "", "", routers)
+    assert (state.grpc_addresses, state.operator_addresses) == (("h:2",), ("op-h:2",))
+    answer = ClusterStatus("c", "ok", "", [])
+    view = combine(answer, "router-0 does not answer", replace(state, processes=()))
+    assert (view.health, view.detail) == ("degraded", "router-0 does not answer")
+    assert combine(answer, "", replace(state, processes=())).health == "ok"

@@ -11,8 +11,10 @@ import torch
 from baton.engine.request import SamplingParams
 from baton.engine.runner import TorchSpec, load
 from baton.engine.runner.cuda_operations import CudaOperations
+from baton.engine.runner.decode_graphs import DecodeGraphs
 from baton.engine.runner.device import CPU, resolve_device
 from baton.engine.runner.flash_fake import flash_fake
+from baton.engine.runner.graph_fake import record_fake
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.random_model import write_random_model
@@ -67,6 +69,83 @@ def test_every_way_to_attend_gives_the_same_tokens(tmp_path: Path, architecture:
     assert operations.ways == {ways if architecture in ("llama", "mistral") else "plain"}
 
 
+def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
+    graphs = runner._transformer.decode_graphs
+    assert graphs is not None
+    return graphs
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
+    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
+    operations = CudaOperations(CPU, flash_fake, record_fake)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    graphs = graphs_of(runner)
+    # The check at start has compared them with a whole prompt.
+    assert runner.model.bit_exact
+    assert (graphs.sizes, graphs.num_replays) == ([2], 2)
+    assert tokens_of(runner) == tokens_of(expected)
+    # Steps with a chunk of a prompt are not replayed; the longest prompt's request ends alone.
+    assert graphs.sizes == [1, 2]
+    assert graphs.num_replays > 5
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9])
+def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
+    """Sequences of different lengths, that come and go: what an earlier step left in a buffer is nobody's."""
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    runner = load_runner(
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake, record_fake)
+    )
+    alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
+    prompts = {f"r{i}": [(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(count)}
+    together, single = RunnerDriver(runner), RunnerDriver(alone)
+    for place, (name, prompt) in enumerate(prompts.items()):
+        together.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=2 + place))
+    together.finish()
+    for place, (name, prompt) in enumerate(prompts.items()):
+        single.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=2 + place))
+        single.finish()
+        assert together.requests[name].output == single.requests[name].output
+    assert graphs_of(runner).num_replays > count
+
+
+def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    outputs = []
+    for record in (None, record_fake):
+        operations = CudaOperations(CPU, flash_fake, record)
+        driver = RunnerDriver(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations))
+        for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
+            driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=6))
+        driver.finish(chunk=1)
+        outputs.append([request.output for request in driver.requests.values()])
+    assert outputs[0] == outputs[1]
+
+
+def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+
+    class Asking(CudaOperations):
+        def store_kv(self, *arguments: Any) -> None:
+            TorchOperations.store_kv(self, *arguments)  # selects by a mask
+
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, flash_fake, record_fake))
+    expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
+    assert tokens_of(runner) == tokens_of(expected)
+    assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
+
+
+def test_nothing_is_recorded_where_layers_ask_the_device(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    operations = CudaOperations(CPU, no_pages, record_fake)
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+    tokens_of(runner)
+    assert operations.ways == {"gathered"}
+    assert graphs_of(runner).sizes == []
+
+
 @pytest.mark.parametrize("name", ["tpu9", "meta", "cuda:x", ""])
 def test_an_unknown_device_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
@@ -96,6 +175,8 @@ def test_on_a_gpu(tmp_path: Path, architecture: str, dtype: str) -> None:
     if dtype == "float32":
         on_cpu = load_runner(tmp_path, dtype=dtype, num_blocks=64)
         assert tokens_of(runner) == tokens_of(on_cpu)
+    if architecture in ("llama", "mistral"):
+        assert graphs_of(runner).num_replays > 0
     assert tokens_of(runner) == tokens_of(load_runner(tmp_path, dtype=dtype, num_blocks=64, device="cuda"))
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from baton.engine.runner.graph_recording import Record, record_on_gpu
 from baton.engine.runner.kernels.cache import CacheView
+from baton.engine.runner.kernels.step_layout import StepLayout
 from baton.engine.runner.torch_operations import TorchOperations, keys_and_values
 
 ROWS_PER_CALL = (128, 256, 64)
@@ -68,12 +70,14 @@ _Way = Callable[..., torch.Tensor]
 class CudaOperations(TorchOperations):
     """For one device. Called from one thread."""
 
-    def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash) -> None:
+    def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash, record: Record | None = None) -> None:
         super().__init__(num_threads=1)
         self.rows_per_call = ROWS_PER_CALL[0]
         self.rows_to_try = ROWS_PER_CALL
         self._device = device
         self._flash = flash
+        self.record = record_on_gpu if record is None and device.type == "cuda" else record
+        """How decode steps are recorded; None: they aren't."""
         self._ways: dict[_Kind, str] = {}
         self._batch: _Batch | None = None
 
@@ -81,6 +85,19 @@ class CudaOperations(TorchOperations):
     def ways(self) -> set[str]:
         """The ways that layers attend in, as far as any have yet."""
         return set(self._ways.values())
+
+    def assume_decodes(self, layout: StepLayout, longest_sequence: int) -> None:
+        """This layout has one row of each sequence, of at most so many keys: the device need not be asked."""
+        self._batch = _Batch(layout.query_start, layout.seq_lens, layout.seq_lens.shape[0], 1, longest_sequence)
+
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+        keys, values = keys_and_values(cache)
+        # Rows without a slot go to the null block, which nobody attends to: to leave them out, the GPU would have to be
+        # asked how many there are.
+        slots = slots.clamp(min=0)
+        blocks, offsets = slots // cache.block_size, slots % cache.block_size
+        keys[blocks, :, offsets] = key
+        values[blocks, :, offsets] = value
 
     def numerics(self) -> str:
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type

@@ -95,10 +95,28 @@ class Decoder:
         sampling: bool,
     ) -> torch.Tensor:
         """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
-        cos, sin = self._rotary.rows(positions)
-        x = self._embed(torch.from_numpy(token_ids).to(self._device))
+        x, cos, sin = self.embedded(token_ids, positions)
         if self._programs:
             return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
+        return self.forward(x, cos, sin, logits_rows, sampling=sampling)
+
+    def embedded(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the layers begin with: rows [T, hidden], cosines and sines [T, R]."""
+        cos, sin = self._rotary.rows(positions)
+        return self._embed(torch.from_numpy(token_ids).to(self._device)), cos, sin
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        logits_rows: torch.Tensor,
+        *,
+        sampling: bool = True,
+    ) -> torch.Tensor:
+        """From there to the logits, call by call; see `compute`."""
         normed = self._layers[0].attention_norm(x)
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):

@@ -30,6 +30,40 @@ def flash_fake(
 
     Sequences' last query sees their last key. Raises RuntimeError for contradictory arguments.
     """
+    # What a kernel does inside is nobody's business: while a graph is recorded (graph_fake.py), others may not ask.
+    with torch._C.DisableTorchFunction():
+        return _attend(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            scale,
+            window_size,
+            enable_gqa,
+            num_splits,
+            seqused_k,
+            block_table,
+        )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    num_splits: int,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
     if not enable_gqa or num_splits != 1 or window_size[1] != 0:
         raise RuntimeError("this is not how Baton calls it")
     if (block_table is None) != (seqused_k is None) or (block_table is None) != (cu_seq_k is not None):

@@ -15,8 +15,9 @@ from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
 from baton.engine.runner.transformer import Transformer
 from baton.engine.runner.weights import LoadedModel
 
-_CHUNKS = (1, 9, 1, 6, 2)
-_MATE_CHUNKS = (5, 1, 11, 1, 1)
+_CHUNKS = (1, 9, 1, 6, 1, 1)
+_MATE_CHUNKS = (5, 1, 11, 1, 1, 1)
+"""Beside each other; the last steps decode."""
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that look at the longest sequence of the batch."""
 

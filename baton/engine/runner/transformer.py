@@ -18,6 +18,8 @@ from baton.engine.runner.attention import (
     bind,
 )
 from baton.engine.runner.base import KVLayout
+from baton.engine.runner.cuda_operations import CudaOperations
+from baton.engine.runner.decode_graphs import DecodeGraphs
 from baton.engine.runner.decoder import Decoder
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
@@ -103,6 +105,8 @@ class Transformer:
         if self._decoder is not None and self._decoder.is_fused:
             self.row_quantum = 1
             self._decoder.record(operations, self._attention)
+        self.decode_graphs = self._graphs_of(operations, model.config.max_position_embeddings)
+        """None where a step's kernels are started one by one."""
 
     @property
     def has_own_loop(self) -> bool:
@@ -119,6 +123,12 @@ class Transformer:
 
         The rows are those that sample, or `logits_rows` when given.
         """
+        wanted = batch.logits_rows if logits_rows is None else logits_rows
+        with torch.inference_mode():
+            recorded = self._compute_recorded(batch, wanted)
+            return self._compute(batch, wanted, logits_rows is None) if recorded is None else _on_host(recorded)
+
+    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> npt.NDArray[np.float32]:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
@@ -126,17 +136,22 @@ class Transformer:
             slots=[self._tensor(slots) for slots in batch.slots],
             sample_start=self._tensor(batch.sample_start),
         )
-        rows = self._tensor(batch.logits_rows if logits_rows is None else logits_rows)
+        rows = self._tensor(logits_rows)
         try:
-            with torch.inference_mode():
-                if self._decoder is None:
-                    logits = self._forward(batch.token_ids, batch.positions, rows)
-                else:
-                    logits = self._decoder.compute(batch.token_ids, batch.positions, rows, logits_rows is None)
-                wide: npt.NDArray[np.float32] = logits.float().cpu().numpy()
-            return wide
+            if self._decoder is None:
+                logits = self._forward(batch.token_ids, batch.positions, rows)
+            else:
+                logits = self._decoder.compute(batch.token_ids, batch.positions, rows, sampling)
+            return _on_host(logits)
         finally:
             self._attention.layout = None
+
+    def _compute_recorded(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Logits of a step that is started as one, None for any other."""
+        graphs, decoder = self.decode_graphs, self._decoder
+        if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
+            return None
+        return graphs.compute(*decoder.embedded(batch.token_ids, batch.positions), batch)
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks within the cache."""
@@ -185,6 +200,11 @@ class Transformer:
         same = torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8))
         return decoder if same else None
 
+    def _graphs_of(self, operations: Operations, max_model_len: int) -> DecodeGraphs | None:
+        if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
+            return None
+        return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
+
     def _forward(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
     ) -> torch.Tensor:
@@ -196,6 +216,11 @@ class Transformer:
         )
         logits: torch.Tensor = out.logits[0]
         return logits
+
+
+def _on_host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    wide: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+    return wide
 
 
 def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""Records and replays as CUDA graphs do, on any device: the fake beside `graph_recording.record_on_gpu`.
+
+A replay computes anew from the buffers, into the same result. While it records it refuses what a graph can't hold:
+asking the device for a number, or for how many elements a mask selects. What a kernel does inside nobody sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_QUESTIONS = frozenset({"tolist", "item", "nonzero", "numpy", "cpu", "__bool__", "__int__", "__float__"})
+_INDEXING = frozenset({"__getitem__", "__setitem__"})
+
+
+class _NoQuestions(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _QUESTIONS or (name in _INDEXING and _selects_by_mask(args[1])):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        return function(*args, **(kwargs or {}))
+
+
+def _selects_by_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+class GraphFake:
+    """Keeps the computation itself."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
+        self._compute = compute
+        self._result = result
+
+    def replay(self) -> None:
+        with _NoQuestions():
+            computed = self._compute()
+        self._result.copy_(computed)
+
+
+def record_fake(compute: Callable[[], torch.Tensor]) -> tuple[GraphFake, torch.Tensor]:
+    """See `graph_recording.Record`. The result is empty until the first replay, as it is on a GPU."""
+    with _NoQuestions():
+        result = torch.full_like(compute(), torch.nan)
+    return GraphFake(compute, result), result

@@ -1,0 +1,360 @@
+"""Which nodes have which KV blocks: tens of millions of keys, and a prompt's prefix found on all nodes at once.
+
+A key is known by its first eight bytes. Of a SHA-256: among 10 million a wrong hit has a chance of one in 10^12,
+and would cost a bad prediction, not a wrong token. A table is open-addressed and has a mask for each word, with a bit
+for each of 64 nodes; a prompt's keys are looked up together (numpy). Small changes go slot by slot through a
+memoryview, which is faster than numpy below some dozens.
+
+Nothing here stops the router for long. A table grows, and gets rid of what left it, by moving into another one, some
+slots with each change; meanwhile both are asked. Who dies or starts anew gives up its bit at once; what it had is left
+behind at the next move, before which nobody else gets the bit.
+
+Only blocks of a model's first group of layers are counted (`group_key`). Where that group has a window, a node may
+find a longer prefix than is told here; nobody is told to have one that it has not.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.block_hash import KEY_BYTES
+
+Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
+
+NODES_PER_BANK = 64
+_MIN_CAPACITY = 1 << 10
+_MOST_FULL = 0.7
+"""Of a table's slots: beyond, many words are far from their bucket."""
+_FEW = 48
+"""Keys: fewer are looked up one by one."""
+_MOVED_PER_CHANGE = 512
+"""Slots at least, while a table moves: tens of microseconds."""
+_WORDS = 4
+_BUCKET = 2 * _WORDS
+_OFFSETS = np.arange(_WORDS, _BUCKET)
+"""Of the masks in a bucket."""
+
+
+class BlockIndex:
+    """The keys of any number of nodes, in banks of 64. One writer."""
+
+    def __init__(self) -> None:
+        self._banks: list[_Bank] = []
+        self._bank_of: dict[str, _Bank] = {}
+
+    def __len__(self) -> int:
+        """Keys over all nodes: what two nodes have counts twice."""
+        return sum(bank.num_keys for bank in self._banks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(bank.num_keys for bank in self._banks)
+
+    def add(self, node: str, keys: Sequence[bytes]) -> None:
+        """The node has these now."""
+        words = _words(keys)
+        if words.size:
+            bank = self._bank_of.get(node) or self._join(node)
+            bank.add(node, words)
+
+    def remove(self, node: str, keys: Sequence[bytes]) -> None:
+        """The node has these no more. Unknown ones are ignored."""
+        bank = self._bank_of.get(node)
+        if bank is not None:
+            bank.remove(node, _words(keys))
+
+    def forget(self, node: str) -> None:
+        """The node has nothing any more. Takes the same short time whatever it had. Idempotent."""
+        bank = self._bank_of.pop(node, None)
+        if bank is not None:
+            bank.leave(node)
+
+    def count(self, node: str) -> int:
+        """How many keys the node has."""
+        bank = self._bank_of.get(node)
+        return bank.count(node) if bank is not None else 0
+
+    def leading(self, keys: Sequence[bytes]) -> Mapping[str, int]:
+        """How many of the first keys each node has without a gap; nodes that lack the first are left out."""
+        if not keys or self.is_empty:
+            return {}
+        words = _words(keys)
+        found: dict[str, int] = {}
+        for bank in self._banks:
+            if bank.num_keys:
+                bank.leading(words, found)
+        return found
+
+    def _join(self, node: str) -> _Bank:
+        bank = next((bank for bank in self._banks if bank.has_room), None)
+        if bank is None:
+            bank = _Bank()
+            self._banks.append(bank)
+        bank.join(node)
+        self._bank_of[node] = bank
+        return bank
+
+
+class _Bank:
+    """Up to 64 nodes: a bit each, and the tables that have it."""
+
+    def __init__(self) -> None:
+        self._table = _Table(_MIN_CAPACITY)
+        self._old: _Table | None = None
+        """Moves into `_table`."""
+        self._cursor = 0
+        self._bits: dict[str, int] = {}
+        self._nodes: list[str | None] = [None] * NODES_PER_BANK
+        """Whose each bit is."""
+        self._counts: dict[str, int] = {}
+        self._free = list(range(NODES_PER_BANK))
+        self._retired: list[int] = []
+        """Bits whose nodes left; the tables may still have them."""
+        self._leaving: list[int] = []
+        """Those that nobody will have once the move that is under way ends."""
+        self.num_keys = 0
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def count(self, node: str) -> int:
+        return self._counts[node]
+
+    def join(self, node: str) -> None:
+        self._bits[node] = bit = self._free.pop()
+        self._nodes[bit] = node
+        self._counts[node] = 0
+
+    def leave(self, node: str) -> None:
+        bit, count = self._bits.pop(node), self._counts.pop(node)
+        self._nodes[bit] = None
+        self.num_keys -= count
+        if count == 0:
+            self._free.append(bit)
+            return
+        self._retired.append(bit)
+        if len(self._free) < NODES_PER_BANK // 4:
+            self._begin_move()
+
+    def add(self, node: str, words: Words) -> None:
+        self._make_room(words.size)
+        bit = 1 << self._bits[node]
+        if self._old is not None:
+            # It must count once, and leave both at once.
+            self._move(max(_MOVED_PER_CHANGE, 8 * words.size))
+        known = self._old.remove(words, bit) if self._old is not None else 0
+        new = self._table.add(words, bit) - known
+        self._counts[node] += new
+        self.num_keys += new
+
+    def remove(self, node: str, words: Words) -> None:
+        bit = 1 << self._bits[node]
+        gone = self._table.remove(words, bit)
+        if self._old is not None:
+            gone += self._old.remove(words, bit)
+            self._move(_MOVED_PER_CHANGE)
+        self._counts[node] -= gone
+        self.num_keys -= gone
+
+    def leading(self, words: Words, found: dict[str, int]) -> None:
+        masks = self._table.masks(words)
+        if self._old is not None:
+            masks |= self._old.masks(words)
+        # Who has all of the first keys: nodes drop out one after the other.
+        np.bitwise_and.accumulate(masks, out=masks)
+        last = masks.size
+        ends = [*(np.flatnonzero(masks[1:] != masks[:-1]) + 1).tolist(), last]
+        for end in ends:
+            dropped = int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0)
+            while dropped:
+                lowest = dropped & -dropped
+                dropped ^= lowest
+                node = self._nodes[lowest.bit_length() - 1]
+                if node is not None:
+                    found[node] = end
+
+    def _live_mask(self) -> np.uint64:
+        return np.uint64(sum(1 << bit for bit in self._bits.values()))
+
+    def _make_room(self, count: int) -> None:
+        while self._table.num_used + count > _MOST_FULL * self._table.capacity:
+            if self._old is not None:
+                self._move(self._old.capacity)
+            self._begin_move(count)
+
+    def _begin_move(self, more: int = 0) -> None:
+        if self._old is not None:
+            return
+        # What two nodes have counts twice: an upper bound. Nearly as many must fit again, or the next move comes soon.
+        wanted = 1.8 * min(self.num_keys, self._table.num_used) + 2 * more
+        capacity = _MIN_CAPACITY
+        while capacity * _MOST_FULL < wanted:
+            capacity *= 2
+        self._old, self._table, self._cursor = self._table, _Table(capacity), 0
+        self._leaving, self._retired = self._retired, []
+
+    def _move(self, num_slots: int) -> None:
+        old = self._old
+        assert old is not None
+        end = min(self._cursor + num_slots, old.capacity)
+        words, masks = old.take(self._cursor, end)
+        masks &= self._live_mask()
+        there = masks != 0
+        self._table.merge(words[there], masks[there])
+        self._cursor = end
+        if end == old.capacity:
+            self._old = None
+            self._free += self._leaving
+            self._leaving = []
+
+
+class _Table:
+    """Buckets of four words and then their four masks: one line of the processor's cache. They fill in order.
+
+    A word is in its own bucket, or in one behind if that was full. It stays where it came, also with an empty
+    mask. A place is a mask's index in the flat array; behind all buckets is one that is always empty, for strangers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_used = 0
+        self._last = capacity // _WORDS - 1
+        self._nowhere = 2 * capacity
+        self._flat = _zeros(2 * capacity + _BUCKET)
+        self._buckets = self._flat.reshape(-1, _BUCKET)
+        self._view = memoryview(self._flat)  # type: ignore[arg-type]
+
+    def add(self, words: Words, bit: int) -> int:
+        """Set the bit of each word; returns of how many it was not set."""
+        if words.size <= _FEW:
+            return self._add_few(words.tolist(), bit)
+        places, mask = self._claim(np.unique(words)), np.uint64(bit)
+        masks = self._flat[places]
+        self._flat[places] = masks | mask
+        return int(np.count_nonzero((masks & mask) == 0))
+
+    def remove(self, words: Words, bit: int) -> int:
+        """Clear the bit of each word; returns of how many it was set."""
+        if words.size <= _FEW:
+            return self._remove_few(words.tolist(), bit)
+        places, mask = self._find(np.unique(words)), np.uint64(bit)
+        masks = self._flat[places]
+        self._flat[places] = masks & ~mask
+        return int(np.count_nonzero(masks & mask))
+
+    def masks(self, words: Words) -> Words:
+        """The mask of each word; 0 for a stranger."""
+        return self._flat[self._find(words)]
+
+    def merge(self, words: Words, masks: Words) -> None:
+        """Add whole masks. The words are all different."""
+        self._flat[self._claim(words)] |= masks
+
+    def take(self, first: int, end: int) -> tuple[Words, Words]:
+        """The words and masks in these slots, in whole buckets, whose masks are empty from now on."""
+        buckets = self._buckets[first // _WORDS : end // _WORDS]
+        words, masks = buckets[:, :_WORDS].flatten(), buckets[:, _WORDS:].flatten()
+        buckets[:, _WORDS:] = 0
+        return words, masks
+
+    def _add_few(self, words: list[int], bit: int) -> int:
+        view, last, new = self._view, self._last, 0
+        for word in words:
+            bucket = word & last
+            place = -1
+            while place < 0:
+                first = bucket * _BUCKET
+                for slot in range(first, first + _WORDS):
+                    found = view[slot]
+                    if found == 0:
+                        view[slot] = word
+                        self.num_used += 1
+                    if found in (0, word):
+                        place = slot + _WORDS
+                        break
+                bucket = (bucket + 1) & last
+            mask = view[place]
+            if not mask & bit:
+                view[place] = mask | bit
+                new += 1
+        return new
+
+    def _remove_few(self, words: list[int], bit: int) -> int:
+        view, last, gone = self._view, self._last, 0
+        for word in words:
+            bucket, found = word & last, -1
+            while found not in (0, word):
+                first = bucket * _BUCKET
+                for slot in range(first, first + _WORDS):
+                    found = view[slot]
+                    if found in (0, word):
+                        break
+                bucket = (bucket + 1) & last
+            place = slot + _WORDS
+            if found and view[place] & bit:
+                view[place] ^= bit
+                gone += 1
+        return gone
+
+    def _find(self, words: Words) -> Places:
+        """The place of each word."""
+        buckets = (words & np.uint64(self._last)).view(np.int64)
+        places, open_ = self._find_in(buckets, words)
+        while open_.size:
+            buckets[open_] = (buckets[open_] + 1) & self._last
+            places[open_], still = self._find_in(buckets[open_], words[open_])
+            open_ = open_[still]
+        return places
+
+    def _find_in(self, buckets: Places, words: Words) -> tuple[Places, Places]:
+        """The place of each word that is in its bucket, and which ones may be farther on."""
+        rows = self._buckets.take(buckets, axis=0)
+        offsets = (rows[:, :_WORDS] == words[:, np.newaxis]) @ _OFFSETS
+        places = np.where(offsets, buckets * _BUCKET + offsets, self._nowhere)
+        return places, np.flatnonzero((offsets == 0) & (rows[:, _WORDS - 1] != 0))
+
+    def _claim(self, words: Words) -> Places:
+        """The place of each word, which has one from now on. The words are all different."""
+        buckets = (words & np.uint64(self._last)).view(np.int64)
+        places = np.empty(words.size, dtype=np.int64)
+        open_ = np.arange(words.size)
+        while open_.size:
+            here, wanted = buckets[open_], words[open_]
+            rows = self._buckets.take(here, axis=0)[:, :_WORDS]
+            offsets = (rows == wanted[:, np.newaxis]) @ _OFFSETS
+            num_full = np.count_nonzero(rows, axis=1)
+            is_new = (offsets == 0) & (num_full < _WORDS)
+            slots = here * _BUCKET + np.where(is_new, num_full, offsets - _WORDS)
+            # Of several that want one slot the last gets it, and the others look again.
+            self._flat[slots[is_new]] = wanted[is_new]
+            has_place = (offsets != 0) | (is_new & (self._flat[slots] == wanted))
+            self.num_used += int(np.count_nonzero(is_new & has_place))
+            places[open_[has_place]] = slots[has_place] + _WORDS
+            buckets[open_[~has_place & ~is_new]] += 1
+            buckets &= self._last
+            open_ = open_[~has_place]
+        return places
+
+
+def _zeros(count: int) -> Words:
+    """An array that gets its memory page by page, when it is first written.
+
+    numpy's own asks for huge pages, one of which can take the kernel a tenth of a second.
+    """
+    memory = mmap.mmap(-1, count * 8)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint64)
+
+
+def _words(keys: Iterable[bytes]) -> Words:
+    """The first eight bytes of each key of the first group; 0, which marks an empty slot, is 1."""
+    joined = b"".join([key for key in keys if len(key) == KEY_BYTES])
+    words = np.frombuffer(joined, dtype="<u8")[:: KEY_BYTES // 8].astype(np.uint64)
+    words[words == 0] = 1
+    return words

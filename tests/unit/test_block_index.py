@@ -1,0 +1,106 @@
+"""The index of blocks against a dictionary of sets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import takewhile
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.block_index import NODES_PER_BANK, BlockIndex
+
+NODES = [f"n{number}" for number in range(6)]
+
+
+def key_of(number: int) -> bytes:
+    """Few buckets for many keys: they lie in each other's way. Number 0 is the word that marks an empty slot."""
+    return ((number << 40) | number % 7).to_bytes(8, "little") + bytes(24)
+
+
+def keys_of(numbers: Sequence[int]) -> list[bytes]:
+    return [key_of(number) for number in numbers]
+
+
+batches = st.one_of(
+    st.lists(st.integers(0, 2000), max_size=12),
+    st.builds(lambda start, size: list(range(start, start + size)), st.integers(0, 3000), st.integers(0, 700)),
+)
+nodes = st.sampled_from(NODES)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Whatever is added, removed and forgotten, in whatever order, while tables move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex()
+        self.model: dict[str, set[int]] = {node: set() for node in NODES}
+
+    @rule(node=nodes, numbers=batches)
+    def add(self, node: str, numbers: list[int]) -> None:
+        self.index.add(node, keys_of(numbers))
+        self.model[node].update(numbers)
+
+    @rule(node=nodes, numbers=batches)
+    def remove(self, node: str, numbers: list[int]) -> None:
+        self.index.remove(node, keys_of(numbers))
+        self.model[node].difference_update(numbers)
+
+    @rule(node=nodes)
+    def forget(self, node: str) -> None:
+        self.index.forget(node)
+        self.model[node].clear()
+
+    @rule(numbers=batches)
+    def look_up(self, numbers: list[int]) -> None:
+        expected = {node: len(list(takewhile(had.__contains__, numbers))) for node, had in self.model.items()}
+        assert self.index.leading(keys_of(numbers)) == {node: count for node, count in expected.items() if count}
+
+    @rule(count=st.integers(1, 200))
+    def many_come_and_go(self, count: int) -> None:
+        """Their bits are given up, and come back with the next move."""
+        for number in range(count):
+            self.index.add(f"guest{number}", keys_of([number]))
+            self.index.forget(f"guest{number}")
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert {node: self.index.count(node) for node in NODES} == {n: len(had) for n, had in self.model.items()}
+        assert len(self.index) == sum(map(len, self.model.values()))
+
+
+TestBlockIndex = IndexMachine.TestCase
+TestBlockIndex.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+
+
+def test_more_nodes_than_a_mask_has_bits() -> None:
+    index, names = BlockIndex(), [f"n{number}" for number in range(3 * NODES_PER_BANK)]
+    for number, name in enumerate(names):
+        index.add(name, keys_of(range(number + 1)))
+    assert index.leading(keys_of(range(500))) == {name: number + 1 for number, name in enumerate(names)}
+
+
+def test_a_nodes_death_leaves_the_others_as_they_were_through_many_successors() -> None:
+    index, chain = BlockIndex(), [hashlib.sha256(bytes([number])).digest() for number in range(200)]
+    index.add("stays", chain)
+    for number in range(200):
+        index.add(f"run{number}", chain[:50])
+        assert index.leading(chain) == {"stays": 200, f"run{number}": 50}
+        index.forget(f"run{number}")
+    assert index.leading(chain) == {"stays": 200}
+
+
+def test_keys_of_other_groups_of_layers_do_not_count() -> None:
+    index = BlockIndex()
+    index.add("n", [key_of(1), key_of(2) + b"\x01", key_of(3)])
+    assert (index.count("n"), index.leading(keys_of([1, 3]))) == (2, {"n": 2})
+
+
+def test_a_key_that_comes_twice_at_once_counts_once() -> None:
+    index = BlockIndex()
+    index.add("n", keys_of([*range(100), *range(100)]))
+    index.remove("n", keys_of([*range(60), *range(60)]))
+    assert index.count("n") == 40

@@ -32,6 +32,7 @@ class Tokenizer:
         self._special = frozenset(token for token, entry in self._added.items() if entry["special"])
         self._byte_level = (spec.get("decoder") or {}).get("type") == "ByteLevel"
         self._byte_tokens: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -56,6 +57,11 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that has its special tokens already, as a chat template writes it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`; special tokens and ids without a token are skipped."""
         return self.decode_visible([token for token in token_ids if self.is_visible(token)])
@@ -76,6 +82,35 @@ class Tokenizer:
         """Text of visible tokens."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes that a token stands for inside a text; of a special token its name, of no token nothing."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return str(token).encode()
+        if self._byte_level:
+            return self.token_bytes(token_id)
+        if token in _BYTE_FALLBACK_TOKENS:
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace("\u2581", " ").encode()
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The text of one token of a byte-level vocabulary; empty for an invisible one, None when its bytes are not
+        whole characters.
+        """
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            text = self._whole_texts[token_id] = self._decoded_alone(token_id)
+            return text
+
+    def _decoded_alone(self, token_id: int) -> str | None:
+        try:
+            return self.token_bytes(token_id).decode() if self.is_visible(token_id) else ""
+        except UnicodeDecodeError:
+            return None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one visible token of a byte-level vocabulary."""

@@ -1,0 +1,152 @@
+"""A model's chat template: from messages to the text that the model continues.
+
+As in transformers: Jinja, sandboxed, since a template is a program that came with the weights. It can compute, but
+reach nothing beyond what it is given, and change nothing of that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Never
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.errors import ConfigError, InvalidRequest
+
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""For a model that has none: a line for each message, such as `user: Hello`, and `assistant:`."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OWN_NAMES = frozenset({"messages", "add_generation_prompt", *_SPECIAL_TOKENS})
+
+
+class ChatTemplate:
+    """One model's template, compiled. Immutable, and safe to use from several threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ConfigError for a source that is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template is broken: {error}") from error
+        self._special_tokens = {name: special_tokens.get(name, "") for name in _SPECIAL_TOKENS}
+        self._knows_developer = "developer" in source
+
+    @classmethod
+    def load(cls, model_dir: Path) -> ChatTemplate:
+        """The template of a model directory, or the default one; raises ConfigError when its files can't be read."""
+        config = _read(model_dir / "tokenizer_config.json")
+        return cls(_find_source(model_dir, config), _find_special_tokens(model_dir, config))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        now: datetime,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text, special tokens included; raises InvalidRequest for messages that the model can't have.
+
+        `variables` are more names for the template, such as `enable_thinking`.
+        """
+        if taken := _OWN_NAMES.intersection(variables or ()):
+            raise InvalidRequest("chat_template_kwargs", f"may not name {min(taken)}")
+        try:
+            return self._template.render(
+                self._special_tokens
+                | dict(variables or {})
+                | {
+                    "messages": [self._understood(message) for message in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None,
+                    "documents": None,
+                    "strftime_now": now.strftime,
+                }
+            )
+        except Exception as error:  # whatever a template does with messages that it was not written for
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+
+    def _understood(self, message: Mapping[str, str]) -> Mapping[str, str]:
+        # OpenAI's newer word for "system", which few templates have heard of.
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark for training what the model said. Here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  Jinja's own way
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what HTML would stumble over.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> Never:
+    raise TemplateError(message)
+
+
+def _find_source(model_dir: Path, config: Mapping[str, Any]) -> str:
+    plain = model_dir / "chat_template.jinja"
+    if plain.is_file():
+        return _text(plain)
+    found = _read(model_dir / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else DEFAULT_TEMPLATE
+
+
+def _find_special_tokens(model_dir: Path, config: Mapping[str, Any]) -> Mapping[str, str]:
+    tokens = {}
+    for source in (_read(model_dir / "special_tokens_map.json"), config):
+        for name in _SPECIAL_TOKENS:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error

@@ -1,0 +1,129 @@
+"""From the core's events to what a client gets: a stream of events, or one object at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import BatonError
+from baton.rpc.codec_generation import path_to_metadata
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from router.http.client import Client
+from router.http.errors import Headers
+from router.http.events import EventWriter, Label, Wishes, usage_of
+from router.http.logprobs import Spelling
+from router.http.shapes import Shape
+
+_log = logging.getLogger(__name__)
+
+Events = AsyncGenerator[GenerateEvent, None]
+
+
+async def stream(client: Client, events: Events, writer: EventWriter, opening: bytes) -> None:
+    """Send events as they come. An error before anything was sent is raised; later it becomes the stream's last event.
+
+    `opening` goes out with the first tokens, so that until then a failure has a status of its own.
+    """
+    pending = opening
+    try:
+        async for event in events:
+            if isinstance(event, Chunk):
+                pending += writer.chunk(event)
+            elif isinstance(event, SequenceFinished):
+                pending += writer.end(event.sequence_index, event.finish_reason, event.stop_reason)
+            elif isinstance(event, Finished):
+                if writer.num_sequences == 1:
+                    pending += writer.end(0, event.finish_reason, event.stop_reason)
+                await client.write(pending + writer.finish(event), more=False)
+                return
+            if pending:
+                data, pending = pending, b""
+                await client.write(data)
+    except BatonError as error:
+        if not client.has_begun:
+            raise
+        await client.write(pending + writer.error(error), more=False)
+    except Exception:
+        if not client.has_begun:
+            raise
+        _log.exception("a stream failed")
+        await client.write(writer.error(BatonError("internal error; the log of the server has it")), more=False)
+
+
+async def accepted_of(events: Events) -> Accepted:
+    """A stream's first event; raises what the request is refused with."""
+    first = await anext(events, None)
+    if not isinstance(first, Accepted):
+        raise BatonError(f"a stream began with {type(first).__name__}")
+    return first
+
+
+async def collect(accepted: Accepted, events: Events, num_sequences: int) -> Collected:
+    """One prompt's answer, once it is complete; raises the error of the stream."""
+    chunks: list[list[Chunk]] = [[] for _ in range(num_sequences)]
+    ends: list[tuple[str, int | str | None]] = [("", None)] * num_sequences
+    async for event in events:
+        if isinstance(event, Chunk):
+            chunks[event.sequence_index].append(event)
+        elif isinstance(event, SequenceFinished):
+            ends[event.sequence_index] = (event.finish_reason, event.stop_reason)
+        elif isinstance(event, Finished):
+            if num_sequences == 1:
+                ends[0] = (event.finish_reason, event.stop_reason)
+            return Collected(accepted, chunks, ends, event)
+    raise BatonError("a stream ended without an end")
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One prompt's answer, put together."""
+
+    accepted: Accepted
+    chunks: Sequence[Sequence[Chunk]]
+    """Of each sequence."""
+    ends: Sequence[tuple[str, int | str | None]]
+    """Why each sequence ended, and by which stop token or string."""
+    finished: Finished
+
+    def choices(self, shape: Shape, wishes: Wishes, spelling: Spelling, first_index: int) -> list[dict[str, Any]]:
+        """OpenAI's choices."""
+        return [self._choice(shape, wishes, spelling, place, first_index + place) for place in range(len(self.chunks))]
+
+    def _choice(self, shape: Shape, wishes: Wishes, spelling: Spelling, place: int, index: int) -> dict[str, Any]:
+        chunks = self.chunks[place]
+        finish_reason, stop_reason = self.ends[place]
+        positions = [position for chunk in chunks for position in chunk.logprobs]
+        choice = {
+            "index": index,
+            **shape.in_choice("".join(chunk.text for chunk in chunks)),
+            "logprobs": shape.logprobs(spelling).take(positions) if wishes.logprobs else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+        if wishes.token_ids:
+            choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
+        return choice
+
+
+def whole(shape: Shape, label: Label, choices: Sequence[dict[str, Any]], ends: Sequence[Finished]) -> bytes:
+    """The answer as one JSON object."""
+    usage = usage_of(
+        sum(end.prompt_tokens for end in ends),
+        sum(end.completion_tokens for end in ends),
+        sum(end.cached_tokens for end in ends),
+    )
+    head = {"id": label.id, "object": shape.whole, "created": label.created, "model": label.model}
+    return json.dumps({**head, "choices": choices, "usage": usage}, ensure_ascii=False).encode()
+
+
+def path_headers(finished: Finished) -> Headers:
+    """Which nodes served the request, for people who debug: named as gRPC's trailing metadata."""
+    return [(key.encode(), value.encode()) for key, value in path_to_metadata(finished)]
+
+
+def seed_headers(accepted: Accepted) -> Headers:
+    """The seed in use: sending it again gives the same tokens."""
+    return [(b"baton-seed", b"%d" % accepted.seed)]

@@ -1,0 +1,94 @@
+"""The ASGI application: routes, and the barrier at which everything that goes wrong becomes OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from random import Random
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.ids import new_request_id
+from router.http.body import ClientGone, check_headers
+from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
+from router.http.errors import HttpError, Kind, error_body, error_headers, kind_of
+from router.http.model import ServedModel
+from router.http.pages import pages
+
+_log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 15.0
+"""After so much silence a stream gets a comment."""
+
+
+class HttpFront:
+    """The application of one router."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        model: ServedModel,
+        why_not_ready: Callable[[], str],
+        figures: Callable[[], bytes],
+        clock: Clock,
+        rng: Random,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self._rng = rng
+        completions = Completions(handler, model, clock, keep_alive_s)
+        chats = ChatCompletions(handler, model, clock, keep_alive_s)
+        self._routes = Router(
+            [
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chats, methods=["POST"]),
+                *pages(model, clock.wall(), why_not_ready, figures),
+            ],
+            redirect_slashes=False,
+            default=_no_such_path,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One exchange. Never raises, except when it is cancelled."""
+        request_id = ""
+        try:
+            check_headers(scope)
+            request_id = request_id_of(scope, self._rng)
+            scope["state"] = {"request_id": request_id}
+            # With this, a wrong method is raised, and not answered in starlette's own way.
+            scope["app"] = self
+            await self._routes(scope, receive, send)
+        except ClientGone:
+            return
+        except BatonError as error:
+            await self._refuse(send, error, request_id)
+        except HTTPException as error:
+            await self._refuse(send, _translated(scope, error), request_id)
+        except Exception:
+            _log.exception("%s %s failed", scope["method"], scope["path"])
+            await self._refuse(send, BatonError("internal error; the log of the server has it"), request_id)
+
+    async def _refuse(self, send: Send, error: BatonError, request_id: str) -> None:
+        body = error_body(error)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", (request_id or new_request_id(self._rng)).encode()),
+            *error_headers(error),
+        ]
+        await send({"type": "http.response.start", "status": kind_of(error).status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _no_such_path(scope: Scope, _receive: Receive, _send: Send) -> None:
+    story = f"there is no {scope['path'][:200]!r}"
+    raise HttpError(Kind(404, "invalid_request_error", "unknown_url"), story)
+
+
+def _translated(scope: Scope, error: HTTPException) -> HttpError:
+    headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    story = error.detail if error.status_code != 405 else f"{scope['method'][:20]} is not for {scope['path'][:200]!r}"
+    return HttpError(Kind(error.status_code, "invalid_request_error", "method_not_allowed"), story, headers)

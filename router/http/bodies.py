@@ -1,0 +1,318 @@
+"""What clients may send: one model for each endpoint. Field names are OpenAI's, and vLLM's for what OpenAI lacks.
+
+A field that is unknown is refused by its name. One that is known but not served is, too, unless its value changes
+nothing; whatever can be ignored without anybody missing it, is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+
+from baton.errors import InvalidRequest
+from baton.rpc.messages import GenerateRequest
+
+MAX_PROMPTS = 32
+_ANY_OBJECT = '{"type": "object"}'
+B = TypeVar("B", bound="Body")
+
+
+def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_ids(value)):
+        return (value,)
+    if not isinstance(value, list) or not value or not all(isinstance(p, str) or _is_ids(p) for p in value):
+        raise ValueError("must be a string, a list of token ids, or a list of such")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
+    return tuple(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _stop(value: Any) -> Sequence[str]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError("must be a string or a list of strings")
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> Mapping[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(type(bias) in (int, float) for bias in value.values()):
+        raise ValueError("must be an object from token ids to numbers")
+    if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 16)), None):
+        raise ValueError(f"has the key {bad[:32]!r}, which is no token id")
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+def _content(value: Any) -> str:
+    """Text; parts are joined by newlines, as vLLM does."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts = []
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
+            raise ValueError(f"part {place} must be {{'type': 'text', 'text': ...}}: nothing but text is served")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _not_served(value: Any) -> None:
+    if value not in (None, "", [], {}):
+        raise ValueError("is not served here")
+
+
+Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts)]
+Stop = Annotated[Sequence[str], PlainValidator(_stop)]
+LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
+Content = Annotated[str, PlainValidator(_content)]
+NotServed = Annotated[None, PlainValidator(_not_served)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """What a stream has beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JsonSchema(_Strict):
+    """A schema with OpenAI's wrapping; an answer fits it always, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Strict):
+    """What an answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def as_schema(self) -> str | None:
+        """The schema as JSON, None for any text; raises InvalidRequest for a type that lacks it or has too much."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest("response_format.json_schema", "goes with the type json_schema, and the type with it")
+        if self.json_schema is None:
+            return _ANY_OBJECT if self.type == "json_object" else None
+        return json.dumps(self.json_schema.schema_)
+
+
+class Body(_Strict):
+    """What both endpoints have."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = Field(default_factory=dict)
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Stop = ()
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    ttft_slo_ms: Positive | None = None
+    tpot_slo_ms: Positive | None = None
+    response_format: ResponseFormat | None = None
+
+    # Served in one way only.
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    # Changes nothing here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    # Known and not served.
+    allowed_token_ids: NotServed = None
+    bad_words: NotServed = None
+    guided_choice: NotServed = None
+    guided_grammar: NotServed = None
+    guided_json: NotServed = None
+    guided_regex: NotServed = None
+    kv_transfer_params: NotServed = None
+    logits_processors: NotServed = None
+    prompt_logprobs: NotServed = None
+    structured_outputs: NotServed = None
+    truncate_prompt_tokens: NotServed = None
+    vllm_xargs: NotServed = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event of what it cost."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_all(self) -> bool:
+        """Whether each event says what has come so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def request(self, prompt: str | Sequence[int], request_id: str, logprobs: int | None) -> GenerateRequest:
+        """The core's request, for one prompt; raises InvalidRequest for a beam search without beams."""
+        beam_width, best_of = self.beam_width, self.best_of
+        if self.use_beam_search:
+            # In vLLM's words `n`, in older ones `best_of`, is the width.
+            beam_width, best_of = beam_width or best_of or self.n or 1, None
+        return GenerateRequest(
+            prompt=prompt,
+            request_id=request_id,
+            model=self.model or "",
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=dict(self.logit_bias),
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            n=self.n,
+            best_of=best_of,
+            beam_width=beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            json_schema=self.response_format.as_schema() if self.response_format is not None else None,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            ttft_slo_ms=self.ttft_slo_ms,
+            tpot_slo_ms=self.tpot_slo_ms,
+        )
+
+
+class CompletionBody(Body):
+    """POST /v1/completions"""
+
+    prompts: Prompts = Field(alias="prompt")
+    logprobs: int | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[True] | None = None
+    suffix: NotServed = None
+
+
+class Message(_Strict):
+    """One message of a chat. What clients send back with an answer of ours is taken, as long as it is empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = ""
+    name: str | None = None
+    refusal: NotServed = None
+    annotations: NotServed = None
+    audio: NotServed = None
+    function_call: NotServed = None
+    tool_calls: NotServed = None
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
+    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    audio: NotServed = None
+    chat_template: NotServed = None
+    documents: NotServed = None
+    function_call: NotServed = None
+    functions: NotServed = None
+    mm_processor_kwargs: NotServed = None
+    prediction: NotServed = None
+    reasoning_effort: NotServed = None
+    tools: NotServed = None
+    verbosity: NotServed = None
+    web_search_options: NotServed = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As the core has it; raises InvalidRequest for a number without the switch."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "goes with logprobs alone")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read(kind: type[B], found: Mapping[str, Any]) -> B:
+    """The body as its model; raises InvalidRequest naming the first field that is wrong."""
+    try:
+        body = kind.model_validate(found)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options", "goes with stream alone")
+    return body
+
+
+def _refusal(kind: type[Body], error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = first["loc"]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    match first["type"]:
+        case "extra_forbidden":
+            close = get_close_matches(str(place[0]), kind.model_fields, n=1) if len(place) == 1 else ()
+            return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
+        case "missing":
+            return InvalidRequest(field, "is required")
+        case "value_error":
+            return InvalidRequest(field, str(first["ctx"]["error"]))
+        case _:
+            return InvalidRequest(field, first["msg"].replace("Input should be", "must be"))
+
+
+def _shown(field: str) -> str:
+    return field if len(field) <= 80 else field[:80] + "..."

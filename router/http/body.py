@@ -1,0 +1,120 @@
+"""A request's JSON: bounded while it arrives, and nothing in it that two readers could understand differently."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Never
+
+from starlette.types import Receive, Scope
+
+from baton.errors import BatonError, InvalidRequest
+from router.http.errors import HttpError, Kind
+
+MAX_BODY_BYTES = 1 << 20
+MAX_HEADER_BYTES = 8 << 10
+MAX_DEPTH = 64
+
+_CLOSE = (b"connection", b"close")
+
+
+class ClientGone(Exception):
+    """The client left before it had said what it wants: there is nobody to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive) -> bytes:
+    """The whole body; raises HttpError for one that is too long or no JSON by its own account, or ClientGone."""
+    headers = dict(scope["headers"])
+    _check_content_type(headers.get(b"content-type", b""))
+    if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
+        raise _too_long()
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise _too_long()
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def check_headers(scope: Scope) -> None:
+    """Raises HttpError when the headers are too long."""
+    num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+    if num_bytes > MAX_HEADER_BYTES:
+        story = f"the headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken"
+        raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), story, [_CLOSE])
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises InvalidRequest naming what is wrong with it."""
+    try:
+        found = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite)
+    except UnicodeDecodeError:
+        raise InvalidRequest("body", "is not valid UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest("body", f"is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        # An integer of more digits than Python reads.
+        raise InvalidRequest("body", "has a number that is too long") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        _check_depth(found)
+    return found
+
+
+def _check_content_type(content_type: bytes) -> None:
+    # What a form on some web page could send here without being asked would otherwise be served, too.
+    kind = content_type.partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        story = "content-type must be application/json (curl: -H 'content-type: application/json', or --json)"
+        raise HttpError(Kind(415, "invalid_request_error", "unsupported_media_type"), story)
+
+
+def _too_long() -> BatonError:
+    story = f"the body has more than the {MAX_BODY_BYTES} bytes that are taken"
+    return HttpError(Kind(413, "invalid_request_error", "body_too_large"), story, [_CLOSE])
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("body", f"is nested deeper than {MAX_DEPTH}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise InvalidRequest(twice, "is there twice")
+    return found
+
+
+def _no_number(name: str) -> Never:
+    raise InvalidRequest("body", f"is not JSON: {name} is no number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise InvalidRequest("body", f"has a number that is too large: {digits[:32]}")
+    return value
+
+
+def _check_depth(found: Mapping[str, Any]) -> None:
+    level: list[Any] = [found]
+    for _ in range(MAX_DEPTH):
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _children(value: Any) -> list[Any]:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [child for child in inside if isinstance(child, dict | list)]

@@ -1,0 +1,89 @@
+"""The client of one exchange, while it is being answered: what is sent to it, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from starlette.types import Receive, Send
+
+from router.http.errors import Headers
+from router.http.events import COMMENT
+
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that collect answers before they pass them on are asked not to.
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Client:
+    """As a context: whoever is inside is cancelled when the client leaves, and goes on behind the context.
+
+    A task of its own waits for that, so sending costs nothing more; it also sends a comment when `keep_alive_s` (at
+    most twice that) went by without anything else. The body must have been read before.
+    """
+
+    def __init__(self, receive: Receive, send: Send, keep_alive_s: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._owner: asyncio.Task[object] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._stream_headers: Headers | None = None
+        self._is_sending = False
+        self._was_silent = True
+        self.has_begun = False
+        """Whether the status is out: what goes wrong from now on can't change it any more."""
+        self.is_gone = False
+
+    async def __aenter__(self) -> Client:
+        self._owner = asyncio.current_task()
+        self._watcher = asyncio.create_task(self._watch(), name="http-client")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        assert self._owner is not None
+        assert self._watcher is not None
+        self._watcher.cancel()
+        return self.is_gone and self._owner.uncancel() == 0 and isinstance(error, asyncio.CancelledError)
+
+    def will_stream(self, headers: Headers) -> None:
+        """The answer is a stream with these headers; it begins with the first thing that is sent."""
+        self._stream_headers = [*STREAM_HEADERS, *headers]
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send a piece of the stream; returns once the connection takes more."""
+        self._is_sending = True
+        self._was_silent = False
+        if not self.has_begun:
+            self.has_begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._stream_headers or []})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._is_sending = False
+
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer."""
+        self.has_begun = True
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    message = await self._receive()
+            except TimeoutError:
+                if self._was_silent and self._stream_headers is not None and not self._is_sending:
+                    await self.write(COMMENT)
+                self._was_silent = True
+                continue
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                if self._owner is not None:
+                    self._owner.cancel()
+                return

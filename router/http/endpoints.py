@@ -1,0 +1,253 @@
+"""/v1/completions and /v1/chat/completions: from a client's request to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Protocol, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from baton.clock import Clock
+from baton.errors import InvalidRequest
+from baton.ids import REQUEST_ID_PATTERN, new_request_id
+from baton.rpc.messages import GenerateEvent, GenerateRequest
+from router.http.answers import (
+    Collected,
+    Events,
+    accepted_of,
+    collect,
+    path_headers,
+    seed_headers,
+    stream,
+    whole,
+)
+from router.http.bodies import Body, ChatBody, CompletionBody, read
+from router.http.body import parse_json, read_body
+from router.http.client import Client
+from router.http.events import EventWriter, Label, Wishes
+from router.http.model import ServedModel
+from router.http.position import parse_event_id
+from router.http.shapes import CHAT, COMPLETION, Shape
+from router.validation import check_model
+
+T = TypeVar("T")
+_MAX_TIMEOUT_MS = 24 * 3600 * 1000
+
+
+class Handler(Protocol):
+    """What the router's core does for this front; `router.front.GenerationHandler` is one. Errors are BatonErrors."""
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+        ...
+
+    def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, what lies behind these positions, Finished; raises RequestNotFound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a client asks for."""
+
+    request_id: str
+    body: Body
+    requests: Sequence[GenerateRequest]
+    """One for each prompt."""
+    wishes: Wishes
+    timeout_s: float | None
+
+    @property
+    def num_sequences(self) -> int:
+        """Of each prompt, once the core has accepted it."""
+        return 1 if self.body.n is None else self.body.n
+
+
+class Endpoint:
+    """What the two have in common. An ASGI application; what it raises is for the front."""
+
+    shape: Shape
+    names: Mapping[str, str] = {}
+    """The core's names of fields, where this endpoint has others."""
+
+    def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
+        self._handler = handler
+        self._model = model
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        found = parse_json(await read_body(scope, receive))
+        timeout_s = _timeout_s(headers.get(b"x-request-timeout-ms"))
+        last_event_id = headers.get(b"last-event-id")
+        with _renamed(self.names):
+            async with Client(receive, send, self._keep_alive_s) as client:
+                question = await self._question(found, scope["state"]["request_id"], timeout_s)
+                if last_event_id is not None:
+                    positions = _positions(last_event_id, b"x-request-id" in headers, question)
+                    await self._resume(client, question, positions)
+                elif question.body.stream:
+                    await self._stream(client, question)
+                else:
+                    await self._whole(client, question)
+
+    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+        raise NotImplementedError
+
+    async def _stream(self, client: Client, question: Question) -> None:
+        if len(question.requests) > 1:
+            raise InvalidRequest("prompt", f"has {len(question.requests)} prompts; a stream takes one")
+        events = self._handler.generate(question.requests[0], question.timeout_s)
+        await self._send_events(client, question, events, None)
+
+    async def _resume(self, client: Client, question: Question, positions: Sequence[int]) -> None:
+        events = self._handler.resume(question.request_id, positions, question.timeout_s)
+        await self._send_events(client, question, events, positions)
+
+    async def _send_events(
+        self, client: Client, question: Question, events: Events, positions: Sequence[int] | None
+    ) -> None:
+        """`positions` are where a stream that was begun before goes on."""
+        async with aclosing(events):
+            accepted = await accepted_of(events)
+            client.will_stream([(b"x-request-id", accepted.request_id.encode()), *seed_headers(accepted)])
+            writer = EventWriter(
+                self.shape,
+                self._label(accepted.request_id),
+                question.wishes,
+                [0] * question.num_sequences if positions is None else positions,
+                accepted.prompt_tokens,
+                self._model.spelling,
+            )
+            await stream(client, events, writer, writer.opening() if positions is None else b"")
+
+    async def _whole(self, client: Client, question: Question) -> None:
+        answers = await _all([self._collect(request, question) for request in question.requests])
+        choices = [
+            choice
+            for place, answer in enumerate(answers)
+            for choice in answer.choices(
+                self.shape, question.wishes, self._model.spelling, place * question.num_sequences
+            )
+        ]
+        ends = [answer.finished for answer in answers]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"x-request-id", question.request_id.encode()),
+            *seed_headers(answers[0].accepted),
+            *path_headers(ends[0]),
+        ]
+        await client.answer(200, headers, whole(self.shape, self._label(question.request_id), choices, ends))
+
+    async def _collect(self, request: GenerateRequest, question: Question) -> Collected:
+        async with aclosing(self._handler.generate(request, question.timeout_s)) as events:
+            return await collect(await accepted_of(events), events, question.num_sequences)
+
+    def _label(self, request_id: str) -> Label:
+        return Label(self.shape.id_prefix + request_id, self._model.card.name, int(self._clock.wall()))
+
+
+class Completions(Endpoint):
+    """POST /v1/completions"""
+
+    shape = COMPLETION
+    names = {  # noqa: RUF012
+        "request_id": "x-request-id",
+        "next_token_index": "last-event-id",
+        "json_schema": "response_format",
+    }
+
+    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+        body = read(CompletionBody, found)
+        _check_request_id(body, request_id)
+        ids = [request_id] if len(body.prompts) == 1 else [f"{request_id[:60]}-{n}" for n in range(len(body.prompts))]
+        requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(body.prompts, ids, strict=True)]
+        return Question(request_id, body, requests, _wishes(body, body.logprobs is not None), timeout_s)
+
+
+class ChatCompletions(Endpoint):
+    """POST /v1/chat/completions"""
+
+    shape = CHAT
+    names = {**Completions.names, "prompt": "messages", "logprobs": "top_logprobs"}  # noqa: RUF012
+
+    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+        body = read(ChatBody, found)
+        _check_request_id(body, request_id)
+        card = self._model.card
+        check_model(body.model or "", card)
+        prompt = await self._model.chat_prompt(body)
+        request = body.request(prompt, request_id, body.num_logprobs)
+        if request.max_tokens is None:
+            # As far as the model goes; of completions 16 are the default.
+            request = replace(request, max_tokens=max(1, card.max_model_len - len(prompt)))
+        return Question(request_id, body, [request], _wishes(body, bool(body.logprobs)), timeout_s)
+
+
+def request_id_of(scope: Scope, rng: Random) -> str:
+    """The client's x-request-id, or a new one; raises InvalidRequest for one that can't be taken."""
+    found = dict(scope["headers"]).get(b"x-request-id")
+    if found is None:
+        return new_request_id(rng)
+    text = found.decode("latin-1")
+    if not REQUEST_ID_PATTERN.match(text):
+        raise InvalidRequest("x-request-id", "must be 1 to 64 letters, digits or _ . : -")
+    return str(text)
+
+
+def _check_request_id(body: Body, request_id: str) -> None:
+    if body.request_id not in (None, request_id):
+        raise InvalidRequest("request_id", "is another one than x-request-id; send the header alone")
+
+
+def _wishes(body: Body, logprobs: bool) -> Wishes:
+    return Wishes(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
+
+
+def _timeout_s(header: bytes | None) -> float | None:
+    if header is None:
+        return None
+    if not (header.isdigit() and 0 < int(header[:12]) <= _MAX_TIMEOUT_MS):
+        raise InvalidRequest("x-request-timeout-ms", f"must be 1 to {_MAX_TIMEOUT_MS}")
+    return int(header) / 1e3
+
+
+def _positions(last_event_id: bytes, has_request_id: bool, question: Question) -> Sequence[int]:
+    if not has_request_id:
+        raise InvalidRequest("x-request-id", "is required with last-event-id: it names the stream that goes on")
+    if not question.body.stream:
+        raise InvalidRequest("stream", "must be true with last-event-id")
+    positions = parse_event_id(last_event_id.decode("latin-1"))
+    if len(positions) != question.num_sequences:
+        raise InvalidRequest("last-event-id", f"is of {len(positions)} sequences, but n is {question.num_sequences}")
+    return positions
+
+
+async def _all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; the first error ends the others."""
+    if len(parts) == 1:
+        return [await parts[0]]
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field in names:
+            raise type(error)(names[error.field], error.reason) from None
+        raise

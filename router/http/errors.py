@@ -1,0 +1,97 @@
+"""Errors to HTTP: the one place where the two vocabularies meet."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.errors import (
+    BatonError,
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    SlowReader,
+    Status,
+    UnknownModel,
+)
+
+_DEFAULT_RETRY_AFTER_S = 1.0
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one kind of error looks to a client."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+_BY_STATUS = {
+    Status.INVALID_ARGUMENT: Kind(400, "invalid_request_error"),
+    Status.NOT_FOUND: Kind(404, "invalid_request_error", "not_found"),
+    Status.ALREADY_EXISTS: Kind(409, "conflict_error", "request_id_in_use"),
+    Status.RESOURCE_EXHAUSTED: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    Status.CANCELLED: Kind(499, "cancelled_error", "cancelled"),
+    Status.FAILED_PRECONDITION: Kind(500, "server_error"),
+    Status.INTERNAL: Kind(500, "server_error"),
+    Status.UNIMPLEMENTED: Kind(501, "not_implemented_error", "not_implemented"),
+    Status.ABORTED: Kind(503, "server_error", "aborted"),
+    Status.UNAVAILABLE: Kind(503, "overloaded_error", "overloaded"),
+    Status.DEADLINE_EXCEEDED: Kind(504, "timeout_error", "deadline_exceeded"),
+}
+_BY_TYPE: dict[type[BatonError], Kind] = {
+    UnknownModel: Kind(404, "invalid_request_error", "model_not_found"),
+    # Not 429: the client read too slowly, it did not ask too often.
+    SlowReader: Kind(408, "timeout_error", "slow_reader"),
+    EngineFault: Kind(500, "server_error", "engine_fault"),
+}
+
+
+class HttpError(BatonError):
+    """What only HTTP can get wrong: a path, a method, a body that is too long."""
+
+    def __init__(self, kind: Kind, message: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.headers = tuple(headers)
+
+
+def kind_of(error: BatonError) -> Kind:
+    """The error's status and words; a kind that has none of its own takes its parent's, at last its gRPC status's."""
+    if isinstance(error, HttpError):
+        return error.kind
+    for parent in type(error).__mro__:
+        if parent in _BY_TYPE:
+            return _BY_TYPE[parent]
+    return _BY_STATUS[error.status]
+
+
+def error_body(error: BatonError) -> bytes:
+    """OpenAI's error object as JSON."""
+    kind = kind_of(error)
+    param = error.field if isinstance(error, InvalidRequest) else None
+    found = {"message": str(error), "type": kind.type, "param": param, "code": kind.code}
+    # ASCII, since a message may quote text that is no Unicode.
+    return json.dumps({"error": found}).encode()
+
+
+def error_headers(error: BatonError) -> Headers:
+    """Whether and when trying again makes sense, in the words of OpenAI's clients."""
+    status = kind_of(error).status
+    headers: Headers = list(error.headers) if isinstance(error, HttpError) else []
+    if status in (429, 503):
+        seconds = _retry_after_s(error)
+        headers.append((b"retry-after", b"%d" % math.ceil(seconds)))
+        headers.append((b"retry-after-ms", b"%d" % math.ceil(seconds * 1e3)))
+    if status in (408, 409, 429) or status >= 500:
+        # Those that clients try again unless they are told.
+        headers.append((b"x-should-retry", b"true" if error.retryable else b"false"))
+    return headers
+
+
+def _retry_after_s(error: BatonError) -> float:
+    return error.retry_after_s if isinstance(error, Overloaded) else _DEFAULT_RETRY_AFTER_S

@@ -1,0 +1,140 @@
+"""One stream's server-sent events: bytes from the core's events, with as little work for each as can be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.rpc.messages import Chunk, Finished
+from router.http.errors import error_body
+from router.http.logprobs import Spelling
+from router.http.position import event_id, position_behind
+from router.http.shapes import Shape, quote
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+"""What comes while nothing comes: it tells proxies and clients that somebody is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants beside the text."""
+
+    usage: bool = False
+    usage_in_all: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What is the same in every object of one answer."""
+
+    id: str
+    model: str
+    created: int
+    """Seconds since the epoch."""
+
+    def head(self, kind: str) -> str:
+        """The beginning of an object, up to its choices."""
+        name, model = quote(self.id), quote(self.model)
+        return f'{{"id":{name},"object":"{kind}","created":{self.created},"model":{model},"choices":['
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, object]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+class EventWriter:
+    """Writes one stream. Positions are those of each sequence when it begins."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        label: Label,
+        wishes: Wishes,
+        positions: Sequence[int],
+        prompt_tokens: int,
+        spelling: Spelling,
+    ) -> None:
+        self._shape = shape
+        self._wishes = wishes
+        self._positions = list(positions)
+        self._prompt_tokens = prompt_tokens
+        self._num_tokens = sum(positions)
+        head = label.head(shape.event)
+        self._head = head
+        self._heads = [f'{head}{{"index":{index},' for index in range(len(positions))]
+        self._end = '],"usage":null}\n\n' if wishes.usage else "]}\n\n"
+        self._plain = f'{shape.text_tail},"logprobs":null,"finish_reason":null}}{self._end}'
+        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.usage_in_all)
+        self._logprobs = [shape.logprobs(spelling) for _ in positions]
+        self._rests = [""] * len(positions)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._positions)
+
+    def opening(self) -> bytes:
+        """What precedes all text: in chats, who speaks."""
+        if not self._shape.opening:
+            return b""
+        behind = f'{self._shape.opening},"logprobs":null,"finish_reason":null}}{self._ending()}'
+        return b"".join(self._event(f"{head}{behind}") for head in self._heads)
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Tokens and their text. The rest of a text waits for the event that ends it, so nothing is returned for it."""
+        index = chunk.sequence_index
+        self._positions[index] = position_behind(chunk)
+        if not chunk.token_ids:
+            self._rests[index] += chunk.text
+            return b""
+        self._num_tokens += len(chunk.token_ids)
+        behind = self._plain if self._is_plain else self._behind(chunk)
+        return self._event(f"{self._heads[index]}{self._shape.text_head}{quote(chunk.text)}{behind}")
+
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        """A sequence ended."""
+        rest, self._rests[index] = self._rests[index], ""
+        shape = self._shape
+        # A chat's last event has an empty delta, unless there is text.
+        text = '"delta":{' if not rest and shape.opening else f"{shape.text_head}{quote(rest)}"
+        reasons = f'"finish_reason":{quote(finish_reason)},"stop_reason":{json.dumps(stop_reason)}'
+        return self._event(f'{self._heads[index]}{text}{shape.text_tail},"logprobs":null,{reasons}}}{self._ending()}')
+
+    def finish(self, finished: Finished) -> bytes:
+        """The request ended well: what it cost, if that is asked for, and the end."""
+        if not self._wishes.usage:
+            return DONE
+        usage = usage_of(finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens)
+        return self._event(f'{self._head}],"usage":{json.dumps(usage)}}}\n\n') + DONE
+
+    def error(self, error: BatonError) -> bytes:
+        """The request failed: the last event of its stream."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _event(self, data: str) -> bytes:
+        return f"id: {event_id(self._positions)}\ndata: {data}".encode()
+
+    def _behind(self, chunk: Chunk) -> str:
+        """What follows the text in an event that has more than text."""
+        parts = [self._shape.text_tail]
+        logprobs = self._logprobs[chunk.sequence_index].take(chunk.logprobs) if self._wishes.logprobs else None
+        parts.append(f',"logprobs":{json.dumps(logprobs)},"finish_reason":null')
+        if self._wishes.token_ids:
+            parts.append(f',"token_ids":{json.dumps(list(chunk.token_ids))}')
+        parts.append(f"}}{self._ending()}")
+        return "".join(parts)
+
+    def _ending(self) -> str:
+        if not self._wishes.usage_in_all:
+            return self._end
+        return f'],"usage":{json.dumps(usage_of(self._prompt_tokens, self._num_tokens))}}}\n\n'

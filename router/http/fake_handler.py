@@ -1,0 +1,64 @@
+"""A core that a script drives; the fake beside the router's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from baton.errors import BatonError
+from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest
+
+_END = None
+
+
+class FakeCall:
+    """One request, and what its client hears of it."""
+
+    def __init__(self, request_id: str, positions: Sequence[int], timeout_s: float | None) -> None:
+        self.request_id = request_id
+        self.positions = positions
+        """Of a resumed stream."""
+        self.timeout_s = timeout_s
+        self.request: GenerateRequest | None = None
+        self.is_closed = asyncio.Event()
+        self._events: asyncio.Queue[GenerateEvent | BatonError | None] = asyncio.Queue()
+
+    def tell(self, *events: GenerateEvent | BatonError) -> None:
+        """What comes next; an error ends it."""
+        for event in events:
+            self._events.put_nowait(event)
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self._events.put_nowait(_END)
+
+    async def stream(self) -> AsyncGenerator[GenerateEvent, None]:
+        try:
+            yield Accepted(self.request_id, 1, 3)
+            while (event := await self._events.get()) is not _END:
+                if isinstance(event, BatonError):
+                    raise event
+                yield event
+        finally:
+            self.is_closed.set()
+
+
+class FakeHandler:
+    """Keeps every call; `calls` has them in order."""
+
+    def __init__(self) -> None:
+        self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
+
+    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        call = FakeCall(request.request_id, (), timeout_s)
+        call.request = request
+        return self._begin(call)
+
+    def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        return self._begin(FakeCall(request_id, tuple(next_token_index), timeout_s))
+
+    def _begin(self, call: FakeCall) -> AsyncGenerator[GenerateEvent, None]:
+        self.calls.put_nowait(call)
+        return call.stream()

@@ -1,0 +1,74 @@
+"""Log-probabilities in the shapes that OpenAI's two endpoints have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton.engine.outputs import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity; as in vLLM."""
+
+Spelling = Callable[[int], bytes]
+
+
+class CompletionLogprobs:
+    """Of one sequence of /v1/completions, piece by piece: parallel lists."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._offset = 0
+
+    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """The lists for the next positions. Offsets count characters of the tokens' spellings."""
+        tokens = [_text(self._spelling(position.token_id)) for position in positions]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(position.logprob) for position in positions],
+            "top_logprobs": [
+                {_text(self._spelling(token)): _finite(logprob) for token, logprob in _with_drawn(position)}
+                for position in positions
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatLogprobs:
+    """Of one sequence of /v1/chat/completions, piece by piece: an object for each token."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+
+    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """The list for the next positions."""
+        return {
+            "content": [
+                self._entry(position.token_id, position.logprob)
+                | {"top_logprobs": [self._entry(token, logprob) for token, logprob in position.top]}
+                for position in positions
+            ]
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        spelling = self._spelling(token_id)
+        return {"token": _text(spelling), "logprob": _finite(logprob), "bytes": list(spelling)}
+
+
+def _with_drawn(position: TokenLogprobs) -> Sequence[tuple[int, float]]:
+    if any(token == position.token_id for token, _ in position.top):
+        return position.top
+    return (*position.top, (position.token_id, position.logprob))
+
+
+def _text(spelling: bytes) -> str:
+    return spelling.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    # NaN, too, becomes the least.
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB

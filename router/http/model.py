@@ -1,0 +1,88 @@
+"""The model as this front needs it: messages to tokens, tokens to their spelling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, Protocol
+
+from baton.errors import InvalidRequest
+from baton.rpc.messages import ModelCard
+from baton.text.chat_template import ChatTemplate
+from router.http.bodies import ChatBody
+from router.validation import check_text
+
+THREAD_TEXT_CHARS = 16_384
+"""Longer chats are rendered and tokenized in a thread, so that nobody else waits."""
+_MAX_RENDERED_BYTES = 2 << 20
+
+
+class Vocabulary(Protocol):
+    """What this front asks of a tokenizer; `baton.text.tokenizer.Tokenizer` is one."""
+
+    def encode_rendered(self, text: str) -> list[int]: ...
+
+    def spelling(self, token_id: int) -> bytes: ...
+
+
+class ServedModel:
+    """The model that the cluster serves."""
+
+    def __init__(
+        self,
+        card: Callable[[], ModelCard],
+        vocabulary: Vocabulary | None,
+        template: ChatTemplate | None,
+        now: Callable[[], datetime],
+    ) -> None:
+        self._card = card
+        self._vocabulary = vocabulary
+        self._template = template
+        self._now = now
+
+    @property
+    def card(self) -> ModelCard:
+        """What it can do now."""
+        return self._card()
+
+    async def chat_prompt(self, body: ChatBody) -> list[int]:
+        """The token ids of a chat; raises InvalidRequest naming the field that is wrong."""
+        num_chars = sum(len(message.content) for message in body.messages)
+        if num_chars > THREAD_TEXT_CHARS:
+            return await asyncio.to_thread(self._encode_chat, body)
+        return self._encode_chat(body)
+
+    def spelling(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; without a tokenizer `token_id:ID`."""
+        if self._vocabulary is None:
+            return b"token_id:%d" % token_id
+        return self._vocabulary.spelling(token_id)
+
+    def _encode_chat(self, body: ChatBody) -> list[int]:
+        if self._vocabulary is None or self._template is None:
+            story = "this model is served without a tokenizer; send token ids to /v1/completions"
+            raise InvalidRequest("messages", story)
+        text = self._template.render(
+            [_plain(message.role, message.content, message.name) for message in body.messages],
+            self._now(),
+            _checked(body.chat_template_kwargs),
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+        check_text("messages", text, _MAX_RENDERED_BYTES)
+        return self._vocabulary.encode_rendered(text)
+
+
+def _plain(role: str, content: str, name: str | None) -> Mapping[str, str]:
+    message = {"role": role, "content": content}
+    return message if name is None else {**message, "name": name}
+
+
+def _checked(variables: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Only what a template can't stumble over: names and scalars."""
+    for name, value in (variables or {}).items():
+        if not name.isidentifier():
+            raise InvalidRequest("chat_template_kwargs", f"has the key {name[:32]!r}, which is no name")
+        if not isinstance(value, str | int | float | bool | None):
+            raise InvalidRequest(f"chat_template_kwargs.{name[:32]}", "must be a string, a number, a boolean or null")
+    return variables or {}

@@ -1,0 +1,65 @@
+"""What can be read here: the models, the health of this router, and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from baton.errors import UnknownModel
+from baton.observe.metrics import CONTENT_TYPE
+from router.http.errors import HttpError, Kind
+from router.http.model import ServedModel
+
+
+def pages(
+    model: ServedModel, started_at: float, why_not_ready: Callable[[], str], figures: Callable[[], bytes]
+) -> list[Route]:
+    """The routes. `why_not_ready` is empty when requests can be served; `figures` is a page for Prometheus."""
+
+    def card() -> dict[str, object]:
+        served = model.card
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": int(started_at),
+            "owned_by": "baton",
+            "root": served.name,
+            "parent": None,
+            "max_model_len": served.max_model_len,
+        }
+
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != model.card.name:
+            raise UnknownModel("model", f"{name[:80]!r} is not served here; there is {model.card.name!r}")
+        return JSONResponse(card())
+
+    async def alive(_request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(_request: Request) -> Response:
+        reason = why_not_ready()
+        return PlainTextResponse(f"{reason or 'ok'}\n", status_code=503 if reason else 200)
+
+    async def metrics(_request: Request) -> Response:
+        return Response(figures(), media_type=CONTENT_TYPE)
+
+    async def embeddings(_request: Request) -> Response:
+        story = "embeddings are not served: this cluster generates text"
+        raise HttpError(Kind(501, "not_implemented_error", "not_implemented"), story)
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/livez", alive),
+        Route("/readyz", ready),
+        Route("/health", ready),
+        Route("/metrics", metrics),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
+    ]

@@ -1,0 +1,33 @@
+"""How far a client has read a stream: the `id:` of its events and, when it comes back, its `Last-Event-ID`.
+
+For each sequence of the request one number, joined by dots: how many of its tokens the client has. A rest of text that
+comes without tokens at a sequence's end counts as one more. So an id says all that is needed to go on, at any router.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from baton.engine.sequence_group import MAX_SEQUENCES
+from baton.errors import InvalidRequest
+from baton.rpc.messages import Chunk
+
+_PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*\Z")
+
+
+def position_behind(chunk: Chunk) -> int:
+    """Where in its sequence a client stands that has this chunk."""
+    return chunk.first_index + max(1, len(chunk.token_ids))
+
+
+def event_id(positions: Sequence[int]) -> str:
+    """The id of an event behind which a client stands there."""
+    return ".".join(map(str, positions))
+
+
+def parse_event_id(text: str) -> list[int]:
+    """The positions in a Last-Event-ID; raises InvalidRequest for what is none of ours."""
+    if not _PATTERN.match(text) or text.count(".") >= MAX_SEQUENCES:
+        raise InvalidRequest("last-event-id", "is not the id of an event of a stream")
+    return [int(number) for number in text.split(".")]

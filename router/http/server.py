@@ -1,0 +1,140 @@
+"""uvicorn inside this process: our socket, our signals, our loop; it has the connections alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton.errors import ConfigError
+from router.http.body import MAX_HEADER_BYTES
+
+_log = logging.getLogger(__name__)
+
+_SEND_BUFFER_BYTES = 64 << 10
+_IDLE_CONNECTION_S = 75
+_BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves an ASGI application: bind, start, stop."""
+
+    def __init__(self, app: ASGIApp, stall_s: float = 30.0) -> None:
+        """`stall_s`: how long a connection may take nothing of what waits for it before it is cut."""
+        self._stall_s = stall_s
+        self._socket: socket.socket | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=_IDLE_CONNECTION_S,
+                backlog=_BACKLOG,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    def bind(self, host: str, port: int) -> int:
+        """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.socket(family, kind, protocol)
+            self._socket = listener
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _watch_over(listener, self._stall_s)
+            listener.bind(address)
+        except OSError as error:
+            self._close_socket()
+            story = (
+                f"can't listen on {host}:{port} for HTTP: the port is taken or not ours; choose another one"
+                " with --http-port, 0 takes a free one"
+            )
+            raise ConfigError(story) from error
+        bound: int = listener.getsockname()[1]
+        return bound
+
+    async def start(self) -> None:
+        """Serve; returns once connections are taken."""
+        assert self._socket is not None, "bind first"
+        self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
+        up = asyncio.create_task(self._server.is_up.wait())
+        await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            await self._serving
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more connections, let running exchanges end within the grace, then cut them. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]  # any number will do
+            self._server.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, without its signal handlers, and with an event for its start."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _watch_over(listener: socket.socket, stall_s: float) -> None:
+    """Options that the kernel hands on to every connection.
+
+    A client whose machine is gone, or that takes nothing any more, closes nothing: what it asked for would run on. And
+    what it does not read should wait here, where it is counted, not in the kernel.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 10),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", int(stall_s * 1e3)),
+        ("TCP_NODELAY", 1),
+    ):
+        # Not every system has them all.
+        if (option := getattr(socket, name, None)) is not None:
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def raise_file_limit() -> None:
+    """As many open files as this process may have: every connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:
+        _log.warning("the limit of open files stays as it is: %s", error)

@@ -1,0 +1,61 @@
+"""What the answers of the two endpoints look like, as far as they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.engine.outputs import TokenLogprobs
+from router.http.logprobs import ChatLogprobs, CompletionLogprobs, Spelling
+
+quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode
+"""A string as JSON; much quicker than `json.dumps` with the same setting."""
+
+
+class LogprobWriter(Protocol):
+    """One sequence's log-probabilities, piece by piece."""
+
+    def take(self, positions: Sequence[TokenLogprobs]) -> dict[str, list[Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One endpoint's."""
+
+    id_prefix: str
+    whole: str
+    """The object's name when it comes as a whole..."""
+    event: str
+    """... and of each event of a stream."""
+    text_head: str
+    text_tail: str
+    """What is around the text in an event's choice, as JSON."""
+    opening: str
+    """What a stream's first choice has, before any text; empty: there is no such event."""
+    logprobs: Callable[[Spelling], LogprobWriter]
+    in_choice: Callable[[str], dict[str, Any]]
+    """The text in a choice of a whole answer."""
+
+
+COMPLETION = Shape(
+    id_prefix="cmpl-",
+    whole="text_completion",
+    event="text_completion",
+    text_head='"text":',
+    text_tail="",
+    opening="",
+    logprobs=CompletionLogprobs,
+    in_choice=lambda text: {"text": text},
+)
+CHAT = Shape(
+    id_prefix="chatcmpl-",
+    whole="chat.completion",
+    event="chat.completion.chunk",
+    text_head='"delta":{"content":',
+    text_tail="}",
+    opening='"delta":{"role":"assistant","content":""}',
+    logprobs=ChatLogprobs,
+    in_choice=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+)

@@ -1,0 +1,148 @@
+"""An HTTP client without sockets: speaks ASGI to an application, event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+
+class Exchange:
+    """One request and its answer, as the client sees them. `leave` is a closed connection, `pause` a full one."""
+
+    def __init__(
+        self, app: ASGIApp, method: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.is_complete = False
+        self._changed = asyncio.Event()
+        self._may_send = asyncio.Event()
+        self._may_send.set()
+        self._to_read: asyncio.Queue[Message] = asyncio.Queue()
+        self._to_read.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": list(headers),
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+        self.task = asyncio.create_task(app(scope, self._to_read.get, self._take))  # type: ignore[arg-type]
+
+    async def _take(self, message: Message) -> None:
+        await self._may_send.wait()
+        if message["type"] == "http.response.start":
+            assert not self.status, "two answers"
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            assert self.status, "a body without a status"
+            assert not self.is_complete, "something behind the end"
+            self.body += message.get("body", b"")
+            self.is_complete = not message.get("more_body", False)
+        self._changed.set()
+
+    def leave(self) -> None:
+        """The connection is closed."""
+        self._to_read.put_nowait({"type": "http.disconnect"})
+
+    def pause(self) -> None:
+        """Take nothing more for now."""
+        self._may_send.clear()
+
+    def go_on(self) -> None:
+        self._may_send.set()
+
+    async def end(self) -> Exchange:
+        """Wait for the end of the answer."""
+        await self.task
+        assert self.is_complete
+        return self
+
+    async def events_read(self, count: int) -> list[Event]:
+        """Wait until so many events of a stream are there."""
+        while len(self.events) < count:
+            assert not self.task.done(), self.body
+            self._changed.clear()
+            await self._changed.wait()
+        return self.events
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """OpenAI's error object, which is all there is."""
+        assert set(self.json) == {"error"}
+        found: dict[str, Any] = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        return found
+
+    @property
+    def events(self) -> list[Event]:
+        """Those of a stream, without comments."""
+        blocks = self.body.decode().split("\n\n")[:-1]
+        return [Event(block) for block in blocks if not block.startswith(":")]
+
+
+class Event:
+    """One server-sent event."""
+
+    def __init__(self, block: str) -> None:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert set(fields) <= {"id", "data"}
+        self.id = fields.get("id")
+        self.data = fields["data"]
+
+    @property
+    def is_done(self) -> bool:
+        return self.data == "[DONE]"
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["choices"][0]
+        return found
+
+    @property
+    def text(self) -> str:
+        """What it adds to the text of its sequence."""
+        if self.is_done or not self.json.get("choices"):
+            return ""
+        choice = self.choice
+        return str(choice["text"] if "text" in choice else choice["delta"].get("content", ""))
+
+
+class AsgiClient:
+    """Asks one application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    def post(self, path: str, body: Mapping[str, object] | bytes, headers: Mapping[str, str] | None = None) -> Exchange:
+        """Begin an exchange."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.ask("POST", path, data, {"content-type": "application/json", **(headers or {})})
+
+    def get(self, path: str) -> Exchange:
+        return self.ask("GET", path, b"", {})
+
+    def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        return Exchange(self._app, method, path, body, pairs)

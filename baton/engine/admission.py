@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
+from baton.engine.grammar import TokenMatcher
 from baton.engine.kv_cache_manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import EngineCoreEventType, WaitingReason
@@ -51,6 +52,7 @@ class Admission:
         config = ledger.config
         self._waiting = _queue(config)
         self._swapped = _queue(config)
+        self._for_grammar: dict[str, Request] = {}
         self._remote: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._times_passed: dict[str, int] = {}
@@ -85,6 +87,7 @@ class Admission:
         return {
             "capacity": len(self._waiting) - len(self._preempted) - len(self._deferred),
             "deferred": len(self._deferred),
+            "grammar": len(self._for_grammar),
             "remote_kv": len(self._remote),
             "arrived": len(self._arrived),
             "preempted": len(self._preempted),
@@ -95,7 +98,17 @@ class Admission:
         """A newcomer; one that can never fit ends at once."""
         if request.num_tokens + 1 > self._ledger.max_model_len:
             self._refuse(request, outputs)
+        elif request.sampling_params.has_grammar and not request.matchers:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            self._for_grammar[request.request_id] = request
         else:
+            self._waiting.add(request)
+
+    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
+        """A request has what it waited for: it queues like a newcomer. One that is over is skipped."""
+        request = self._for_grammar.pop(request_id, None)
+        if request is not None:
+            request.status, request.matchers = RequestStatus.WAITING, matchers
             self._waiting.add(request)
 
     def put_back(self, request: Request) -> None:
@@ -131,6 +144,7 @@ class Admission:
         for request in requests:
             self._times_passed.pop(request.request_id, None)
             self._remote.pop(request.request_id, None)
+            self._for_grammar.pop(request.request_id, None)
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 queued.add(request.request_id)
             elif request.status is RequestStatus.SWAPPED:

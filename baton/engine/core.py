@@ -7,9 +7,10 @@ while the runner computes. Without one the three follow each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from baton.engine.connector import KVTransferOutput
+from baton.engine.grammar import TokenMatcher
 from baton.engine.outputs import (
     ComputedStep,
     EngineCoreEvent,
@@ -64,6 +65,10 @@ class EngineCore:
     def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
         """Take in arrivals, failures and releases; see Scheduler."""
         return self.scheduler.update_from_kv_transfer(transfers)
+
+    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
+        """What a request waited for; see Scheduler."""
+        self.scheduler.grammar_compiled(request_id, matchers)
 
     def has_work(self) -> bool:
         """Whether `step` could bring something now; the driver sleeps while it is False."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from baton.engine.grammar import TokenMatcher
 from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.request import FinishReason, SamplingParams
 
@@ -22,6 +23,8 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: Sequence[int]
     num_computed_tokens: int
+    matcher: TokenMatcher | None = None
+    """Says what may be drawn; None: anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +170,10 @@ class EngineCoreOutput(NamedTuple):
     num_external_tokens: int = 0
 
 
-WaitingReason = Literal["capacity", "deferred", "remote_kv", "arrived", "preempted", "swapped"]
-"""What a request waits for: a seat, budget or blocks (capacity); a connector's or a sibling's word (deferred); KV under
-way (remote_kv); the next step (arrived); capacity again, after it gave way (preempted, swapped)."""
+WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]
+"""What a request waits for: a seat, budget or blocks (capacity); a connector's or a sibling's word (deferred); its
+grammar, which is being compiled (grammar); KV under way (remote_kv); the next step (arrived); capacity again, after it
+gave way (preempted, swapped)."""
 
 
 @dataclass(frozen=True, slots=True)

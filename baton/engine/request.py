@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from baton.engine.beam_group import BeamGroup
+    from baton.engine.grammar import TokenMatcher
+    from baton.engine.outputs import TokenLogprobs
     from baton.engine.sequence_group import SequenceGroup
 
 
@@ -97,6 +99,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether not every output will do."""
+        return bool(self.json_schema)
+
 
 @dataclass(frozen=True, slots=True)
 class KVSource:
@@ -180,6 +187,8 @@ class Request:
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 
     @property
+        self.matchers: Sequence[TokenMatcher] = ()
+        """Of a request with a grammar: its own, then those of the sequences to come."""
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 

@@ -2,6 +2,7 @@
 
 Where a request can be:
 
+  for grammar  WAITING_FOR_GRAMMAR: what it may generate is being compiled, it is not polled
   waiting      WAITING (no blocks yet) or PREEMPTED (none any more)
   remote       WAITING_FOR_REMOTE_KVS: the blocks of its prompt are reserved, it is not polled
   arrived      its prompt's KV is here: it joins the very next step, ahead of newcomers
@@ -35,6 +36,7 @@ from baton.engine.admission import Admission
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
+from baton.engine.grammar import TokenMatcher
 from baton.engine.host_tier import NO_COPIES
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
@@ -147,6 +149,15 @@ class Scheduler:
         self._finish(self._ledger.named(request_ids), status, error, outputs)
         self._finish_broken_groups(outputs)
         return outputs.seal()
+
+    def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
+        """What a request in WAITING_FOR_GRAMMAR waits for: a matcher for each sequence that it will have here.
+
+        They have been given its output so far. Skipped when it has ended. One whose grammar can't be compiled is ended
+        with `finish_requests`.
+        """
+        self._admission.grammar_compiled(request_id, matchers)
+        self._stalled = False
 
     def get_request_counts(self) -> tuple[int, int]:
         """(running, not running): what has not ended."""

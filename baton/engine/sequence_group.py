@@ -99,4 +99,5 @@ class SequenceGroup:
         params = replace(root.sampling_params, seed=sequence_seed(root.sampling_params.seed, index))
         child = root.sibling(sequence_id(root.request_id, index), params)
         child.group = self
+        child.matchers = root.matchers[index : index + 1]
         return child

@@ -21,6 +21,8 @@ def check_sequences(params: SamplingParams) -> None:
     most = width or MAX_SEQUENCES
     if not 1 <= params.n <= most:
         raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
+    if width and params.has_grammar:
+        raise InvalidRequest("json_schema", "does not go with beam_width")
 
 
 def open_group(request: Request, ledger: Ledger) -> None:

@@ -65,6 +65,7 @@ class StepPlan:
                 sampling_params=request.sampling_params,
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
+                matcher=request.matchers[0] if request.matchers else None,
             )
         )
         self._advance(request, num_tokens)

@@ -32,6 +32,7 @@ class RequestState:
         "_tokens",
         "highest_block",
         "lowest_block",
+        "matcher",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
@@ -47,6 +48,7 @@ class RequestState:
         self._tokens[: self.num_prompt_tokens] = data.prompt_token_ids
         self._tokens[self.num_prompt_tokens : self.num_tokens] = data.output_token_ids
         self.sampling_params: SamplingParams = data.sampling_params
+        self.matcher = data.matcher
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0

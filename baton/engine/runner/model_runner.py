@@ -19,6 +19,7 @@ from baton.engine.runner.kernels import KernelArgumentError
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.sampler import SamplingState, sample
 from baton.engine.runner.self_check import why_not_bit_exact
+from baton.engine.runner.token_masks import TokenMasks
 from baton.engine.runner.torch_operations import TorchOperations
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import LoadedModel, load_model
@@ -41,6 +42,7 @@ class TorchModelRunner:
             owner=cache,
         )
         self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
+        self._masks = TokenMasks(model.vocab_size)
         self._requests = RequestTable(transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len)
 
     @property
@@ -81,11 +83,16 @@ class TorchModelRunner:
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
         logits = self._transformer.compute(batch)
         samplers = [share.state for share in scheduled if share.samples]
+        masks, unmasked = self._masks.fill(samplers)
         results = sample(
             logits,
             [
                 SamplingState(
-                    state.sampling_params, state.token_ids, state.num_prompt_tokens, self._model.eos_token_ids
+                    state.sampling_params,
+                    state.token_ids,
+                    state.num_prompt_tokens,
+                    self._model.eos_token_ids,
+                    masks.get(state.request_id) if masks else None,
                 )
                 for state in samplers
             ],
@@ -93,8 +100,9 @@ class TorchModelRunner:
         tokens: dict[str, int] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         for state, result in zip(samplers, results, strict=True):
-            if result.error is not None:
-                failed[state.request_id] = result.error
+            error = result.error or unmasked.get(state.request_id)
+            if error is not None:
+                failed[state.request_id] = error
                 continue
             tokens[state.request_id] = result.token_id
             if result.logprobs is not None:

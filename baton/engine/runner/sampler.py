@@ -1,7 +1,8 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
 The order is vLLM V1's: log-probabilities from the raw logits; then min_tokens, logit_bias, penalties; then greedy, or
-temperature, min_p, top_k, top_p and one draw by inverse transform. The draw for output position i uses one number that
+temperature, min_p, top_k, top_p and one draw by inverse transform. Where a grammar says what may come, everything else
+has a logit of minus infinity, in the log-probabilities as well. The draw for output position i uses one number that
 comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of
 threads can't change a sum either.
 """
@@ -20,6 +21,7 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner.philox import uniform
 
 Row = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.int32]
 
 _FOLD = 8
 """Tokens that share one look when the best are searched."""
@@ -37,6 +39,8 @@ class SamplingState:
     """Prompt and output together; the state refers to them, it copies nothing."""
     num_prompt_tokens: int
     eos_token_ids: frozenset[int]
+    mask: Mask | None = None
+    """A bit for each token that may be drawn, lowest bit of the first word first; None: any."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -80,13 +84,18 @@ def _finite_rows(logits: npt.NDArray[np.float32]) -> list[bool]:
 def is_plain_greedy(state: SamplingState) -> bool:
     """Whether the row's token is simply its largest logit and nothing else is asked."""
     params = state.params
-    return params.is_greedy and params.logprobs is None and not _is_processed(state)
+    return params.is_greedy and params.logprobs is None and state.mask is None and not _is_processed(state)
 
 
 def sample_row(logits: Row, state: SamplingState) -> Sampled:
     """Draw one token from finite float32 logits [vocabulary]."""
     params = state.params
     processed = process(logits, state) if _is_processed(state) else logits
+    if state.mask is not None:
+        # Last, so that nothing can bring back what it leaves out.
+        processed, logits = _masked(processed, state.mask), _masked(logits, state.mask)
+        if processed.max() == -np.inf:
+            return Sampled(-1, error="json_schema: nothing that may follow is left by min_tokens and logit_bias")
     if params.is_greedy:
         token_id = int(processed.argmax())
     else:
@@ -96,6 +105,11 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
     if params.logprobs is None:
         return Sampled(token_id)
     return Sampled(token_id, token_logprobs(logits, token_id, params.logprobs))
+
+
+def _masked(row: Row, mask: Mask) -> Row:
+    allowed = np.unpackbits(mask.view(np.uint8), count=row.size, bitorder="little").view(np.bool_)
+    return np.where(allowed, row, np.float32(-np.inf))
 
 
 def _is_processed(state: SamplingState) -> bool:
@@ -217,7 +231,7 @@ def _draw(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], nu
 
 
 def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
-    """Log-softmax of the raw logits at the drawn token and at the `top` best ones (best first, ties by id)."""
+    """Log-softmax of the logits at the drawn token and at the `top` best possible ones (best first, ties by id)."""
     peak = logits.max()
     norm = peak + np.log(np.exp(logits - peak).sum(dtype=np.float64))
     rank = int((logits > logits[token_id]).sum()) + 1
@@ -226,5 +240,5 @@ def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
         token_id,
         float(logits[token_id] - norm),
         rank,
-        tuple((int(other), float(logits[other] - norm)) for other in best),
+        tuple((int(other), float(logits[other] - norm)) for other in best if logits[other] > -np.inf),
     )

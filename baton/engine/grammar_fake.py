@@ -1,0 +1,43 @@
+"""A grammar without a library: every position has a set of tokens. The fake beside the real matchers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.errors import EngineFault
+
+
+class ScriptedMatcher:
+    """Output token i must be in `allowed[i]`; behind those only `end` may come."""
+
+    def __init__(self, allowed: Sequence[Collection[int]], end: Collection[int], too_complex_at: int = -1) -> None:
+        """`too_complex_at`: the position at which it gives up."""
+        self._allowed = allowed
+        self._end = end
+        self._too_complex_at = too_complex_at
+        self.tokens: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def next_tokens(self) -> Collection[int]:
+        """What may come next."""
+        return self._allowed[len(self.tokens)] if len(self.tokens) < len(self._allowed) else self._end
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if token_id not in self.next_tokens:
+                raise EngineFault(f"json_schema: token {token_id} may not follow {self.tokens}")
+            self.tokens.append(int(token_id))
+
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        if len(self.tokens) == self._too_complex_at:
+            raise EngineFault("json_schema: too complex")
+        bits = np.zeros(mask.size * 32, dtype=np.uint8)
+        bits[list(self.next_tokens)] = 1
+        mask[:] = np.packbits(bits, bitorder="little").view(np.int32)

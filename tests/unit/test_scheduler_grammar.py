@@ -1,0 +1,83 @@
+"""A request whose output must fit a grammar waits until that has been compiled, and for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.grammar_fake import ScriptedMatcher
+from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.errors import InvalidRequest
+from tests.support.engine_rig import EngineRig
+
+SCHEMA = '{"type": "integer"}'
+
+
+def matcher() -> ScriptedMatcher:
+    return ScriptedMatcher([], range(1000))
+
+
+def test_it_waits_while_others_run_and_then_runs_as_they_do() -> None:
+    rig = EngineRig()
+    waiting = rig.add("g", 6, json_schema=SCHEMA, max_tokens=4)
+    assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
+    assert not rig.core.has_work()
+    rig.add("other", 6, max_tokens=2)
+    rig.run()
+    assert rig.reason("other") is FinishReason.LENGTH
+    assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
+    by_reason = rig.core.make_stats().num_requests_waiting_by_reason
+    assert {reason: count for reason, count in by_reason.items() if count} == {"grammar": 1}
+
+    rig.core.grammar_compiled("g", [matcher()])
+    rig.run()
+    assert rig.tokens["g"] == rig.expected("g", 4)
+    assert rig.core.make_stats().num_requests_waiting_by_reason["grammar"] == 0
+
+
+def test_the_runner_is_given_the_matcher_of_each_sequence() -> None:
+    rig = EngineRig()
+    rig.add("g", 6, json_schema=SCHEMA, n=3, max_tokens=3)
+    rig.add("plain", 6, max_tokens=3)
+    matchers = [matcher() for _ in range(3)]
+    rig.core.grammar_compiled("g", matchers)
+    given = {}
+    while rig.core.has_work():
+        decided = rig.scheduler.schedule()
+        given.update({new.request_id: new.matcher for new in decided.scheduled_new_reqs})
+        rig.commit(decided)
+    assert given == {"g": matchers[0], "g~1": matchers[1], "g~2": matchers[2], "plain": None}
+
+
+@pytest.mark.parametrize("status", [RequestStatus.ABORTED, RequestStatus.ERROR])
+def test_it_can_end_while_it_waits(status: RequestStatus) -> None:
+    rig = EngineRig()
+    rig.add("g", 6, json_schema=SCHEMA)
+    (end,) = rig.abort("g", status=status)
+    assert end.finish_reason is status.finish_reason
+    rig.core.grammar_compiled("g", [matcher()])
+    assert not rig.core.has_work()
+    assert sum(rig.core.make_stats().num_requests_waiting_by_reason.values()) == 0
+
+
+def test_the_decode_leg_asks_for_its_prompt_once_the_grammar_is_there() -> None:
+    rig = EngineRig()
+    rig.add("d", 9, leg=Leg.DECODE, json_schema=SCHEMA, max_tokens=3)
+    rig.run()
+    assert not rig.connector.loads
+    rig.core.grammar_compiled("d", [matcher()])
+    rig.step()
+    assert set(rig.connector.loads) == {"d"}
+    rig.deliver("d")
+    rig.run()
+    assert rig.tokens["d"][-2:] == rig.expected("d", 3)[1:]
+
+
+def test_one_that_can_never_fit_does_not_wait_for_its_grammar() -> None:
+    rig = EngineRig(num_blocks=4)
+    rig.add("g", 100, json_schema=SCHEMA)
+    assert rig.reason("g") is FinishReason.IGNORED
+
+
+def test_beams_have_no_grammar() -> None:
+    with pytest.raises(InvalidRequest, match="json_schema"):
+        EngineRig().add("b", 6, json_schema=SCHEMA, beam_width=2)

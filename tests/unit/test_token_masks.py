@@ -1,0 +1,118 @@
+"""What a grammar leaves out is never drawn, whatever else a request asks for; and it costs nobody else anything."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from baton.engine.grammar_fake import ScriptedMatcher
+from baton.engine.outputs import NewRequestData
+from baton.engine.request import SamplingParams
+from baton.engine.runner.input_batch import RequestState
+from baton.engine.runner.sampler import SamplingState, sample
+from baton.engine.runner.token_masks import TokenMasks
+
+VOCAB = 75
+"""No whole number of words."""
+EOS = frozenset({3})
+WITH_GRAMMAR = SamplingParams(json_schema="{}")
+SETTINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=2.0, top_k=5),
+    SamplingParams(temperature=0.7, top_p=0.3),
+    SamplingParams(temperature=1e-45),
+    SamplingParams(temperature=1.0, min_p=0.9),
+    SamplingParams(repetition_penalty=1.9, frequency_penalty=2.0, presence_penalty=-2.0),
+    SamplingParams(logit_bias={0: 100.0, 1: 1e39, 74: -50.0}),
+    SamplingParams(temperature=0.0, logit_bias={0: 1e39}),
+]
+
+
+def mask_of(allowed: Collection[int]) -> npt.NDArray[np.int32]:
+    mask = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    ScriptedMatcher([], allowed).fill(mask)
+    return mask
+
+
+def rows(count: int, seed: int = 1) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(0.0, 4.0, (count, VOCAB)).astype(np.float32)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize("allowed", [{5}, {74}, {3, 31, 32, 64}, set(range(2, 75))], ids=len)
+def test_only_what_is_allowed_is_drawn_and_reported(params: SamplingParams, allowed: set[int]) -> None:
+    logits, mask = rows(40), mask_of(allowed)
+    states = [SamplingState(replace(params, seed=seed), [6, 0, 5, 74], 1, EOS, mask) for seed in range(40)]
+    drawn = sample(logits, states)
+    assert all(result.error is None for result in drawn)
+    assert {result.token_id for result in drawn} <= allowed
+    for row, result in zip(logits, drawn, strict=True):
+        if result.logprobs is not None:
+            reported = {token for token, _ in result.logprobs.top}
+            assert reported <= allowed
+            assert len(reported) == min(3, len(allowed))
+            among = row[sorted(allowed)].astype(np.float64)
+            expected = row[result.token_id] - np.log(np.exp(among - among.max()).sum()) - among.max()
+            assert result.logprobs.logprob == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_a_mask_that_allows_everything_changes_nothing(params: SamplingParams) -> None:
+    logits, mask = rows(20), mask_of(range(VOCAB))
+    tokens = [6, 0, 5, 74]
+    masked = sample(logits, [SamplingState(replace(params, seed=seed), tokens, 1, EOS, mask) for seed in range(20)])
+    assert masked == sample(logits, [SamplingState(replace(params, seed=seed), tokens, 1, EOS) for seed in range(20)])
+
+
+def test_a_request_to_which_nothing_is_left_fails_alone() -> None:
+    logits = rows(2)
+    barred = replace(WITH_GRAMMAR, logit_bias={5: -1e39})
+    states = [SamplingState(barred, [6], 1, EOS, mask_of({5})), SamplingState(WITH_GRAMMAR, [6], 1, EOS, mask_of({5}))]
+    failed, drawn = sample(logits, states)
+    assert (failed.error or "").startswith("json_schema:")
+    assert drawn.token_id == 5
+
+
+def state(request_id: str, matcher: ScriptedMatcher | None, params: SamplingParams = WITH_GRAMMAR) -> RequestState:
+    return RequestState(NewRequestData(request_id, [1, 2], [7], params, [1], 0, matcher))
+
+
+def test_matchers_are_told_what_was_drawn_wherever_that_was() -> None:
+    masks = TokenMasks(VOCAB)
+    matcher = ScriptedMatcher([{7}, {8, 9}, {10}], EOS)
+    request = state("a", matcher)
+    filled, faults = masks.fill([state("plain", None, SamplingParams()), request])
+    assert not faults
+    assert filled["a"].tolist() == mask_of({8, 9}).tolist()
+    # Asked again for the same position, as after a step that was lost.
+    assert masks.fill([request])[0]["a"].tolist() == mask_of({8, 9}).tolist()
+    request.append_token(9)
+    request.append_token(10)
+    assert masks.fill([request])[0]["a"].tolist() == mask_of(EOS).tolist()
+    assert matcher.tokens == [7, 9, 10]
+
+
+def test_each_request_has_a_mask_of_its_own_and_fails_alone() -> None:
+    masks = TokenMasks(VOCAB)
+    good = state("good", ScriptedMatcher([{7}, {8}], EOS))
+    other = state("other", ScriptedMatcher([{7}, {70}], EOS))
+    complex_ = state("complex", ScriptedMatcher([{7}, {8}], EOS, too_complex_at=1))
+    foreign = state("foreign", ScriptedMatcher([{6}], EOS))
+    missing = state("missing", None)
+    filled, faults = masks.fill([complex_, good, foreign, other, missing])
+    assert {name: row.tolist() for name, row in filled.items()} == {
+        "good": mask_of({8}).tolist(),
+        "other": mask_of({70}).tolist(),
+    }
+    assert set(faults) == {"complex", "foreign", "missing"}
+    assert all(fault.startswith("json_schema:") for fault in faults.values())
+
+
+def test_without_constrained_requests_there_is_nothing_to_fill() -> None:
+    assert TokenMasks(VOCAB).fill([state("plain", None, SamplingParams())]) == ({}, {})

@@ -4,6 +4,7 @@
     baton:CLUSTER:nodes              set of the incarnations that ever published; readers prune it
     baton:CLUSTER:epoch              a random word; another word means that the store lost its memory
     baton:CLUSTER:changes            pub/sub: somebody came, changed or left
+    baton:CLUSTER:flight:REQUEST     one request under way, see `redis_flights`
 
 Records are stored per incarnation, so no two processes ever write the same key and nothing needs a compare-and-set.
 Notices only make a watcher look sooner: every watcher reads everything once in `READ_EVERY_S` anyway.
@@ -67,16 +68,7 @@ class Registry:
 
         Raises ConfigError for a URL that can't be meant.
         """
-        check_registry_url(url)
-        try:
-            client: redis.Redis = redis.Redis.from_url(
-                url,
-                socket_timeout=OPERATION_TIMEOUT_S,
-                socket_connect_timeout=OPERATION_TIMEOUT_S,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"registry {_without_password(url)!r}: {error}") from None
+        client = connect_redis(url, OPERATION_TIMEOUT_S)
         return cls(client, url, cluster, clock=clock or SystemClock(), rng=rng or Random())
 
     @property
@@ -282,6 +274,18 @@ class RedisLease:
 def retry_delay(failures: int, longest: float) -> float:
     """Seconds to wait after this many failures in a row before the next try."""
     return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
+
+
+def connect_redis(url: str, timeout_s: float) -> redis.Redis:
+    """A client that connects with its first operation and repeats none; raises ConfigError for a bad URL."""
+    check_registry_url(url)
+    try:
+        client: redis.Redis = redis.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"registry {_without_password(url)!r}: {error}") from None
+    return client
 
 
 def check_registry_url(url: str) -> None:

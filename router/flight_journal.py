@@ -1,0 +1,39 @@
+"""Where a router leaves what another one needs to go on with its flights, and finds what others left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.ids import AttemptKey
+from baton.registry.flights import FlightRecords
+from baton.rpc.messages import ModelCard
+from router.flight_record import FlightRecord, read_record
+from router.placement import Placement
+from router.request import ValidRequest
+
+
+class FlightJournal:
+    """One record a flight, rewritten with each attempt; nothing is written for a token."""
+
+    def __init__(self, records: FlightRecords, router: str, wall: Callable[[], float]) -> None:
+        """`router` is this router's incarnation, `wall` the time of the day in seconds."""
+        self._records = records
+        self._router = router
+        self._wall = wall
+
+    def placed(self, request: ValidRequest, key: AttemptKey, placement: Placement) -> None:
+        """An attempt begins on these nodes."""
+        prefill = placement.prefill.incarnation if placement.prefill else ""
+        record = FlightRecord(
+            request, key.flight, key.attempt, prefill, placement.decode.incarnation, self._router, self._wall()
+        )
+        self._records.put(request.request_id, record.to_json())
+
+    def ended(self, request_id: str) -> None:
+        """The flight is over here, and at no other router."""
+        self._records.end(request_id)
+
+    async def find(self, request_id: str, card: ModelCard) -> FlightRecord | None:
+        """What some router left of the request; None where nobody knows it, or can be asked."""
+        data = await self._records.get(request_id)
+        return None if data is None else read_record(data, request_id, card)

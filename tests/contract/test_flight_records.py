@@ -1,0 +1,215 @@
+"""One contract for the records of requests in Redis and for their in-process fake."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from redis import asyncio as redis_client
+
+from baton.errors import ConfigError
+from baton.registry.embedded import READY_WORDS, embedded_redis
+from baton.registry.flights import (
+    ENDED_S,
+    LIFETIME_S,
+    MAX_RECORD_BYTES,
+    FlightRecords,
+    MemoryFlightRecords,
+    MemoryFlightStore,
+)
+from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
+
+BOUND_S = 30.0
+
+
+class Server(Protocol):
+    """The store behind the records of one test."""
+
+    def connect(self, cluster: str = "c") -> FlightRecords: ...
+
+    async def lifetime_s(self, request_id: str) -> float | None:
+        """How long its record still lives."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class MemoryServer:
+    def __init__(self) -> None:
+        self._store = MemoryFlightStore()
+
+    def connect(self, cluster: str = "c") -> FlightRecords:
+        return MemoryFlightRecords(self._store, cluster)
+
+    async def lifetime_s(self, request_id: str) -> float | None:
+        return self._store.lifetime_s("c", request_id)
+
+    async def stop(self) -> None:
+        self._store.up = False
+
+    async def start(self) -> None:
+        self._store.up = True
+
+    async def close(self) -> None:
+        return
+
+
+class RedisServer:
+    def __init__(self, run_dir: Path) -> None:
+        self._redis = embedded_redis(run_dir)
+        self._process: asyncio.subprocess.Process | None = None
+        self._made: list[RedisFlightRecords] = []
+
+    def connect(self, cluster: str = "c") -> RedisFlightRecords:
+        self._made.append(RedisFlightRecords.connect(self._redis.url, cluster))
+        return self._made[-1]
+
+    async def lifetime_s(self, request_id: str) -> float | None:
+        async with redis_client.Redis.from_url(self._redis.url) as client:
+            left_ms = await client.pttl(f"baton:c:flight:{request_id}")
+        return left_ms / 1000 if left_ms >= 0 else None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._redis.command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        assert self._process.stdout is not None
+        said = b""
+        async for line in self._process.stdout:
+            said += line
+            if READY_WORDS in line.lower():
+                return
+        raise AssertionError(said.decode())
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+            await self._process.communicate()
+
+    async def close(self) -> None:
+        for records in self._made:
+            await records.close()
+        await self.stop()
+
+
+@pytest.fixture(params=["redis", "memory"])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
+        made: Server = MemoryServer() if request.param == "memory" else RedisServer(Path(run_dir))
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+async def found(records: FlightRecords, request_id: str, wanted: bytes | None) -> None:
+    """Return once another process reads this."""
+    async with asyncio.timeout(BOUND_S):
+        while await records.get(request_id) != wanted:
+            pass
+
+
+async def test_another_process_finds_the_latest_record_of_its_own_cluster(server: Server) -> None:
+    writer, reader, stranger = server.connect(), server.connect(), server.connect("other")
+    assert await reader.get("r") is None
+    writer.put("r", b"one")
+    writer.put("r", b"\xfftwo")
+    writer.put("s", b"three")
+    await found(reader, "r", b"\xfftwo")
+    await found(reader, "s", b"three")
+    assert await stranger.get("r") is None
+    assert ENDED_S < (await server.lifetime_s("r") or 0) <= LIFETIME_S
+
+
+async def test_what_is_over_is_kept_for_a_moment(server: Server) -> None:
+    writer, reader = server.connect(), server.connect()
+    writer.put("early", b"1")
+    await found(reader, "early", b"1")
+    writer.end("early")
+    writer.put("at once", b"2")
+    writer.end("at once")
+    writer.end("unknown")
+    writer.put("last", b"3")
+    await found(reader, "last", b"3")
+    assert (await reader.get("early"), await reader.get("at once")) == (b"1", b"2")
+    for request_id in ("early", "at once"):
+        assert 0 < (await server.lifetime_s(request_id) or 0) <= ENDED_S
+    assert await server.lifetime_s("unknown") is None
+
+
+async def test_without_a_server_nobody_fails_and_with_one_it_goes_on(server: Server) -> None:
+    writer, reader = server.connect(), server.connect()
+    writer.put("before", b"1")
+    await found(reader, "before", b"1")
+    await server.stop()
+    writer.put("meanwhile", b"2")
+    writer.end("before")
+    assert await reader.get("meanwhile") is None
+    await server.start()
+    writer.put("after", b"3")
+    await found(reader, "after", b"3")
+
+
+async def test_a_record_that_is_too_large_is_counted(server: Server) -> None:
+    writer = server.connect()
+    writer.put("r", bytes(MAX_RECORD_BYTES + 1))
+    assert writer.num_lost == 1
+    assert await writer.get("r") is None
+
+
+@pytest.fixture
+async def redis() -> AsyncIterator[RedisServer]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
+        made = RedisServer(Path(run_dir))
+        try:
+            yield made
+        finally:
+            await made.close()
+
+
+async def test_what_could_not_be_written_is_written_when_the_server_is_back(redis: RedisServer) -> None:
+    writer, reader = redis.connect(), redis.connect()
+    writer.put("r", b"old")
+    writer.put("s", b"other")
+    assert await reader.get("r") is None
+    writer.put("r", b"new")
+    assert await writer.get("r") == b"new"
+    await redis.start()
+    await found(reader, "r", b"new")
+    await found(reader, "s", b"other")
+    assert writer.num_lost == 0
+
+
+async def test_what_waits_is_bounded_and_the_oldest_go_first(redis: RedisServer) -> None:
+    writer, reader = redis.connect(), redis.connect()
+    for number in range(MAX_PENDING + 5):
+        writer.put(f"r{number}", b"x")
+    assert await reader.get("r0") is None
+    assert writer.num_lost == 5
+    await redis.start()
+    await found(reader, f"r{MAX_PENDING + 4}", b"x")
+    await found(reader, "r5", b"x")
+    assert await reader.get("r4") is None
+
+
+async def test_the_end_writes_what_is_left(redis: RedisServer) -> None:
+    writer, reader = redis.connect(), redis.connect()
+    await redis.start()
+    writer.put("r", b"x")
+    await writer.close()
+    await writer.close()
+    writer.put("late", b"x")
+    assert await reader.get("r") == b"x"
+    assert await writer.get("late") is None
+    with pytest.raises(ConfigError, match="is no URL of Redis"):
+        RedisFlightRecords.connect("http://r", "c")

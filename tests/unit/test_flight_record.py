@@ -1,0 +1,99 @@
+"""What one router leaves of a flight for another: read back as it was, or not at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.request import SamplingParams
+from baton.rpc.messages import ModelCard
+from router.flight_record import FlightRecord, read_record
+from router.request import ValidRequest
+
+CARD = ModelCard("m", 64, 300)
+PARAMS = SamplingParams(
+    temperature=0.3,
+    seed=2**60 + 1,
+    logit_bias={3: 1.5, 299: -0.1},
+    logprobs=2,
+    stop_token_ids=frozenset({7, 70, 270}),
+    max_tokens=20,
+    n=3,
+)
+REQUEST = ValidRequest("r", "m", (1, 299), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True)
+RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", "r.1", 1e9)
+
+
+def paths(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(value, dict):
+        return []
+    found = []
+    for key, inner in value.items():
+        found += [(*at, key), *paths(inner, (*at, key))]
+    return found
+
+
+KEYS = [path for path in paths(json.loads(RECORD.to_json())) if "logit_bias" not in path[:-1]]
+
+
+@given(
+    prompt=st.lists(st.integers(0, 299), min_size=1, max_size=40),
+    stop_token_ids=st.frozensets(st.integers(0, 299), max_size=20),
+    temperature=st.floats(0, 2),
+    stop=st.lists(st.text(min_size=1, max_size=8), max_size=3),
+    flight=st.integers(0, 2**64 - 1),
+)
+def test_it_is_read_back_as_it_was(
+    prompt: list[int], stop_token_ids: frozenset[int], temperature: float, stop: list[str], flight: int
+) -> None:
+    params = replace(PARAMS, stop_token_ids=stop_token_ids, temperature=temperature)
+    request = replace(REQUEST, prompt_token_ids=tuple(prompt), sampling_params=params, stop=tuple(stop))
+    record = replace(RECORD, request=request, flight_id=flight)
+    assert read_record(record.to_json(), "r", CARD) == record
+
+
+@pytest.mark.parametrize("path", KEYS, ids=".".join)
+@pytest.mark.parametrize("change", ["gone", "renamed", "of another type"])
+def test_each_of_its_keys_counts(path: tuple[str, ...], change: str) -> None:
+    found = json.loads(RECORD.to_json())
+    owner = found
+    for key in path[:-1]:
+        owner = owner[key]
+    value = owner.pop(path[-1])
+    if change == "renamed":
+        owner[path[-1] + "_"] = value
+    elif change == "of another type":
+        owner[path[-1]] = [[]]
+    assert read_record(json.dumps(found).encode(), "r", CARD) is None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        replace(REQUEST, request_id="other"),
+        replace(REQUEST, model="other"),
+        replace(REQUEST, prompt_token_ids=()),
+        replace(REQUEST, prompt_token_ids=(1, 300)),
+        replace(REQUEST, prompt_token_ids=(-1, 2)),
+        replace(REQUEST, prompt_token_ids=tuple(range(45))),
+        replace(REQUEST, num_returned=4),
+        replace(REQUEST, sampling_params=replace(PARAMS, max_tokens=0)),
+    ],
+)
+def test_what_this_cluster_could_not_have_written_is_none(request_: ValidRequest) -> None:
+    assert read_record(RECORD.to_json(), "r", CARD) is not None
+    assert read_record(replace(RECORD, request=request_).to_json(), "r", CARD) is None
+
+
+@settings(max_examples=300)
+@given(data=st.binary(max_size=60), at=st.integers(0, 2000), keep=st.booleans())
+def test_broken_bytes_are_none(data: bytes, at: int, keep: bool) -> None:
+    good = RECORD.to_json()
+    at = min(at, len(good) - 2)
+    broken = good[:at] + data if keep else data
+    assert read_record(broken, "r", CARD) is None

@@ -33,7 +33,7 @@ _MOST_FULL = 0.7
 _FEW = 48
 """Keys: fewer are looked up one by one."""
 _MOVED_PER_CHANGE = 512
-"""Slots at least, while a table moves: tens of microseconds."""
+"""Slots: tens of microseconds."""
 _WORDS = 4
 _BUCKET = 2 * _WORDS
 _OFFSETS = np.arange(_WORDS, _BUCKET)
@@ -43,7 +43,9 @@ _OFFSETS = np.arange(_WORDS, _BUCKET)
 class BlockIndex:
     """The keys of any number of nodes, in banks of 64. One writer."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved_per_change: int = _MOVED_PER_CHANGE) -> None:
+        """`moved_per_change`: slots at least, while a table moves; at least 8 for each key that is added."""
+        self._moved_per_change = moved_per_change
         self._banks: list[_Bank] = []
         self._bank_of: dict[str, _Bank] = {}
 
@@ -93,7 +95,7 @@ class BlockIndex:
     def _join(self, node: str) -> _Bank:
         bank = next((bank for bank in self._banks if bank.has_room), None)
         if bank is None:
-            bank = _Bank()
+            bank = _Bank(self._moved_per_change)
             self._banks.append(bank)
         bank.join(node)
         self._bank_of[node] = bank
@@ -103,7 +105,8 @@ class BlockIndex:
 class _Bank:
     """Up to 64 nodes: a bit each, and the tables that have it."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved_per_change: int) -> None:
+        self._moved_per_change = moved_per_change
         self._table = _Table(_MIN_CAPACITY)
         self._old: _Table | None = None
         """Moves into `_table`."""
@@ -147,7 +150,7 @@ class _Bank:
         bit = 1 << self._bits[node]
         if self._old is not None:
             # It must count once, and leave both at once.
-            self._move(max(_MOVED_PER_CHANGE, 8 * words.size))
+            self._move(max(self._moved_per_change, 8 * words.size))
         known = self._old.remove(words, bit) if self._old is not None else 0
         new = self._table.add(words, bit) - known
         self._counts[node] += new
@@ -158,7 +161,7 @@ class _Bank:
         gone = self._table.remove(words, bit)
         if self._old is not None:
             gone += self._old.remove(words, bit)
-            self._move(_MOVED_PER_CHANGE)
+            self._move(self._moved_per_change)
         self._counts[node] -= gone
         self.num_keys -= gone
 

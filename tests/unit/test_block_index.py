@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from itertools import takewhile
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = BlockIndex()
+        self.index = BlockIndex(moved_per_change=8)
         self.model: dict[str, set[int]] = {node: set() for node in NODES}
 
     @rule(node=nodes, numbers=batches)
@@ -104,3 +105,16 @@ def test_a_key_that_comes_twice_at_once_counts_once() -> None:
     index.add("n", keys_of([*range(100), *range(100)]))
     index.remove("n", keys_of([*range(60), *range(60)]))
     assert index.count("n") == 40
+
+
+def test_what_is_known_already_counts_once_while_tables_move() -> None:
+    index, model, rng = BlockIndex(moved_per_change=8), set[int](), Random(1)
+    for start in range(0, 6000, 2):
+        again = [rng.randrange(start + 1) for _ in range(3)]
+        index.add("n", keys_of([start, start + 1, *again]))
+        model.update((start, start + 1, *again))
+        gone = [rng.randrange(start + 1) for _ in range(2)]
+        index.remove("n", keys_of(gone))
+        model.difference_update(gone)
+        assert index.count("n") == len(model)
+    assert all(index.leading(keys_of([number])) == ({"n": 1} if number in model else {}) for number in range(6000))

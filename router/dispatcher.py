@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from typing import TypeVar
 
 from baton.config import MIN_PRIORITY
 from baton.errors import (
@@ -22,6 +24,8 @@ from baton.errors import (
     DuplicateRequest,
     InvalidRequest,
     NoCapacity,
+    Overloaded,
+    QueueFull,
     RequestNotFound,
     SlowReader,
 )
@@ -34,6 +38,7 @@ from baton.rpc.messages import (
     NodeDescription,
     StepReport,
 )
+from router.admission import AdmissionQueue, Hope, Ticket
 from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight import Flight
@@ -56,7 +61,7 @@ from router.flight_table import (
     SubmitLeg,
 )
 from router.node_links import NodeLinks
-from router.placement import Demand, choose
+from router.placement import Candidate, Demand, Placement, choose
 from router.request import ValidRequest
 from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
@@ -64,6 +69,8 @@ from router.validation import validate
 from router.view import ClusterView
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,16 @@ class DispatchLimits:
     """How long a new request waits for a node to come before it is turned away."""
     recovery_wait_s: float = 120.0
     """How long a request whose nodes were lost waits for one to come back: long enough to load a model."""
+    queue_wait_s: float = 120.0
+    """How long a request waits for nodes that are there but full."""
+    max_queue: int = 1024
+    """New requests that may wait."""
+    max_running: int = 16_384
+    """Requests on nodes; more wait."""
+    priority_ageing_s: float = 60.0
+    """Seconds of waiting that weigh as much as one step of priority; 0: none ever do."""
+    max_tokenizing: int = 64
+    """Long texts that may be on their way through the tokenizer."""
     max_backlog_tokens: int = 256
     stall_s: float = 30.0
     """How long a client may leave more than the backlog unread."""
@@ -93,6 +110,12 @@ class DispatchCounters:
     retried: int = 0
     late_deltas: int = 0
     """Deltas of requests that were over."""
+    queued: int = 0
+    """Requests that were placed for the first time..."""
+    queue_time_s: float = 0.0
+    """... and what they waited for it, those that never had to included."""
+    rejections: Counter[str] = field(default_factory=Counter)
+    """Requests that were turned away without a token, by the error's name."""
 
 
 class _Run:
@@ -105,9 +128,15 @@ class _Run:
         self.queue = EventQueue()
         self.started = started
         self.first_token_at: float | None = None
+        self.placed_at: float | None = None
+        """When nodes were found for the first time."""
         self.wanted: Place | None = None
         """Waits for nodes."""
-        self.why_waiting: BatonError = NoCapacity("no node is up")
+        self.ticket: Ticket[_Run] | None = None
+        """Its place in the queue while it does."""
+        self.why_waiting: Overloaded = NoCapacity("no node is up")
+        self.waiting_since = 0.0
+        self.deadline_at: float | None = None
         self.deadline: TimerHandle | None = None
         self.patience: TimerHandle | None = None
         self.stall: TimerHandle | None = None
@@ -116,6 +145,16 @@ class _Run:
     def demand(self) -> Demand:
         request = self.request
         return Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
+
+    def hope(self) -> Hope:
+        """`deadline` is to be known by now."""
+        slo_ms, params = self.request.ttft_slo_ms, self.request.sampling_params
+        may_stop = not params.ignore_eos or params.stop_token_ids or self.request.stop
+        return Hope(
+            deadline=self.deadline_at,
+            first_token_by=None if slo_ms is None else self.started + slo_ms / 1e3,
+            least_tokens=max(1, params.min_tokens) if may_stop else params.max_tokens,
+        )
 
     def cancel_timers(self) -> None:
         for timer in (self.deadline, self.patience, self.stall):
@@ -142,7 +181,11 @@ class Dispatcher:
         self._card = card
         self._timers = timers
         self._rng = rng
-        self._limits = limits or DispatchLimits()
+        self._limits = limits = limits or DispatchLimits()
+        self._queue: AdmissionQueue[_Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
+        self._room_came = False
+        """A node has less to do, or there is a new one."""
+        self._num_tokenizing = 0
         self._runs: dict[str, _Run] = {}
         self._draining = False
         self._idle = asyncio.Event()
@@ -160,24 +203,33 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a node."""
-        return sum(1 for run in self._runs.values() if run.wanted is not None)
+        return len(self._queue)
+
+    @property
+    def num_placed(self) -> int:
+        """Requests that are on nodes, or whose client still reads what came from them."""
+        return len(self._runs) - len(self._queue)
 
     async def generate(
         self, raw: GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished; any end that is not a Finished is a BatonError. Closing it cancels the request.
 
-        `timeout_s` counts from the first step of the generator.
+        `timeout_s` counts from the first step of the generator. Who is turned away at once hears no Accepted.
         """
         started = self._timers.monotonic()
-        if self._draining:
-            raise Draining("this router is shutting down")
-        request = await self._validated(raw)
-        run = self._open(request, started, timeout_s)
+        with self._counted_if_rejected():
+            if self._draining:
+                raise self._closing()
+            if self._queue:
+                # Before anything is done for it.
+                self._queue.check_room(raw.priority, self.num_placed)
+            request = await self._validated(raw)
+            run = self._open(request, started, timeout_s)
         try:
             self._guarded(run, run.flight.start)
-            seed = request.sampling_params.seed
-            yield Accepted(request.request_id, seed, len(request.prompt_token_ids))
+            if not run.flight.is_over:
+                yield Accepted(request.request_id, request.sampling_params.seed, len(request.prompt_token_ids))
             while (event := await run.queue.get()) is not None:
                 self._ease_stall(run)
                 yield event
@@ -208,9 +260,7 @@ class Dispatcher:
         """A node is there: whoever waited for one may go on."""
         self._view.attached(description, self._timers.monotonic())
         self.changed.set()
-        for run in list(self._runs.values()):
-            if run.wanted is not None:
-                self._guarded(run, partial(self._place, run, run.wanted))
+        self._serve_queue()
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
         """One engine step of a node."""
@@ -225,6 +275,8 @@ class Dispatcher:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
+        if self._queue and not self._view.is_full(incarnation):
+            self._serve_queue()
 
     def on_lost(self, incarnation: str, reason: str) -> None:
         """A node is gone: every flight on it moves at once."""
@@ -237,12 +289,33 @@ class Dispatcher:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
         if isinstance(raw.prompt, str) and len(raw.prompt) > self._limits.thread_text_chars:
-            return await asyncio.to_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
+            return await self.in_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
         return validate(raw, card, encode, self._rng, self._limits.min_priority)
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Do what takes long without keeping the loop from others. Raises QueueFull when too much is under way."""
+        if self._num_tokenizing >= self._limits.max_tokenizing:
+            raise QueueFull(f"{self._num_tokenizing} long texts are being tokenized", self._rng.uniform(0.75, 1.25))
+        self._num_tokenizing += 1
+        try:
+            return await asyncio.to_thread(work, *args)
+        finally:
+            self._num_tokenizing -= 1
+
+    def _closing(self) -> Draining:
+        return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))
+
+    @contextmanager
+    def _counted_if_rejected(self) -> Iterator[None]:
+        try:
+            yield
+        except BatonError as error:
+            self.counters.rejections[type(error).__name__] += 1
+            raise
 
     def _open(self, request: ValidRequest, started: float, timeout_s: float | None) -> _Run:
         if self._draining:
-            raise Draining("this router is shutting down")
+            raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
         run = _Run(request, self._rng.getrandbits(64), Answer(self._codec, request), started)
@@ -250,7 +323,8 @@ class Dispatcher:
             error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
             if self._timers.monotonic() >= started + timeout_s:
                 raise error
-            run.deadline = self._timers.call_at(started + timeout_s, lambda: self._feed(run, GiveUp(error)))
+            run.deadline_at = started + timeout_s
+            run.deadline = self._timers.call_at(run.deadline_at, lambda: self._feed(run, GiveUp(error)))
         self._runs[request.request_id] = run
         self._idle.clear()
         self.counters.accepted += 1
@@ -260,12 +334,17 @@ class Dispatcher:
         if not run.flight.is_over:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
+        self._leave_queue(run)
         del self._runs[run.request.request_id]
         if not self._runs:
             self._idle.set()
+        if self._queue:
+            self._serve_queue()
 
     def _feed(self, run: _Run, event: FlightEvent) -> None:
         self._guarded(run, partial(run.flight.handle, event))
+        if self._room_came and self._queue:
+            self._serve_queue()
 
     def _guarded(self, run: _Run, decide: Callable[[], Sequence[FlightEffect]]) -> None:
         """Decide and act. A fault in here ends this flight, never the others."""
@@ -293,6 +372,7 @@ class Dispatcher:
                     self._links.send(incarnation, abort)
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
+                    self._room_came = True
                 case EmitTokens() as tokens:
                     pending.extend(self._emit(run, tokens))
                 case SequenceEnded() as ended:
@@ -301,32 +381,104 @@ class Dispatcher:
                     self._finish(run, finish)
                 case Fail(error):
                     self.counters.failed += 1
+                    if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
+                        self.counters.rejections[type(error).__name__] += 1
                     self._end(run, error)
 
     def _place(self, run: _Run, place: Place) -> Sequence[FlightEffect]:
+        """Find nodes, or wait for some; `wanted` stays set meanwhile."""
         if run.flight.is_over:
             return ()
-        run.wanted = None
+        run.wanted = place
+        ticket = run.ticket or self._new_ticket(run, place)
         try:
-            placement = choose(self._view.candidates(), run.demand, place.exclude)
+            placement = self._find_nodes(ticket, place)
         except InvalidRequest as error:
             return run.flight.handle(GiveUp(error))
-        except NoCapacity as error:
-            run.wanted = place
-            run.why_waiting = error
-            if run.patience is None:
-                limits = self._limits
-                patience_s = limits.capacity_wait_s if place.attempt == 1 else limits.recovery_wait_s
-                until = self._timers.monotonic() + patience_s
-                run.patience = self._timers.call_at(until, lambda: self._feed(run, GiveUp(run.why_waiting)))
-            return ()
-        if run.patience is not None:
-            run.patience.cancel()
-            run.patience = None
+        except Overloaded as error:
+            return self._wait(ticket, error)
+        run.wanted = None
+        self._leave_queue(run)
         if place.attempt > 1:
             self.counters.retried += 1
             _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
+        if run.placed_at is None:
+            run.placed_at = self._timers.monotonic()
+            self.counters.queued += 1
+            self.counters.queue_time_s += run.placed_at - run.started
         return run.flight.handle(Placed(placement))
+
+    def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Placement:
+        """Raises InvalidRequest when no node is large enough, Overloaded when there is none or all are full."""
+        run, candidates = ticket.item, self._view.candidates()
+        if ticket.is_retry:
+            # Its client is in mid-stream: whatever a node has to do, this comes first.
+            return choose(candidates, run.demand, place.exclude)
+        if (first := self._queue.first()) is not None and not self._queue.is_next(ticket):
+            raise _again(first.item.why_waiting)
+        if self.num_placed > self._limits.max_running:
+            raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
+        try:
+            placement = choose(_with_room(candidates), run.demand, place.exclude)
+        except (InvalidRequest, NoCapacity):
+            placement = choose(candidates, run.demand, place.exclude)
+        chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
+        if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
+            raise Overloaded("every node is full")
+        return placement
+
+    def _new_ticket(self, run: _Run, place: Place) -> Ticket[_Run]:
+        is_retry = place.attempt > 1
+        return self._queue.ticket(run, run.started, run.request.priority, run.hope(), is_retry=is_retry)
+
+    def _wait(self, ticket: Ticket[_Run], why: Overloaded) -> Sequence[FlightEffect]:
+        run, now = ticket.item, self._timers.monotonic()
+        run.why_waiting = why
+        if run.ticket is not None:
+            return ()
+        try:
+            displaced = self._queue.offer(ticket, now, self.num_placed)
+        except Overloaded as error:
+            return run.flight.handle(GiveUp(error))
+        run.ticket, run.waiting_since = ticket, now
+        self._await_patience(run)
+        if displaced is not None:
+            story = "the queue is full, and a more urgent request came"
+            self._feed(displaced.item, GiveUp(QueueFull(story, self._queue.retry_after_s(self.num_placed))))
+        return ()
+
+    def _await_patience(self, run: _Run) -> None:
+        """Give it up when it has waited long enough for what it waits for by then."""
+        limits = self._limits
+        if run.ticket is not None and run.ticket.is_retry:
+            patience_s = limits.recovery_wait_s
+        else:
+            patience_s = limits.capacity_wait_s if isinstance(run.why_waiting, NoCapacity) else limits.queue_wait_s
+        until = run.waiting_since + patience_s
+        if (slo := run.request.ttft_slo_ms) is not None and run.first_token_at is None:
+            until = min(until, run.started + slo / 1e3)
+        if self._timers.monotonic() < until:
+            run.patience = self._timers.call_at(until, lambda: self._await_patience(run))
+            return
+        self._feed(run, GiveUp(_again(run.why_waiting, self._queue.retry_after_s(self.num_placed))))
+
+    def _leave_queue(self, run: _Run) -> None:
+        if run.ticket is not None:
+            self._queue.leave(run.ticket)
+            run.ticket = None
+        if run.patience is not None:
+            run.patience.cancel()
+            run.patience = None
+
+    def _serve_queue(self) -> None:
+        """Place whoever can be, in their order."""
+        self._room_came = False
+        while (ticket := self._queue.first()) is not None:
+            run = ticket.item
+            if run.wanted is not None:
+                self._guarded(run, partial(self._place, run, run.wanted))
+            if self._queue.first() is ticket:
+                break
 
     def _emit(self, run: _Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
         if run.first_token_at is None:
@@ -356,7 +508,7 @@ class Dispatcher:
                 prompt_tokens=len(run.request.prompt_token_ids),
                 completion_tokens=run.answer.num_tokens,
                 cached_tokens=timings.cached_tokens,
-                queue_ms=timings.queue_ms,
+                queue_ms=timings.queue_ms + ((run.placed_at or run.started) - run.started) * 1e3,
                 prefill_ms=timings.prefill_ms,
                 transfer_ms=timings.transfer_ms,
                 ttft_ms=(first - run.started) * 1e3,
@@ -366,10 +518,25 @@ class Dispatcher:
             )
         )
         self.counters.finished += 1
+        if run.placed_at is not None:
+            placed, num_tokens = run.placed_at, run.flight.num_output_tokens
+            self._queue.times.ended(first - placed, now - placed, num_tokens)
         self._end(run, None)
 
     def _end(self, run: _Run, error: BatonError | None) -> None:
         """The flight is over: nothing of it may fire any more, though its client may still read."""
         run.wanted = None
+        self._leave_queue(run)
         run.cancel_timers()
         run.queue.end(error)
+
+
+def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
+    return type(why)(str(why), retry_after_s)
+
+
+def _with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Of each role those that are not full; all of them where none has room."""
+    open_ones = [candidate for candidate in candidates if not candidate.is_full]
+    open_roles = {candidate.node.role for candidate in open_ones}
+    return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]

@@ -21,6 +21,8 @@ class Candidate:
     """Sequences on it, those that it has not reported yet included."""
     last_chosen: int
     """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
+    is_full: bool = False
+    """It could only queue more, see `router.admission`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from baton.ids import AttemptKey
 from baton.registry import NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
+from router.admission import is_full
 from router.placement import Candidate, disagreement
 
 LOST_SHOWN_S = 60.0
@@ -144,10 +145,27 @@ class ClusterView:
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
         return tuple(
-            Candidate(node.description, float(node.others + node.ours), node.last_chosen)
+            Candidate(
+                node.description,
+                float(node.others + node.ours),
+                node.last_chosen,
+                self._is_full(node),
+            )
             for _, node in sorted(self._nodes.items())
             if node.description is not None and self._state(node) is NodeState.READY
         )
+
+    def is_full(self, incarnation: str) -> bool:
+        """Whether it could only queue more, see `router.admission`; so does one that is not there."""
+        node = self._nodes.get(incarnation)
+        return node is None or self._is_full(node)
+
+    @staticmethod
+    def _is_full(node: _Node) -> bool:
+        load, description = node.load, node.description
+        if description is None:
+            return True
+        return is_full(description, node.others + node.ours, load.waiting, load.uncomputed_tokens)
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
         """Every attached node."""

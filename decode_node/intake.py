@@ -270,11 +270,12 @@ class Intake:
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)
         match effect:
-            case Arrived(attempt, first_token_ids, stats):
+            case Arrived(attempt, closing, stats):
                 self._stats[attempt] = stats
                 if len(self._stats) > _MAX_STATS:
                     self._stats.popitem(last=False)
-                self._tell_engine(KVTransferOutput(arrived={key: ArrivedKV(first_token_ids)}))
+                arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs)
+                self._tell_engine(KVTransferOutput(arrived={key: arrived}))
             case Failed(_, cause, story):
                 self._tell_engine(KVTransferOutput(failed={key: str(TransferFailed(cause, story))}))
             case Released():

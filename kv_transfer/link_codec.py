@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.rpc.codec_node import attempt_from_pb, attempt_to_pb
+from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
 from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link_messages import (
@@ -160,6 +161,7 @@ def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
             num_prompt_tokens=offer.closing.num_prompt_tokens,
             first_token_ids=offer.closing.first_token_ids,
             ended=offer.closing.ended,
+            first_logprobs=logprobs_to_pb(offer.closing.first_logprobs),
         )
     return kv_link_pb2.Offer(
         attempt=attempt_to_pb(offer.attempt),
@@ -175,7 +177,8 @@ def _offer(offer: kv_link_pb2.Offer) -> Offer:
     closing = None
     if offer.HasField("closing"):
         read = offer.closing
-        closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended)
+        first_logprobs = tuple(logprobs_from_pb(read.first_logprobs))
+        closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended, first_logprobs)
     block_ids = tuple(offer.block_ids)
     return Offer(
         attempt_from_pb(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.has_digests

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
 from kv_transfer.layout import LayoutFingerprint
 
@@ -77,6 +78,8 @@ class Closing:
     first_token_ids: Sequence[int]
     ended: bool
     """The request ended with its first token: nothing is left to decode."""
+    first_logprobs: Sequence[TokenLogprobs] = ()
+    """One for each first token, where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)

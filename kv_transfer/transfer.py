@@ -130,7 +130,7 @@ class Arrived:
     """The prompt's KV is here and proven."""
 
     attempt: AttemptKey
-    first_token_ids: Sequence[int]
+    closing: Closing
     stats: TransferStats
 
 
@@ -517,7 +517,7 @@ class TransferBook:
         stats = TransferStats(transfer.num_bytes, transfer.num_blocks, transfer.read_s)
         return [
             Recorded("confirmed", attempt, transfer.num_blocks),
-            Arrived(attempt, tuple(transfer.closing.first_token_ids), stats),
+            Arrived(attempt, transfer.closing, stats),
             Recorded("kv_arrived", attempt, transfer.num_bytes),
         ]
 

@@ -324,7 +324,8 @@ class OfferConnector:
 
     def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
         ended = request.status is not RequestStatus.HANDED_OFF
-        closing = Closing(request.num_prompt_tokens, tuple(request.output_token_ids), ended)
+        drawn = tuple(request.output_token_ids)
+        closing = Closing(request.num_prompt_tokens, drawn, ended, request.last_logprobs)
         new = block_ids[first:]
         names = block_names(request, self._layout, first, len(new))
         self._post(lambda: self._handoff.offer(attempt, first, new, closing, names))

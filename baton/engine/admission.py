@@ -176,8 +176,11 @@ class Admission:
             self.enter([request.beams.again_from_prompt()])
             ledger.retire_computed(request.beams)
             return
+        request.last_logprobs = arrived.first_logprobs
+        has_all = request.sampling_params.logprobs is None or arrived.first_logprobs
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
+            request.num_unreported += bool(has_all)
             stop = check_stop(request, ledger.max_model_len)
             if stop is not None:
                 ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)

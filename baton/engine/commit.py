@@ -136,16 +136,22 @@ class Commit:
         logprobs: Sequence[TokenLogprobs],
         outputs: OutputsByClient,
     ) -> None:
-        ledger, first_index, stop = self._ledger, len(request.output_token_ids), None
-        if first_index == 0 and request.leg is not Leg.PREFILL:
+        ledger, stop, is_first = self._ledger, None, not request.output_token_ids
+        first_index = len(request.output_token_ids) - request.num_unreported
+        if request.num_unreported:
+            logprobs = (*request.last_logprobs, *logprobs)
+            request.num_unreported = 0
+        if is_first and request.leg is not Leg.PREFILL:
             self._admission.fork(request)
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
             stop = check_stop(request, ledger.max_model_len)
             if stop is not None:
                 break
-        if first_index == 0:
+        if is_first:
             ledger.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
+        if request.leg is Leg.PREFILL:
+            request.last_logprobs = logprobs
         if request.leg is Leg.PREFILL and (request.sampling_params.n > 1 or request.sampling_params.beam_width):
             # Its first sequence may be over, but the others need the prompt; and a beam search has no first token yet.
             stop = None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import Request
 
 
@@ -47,6 +48,8 @@ class ArrivedKV:
 
     first_token_ids: Sequence[int]
     """Output tokens that the prefill node sampled (one); they count as generated, their KV is not computed yet."""
+    first_logprobs: Sequence[TokenLogprobs] = ()
+    """One for each of them, where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class KVConnector(Protocol):
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
         """The request ended with these blocks. `transferring`: a transfer into them was started and has not reported.
 
-        For the prefill leg it is called with the first token already in `request.output_token_ids`.
+        For the prefill leg it is called with the first token already in `request.output_token_ids`, and with its
+        log-probabilities in `request.last_logprobs`.
         """
         ...
 

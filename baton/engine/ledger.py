@@ -119,7 +119,8 @@ class Ledger:
             request.status, request.error = status, error
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
         if first_index is None:
-            first_index = request.num_output_tokens
+            first_index = request.num_output_tokens - request.num_unreported
+            logprobs = request.last_logprobs
         self.emit(request, first_index, logprobs, outputs, kv_lost)
 
     def park(self, request: Request) -> None:

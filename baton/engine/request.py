@@ -168,6 +168,10 @@ class Request:
         """Prompt tokens whose KV came from another node."""
         self.num_preemptions = 0
         self.output_token_ids: list[int] = []
+        self.num_unreported = 0
+        """Of the output tokens, the last ones that no output has told of: another node drew them."""
+        self.last_logprobs: Sequence[TokenLogprobs] = ()
+        """Of the output tokens that go from one leg to the other, as long as both are on their way."""
         self.spec_token_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         """Keys of the request's full blocks so far (prompt and output), in order."""
@@ -183,12 +187,12 @@ class Request:
         """The beam that this one continues beside another; until it runs."""
         self.is_known = False
         """The runner has its tokens."""
+        self.matchers: Sequence[TokenMatcher] = ()
+        """Of a request with a grammar: its own, then those of the sequences to come."""
         self.attention_at = 0
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 
     @property
-        self.matchers: Sequence[TokenMatcher] = ()
-        """Of a request with a grammar: its own, then those of the sequences to come."""
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 

@@ -159,14 +159,10 @@ class EngineRig:
     def _note(self, by_client: Mapping[int, EngineCoreOutputs]) -> list[EngineCoreOutput]:
         outputs = [output for batch in by_client.values() for output in batch.outputs]
         for output in outputs:
-            name, index = split_sequence_id(output.request_id)
             self.tokens.setdefault(output.request_id, [])
-            request = self.requests[name]
-            # A beam search has all its tokens from one node.
-            skipped = 1 if index == 0 and request.num_external_tokens and request.beams is None else 0
             assert output.request_id not in self.ends, f"{output} after the end"
             if output.new_token_ids:
-                assert output.first_index == skipped + len(self.tokens[output.request_id])
+                assert output.first_index == len(self.tokens[output.request_id])
             self.tokens[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output

@@ -218,8 +218,8 @@ def _act(effect: Any) -> str:
             return f"reads {number}: " + " ".join(f"{local}<{remote}" for local, remote in pairs)
         case CancelRead(number):
             return f"cancels {number}"
-        case Arrived(_, first, _):
-            return f"arrived, first token {first[0]}"
+        case Arrived(_, closing, _):
+            return f"arrived, first token {closing.first_token_ids[0]}"
         case Failed(_, cause, story):
             return f"failed, {cause.value}: {story}"
     raise AssertionError(effect)

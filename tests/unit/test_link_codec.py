@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2
 from kv_transfer import link_codec
@@ -43,6 +44,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         Offer(A, 4, (1, 2**32 - 1), 10_000),
         Offer(A, 0, (), 1, Closing(17, (5,), False)),
         Offer(A, 0, (3,), 1, Closing(17, (5, 6), True)),
+        Offer(A, 0, (3,), 1, Closing(17, (5,), False, (TokenLogprobs(5, -0.5, 2, [(6, -0.25), (5, -0.5)]),))),
         Offer(A, 4, (1, 0), 10_000, None, True),
         ReadConfirmed(A, True, (2**64 - 1, 0)),
         ReadConfirmed(A, True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.connector import ExternalTokens
+from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
@@ -119,15 +119,15 @@ def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> No
     assert rig.requests["d"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     stats = rig.core.make_stats()
     assert (stats.num_running, stats.num_waiting, stats.num_waiting_for_remote_kvs) == (0, 1, 1)
-    assert rig.deliver("d") == [], "the first token is the prefill node's to send"
+    assert rig.deliver("d") == [], "the first token comes from the prefill node; here it goes with the second one"
     output = rig.scheduler.schedule()
     (new,) = output.scheduled_new_reqs
     assert (new.num_computed_tokens, list(new.output_token_ids)) == (10, rig.expected("d", 1))
     assert output.num_scheduled_tokens == {"d": 1}, "the last prompt token is not computed again"
     (first,) = rig.commit(output)
-    assert (first.first_index, first.num_external_tokens) == (1, 10)
+    assert (first.first_index, first.new_token_ids, first.num_external_tokens) == (0, rig.expected("d", 2), 10)
     rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 5)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 5)
     assert rig.reason("d") is FinishReason.LENGTH
     assert rig.events() == [
         ("queued", "d", 10),
@@ -149,7 +149,7 @@ def test_only_what_is_not_here_is_loaded() -> None:
     assert (load.num_local_tokens, load.num_external_tokens, load.block_ids[:2]) == (8, 8, (1, 2))
     rig.deliver("d")
     rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 4)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 4)
     assert (rig.ends["d"].num_cached_tokens, rig.ends["d"].num_external_tokens) == (8, 8)
 
 
@@ -165,7 +165,7 @@ def test_a_prompt_that_is_all_here_still_asks_for_its_last_block(num_tokens: int
     assert (load.num_local_tokens, load.num_external_tokens) == (local, num_tokens - local)
     rig.deliver("d")
     rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 3)
 
 
 def test_nothing_is_found_in_blocks_whose_kv_has_not_arrived() -> None:
@@ -223,7 +223,7 @@ def test_loads_do_not_need_a_seat_but_are_bounded() -> None:
     rig.step()
     assert list(rig.connector.loads) == ["d0"], "it still waits for the seat"
     rig.run()
-    assert rig.tokens["d0"] == rig.expected("d0", 3)[1:]
+    assert rig.tokens["d0"] == rig.expected("d0", 3)
     assert rig.requests["d1"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
@@ -239,7 +239,7 @@ def test_loads_whose_prompts_fill_the_pool_do_not_wedge(num_tokens: int) -> None
             if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 rig.deliver(name)
     for number in range(4):
-        assert rig.tokens[f"d{number}"] == rig.expected(f"d{number}", 4)[1:]
+        assert rig.tokens[f"d{number}"] == rig.expected(f"d{number}", 4)
 
 
 def test_two_loads_that_share_a_prefix_with_a_pool_that_fits_one() -> None:
@@ -255,7 +255,7 @@ def test_two_loads_that_share_a_prefix_with_a_pool_that_fits_one() -> None:
     assert rig.connector.loads["d1"].num_local_tokens == 12
     rig.deliver("d1")
     rig.run()
-    assert rig.tokens["d0"] == rig.tokens["d1"] == rig.expected("d0", 3)[1:]
+    assert rig.tokens["d0"] == rig.tokens["d1"] == rig.expected("d0", 3)
 
 
 def test_a_preempted_decode_leg_recomputes_here() -> None:
@@ -267,12 +267,12 @@ def test_a_preempted_decode_leg_recomputes_here() -> None:
     rig.run()
     assert rig.requests["d"].num_preemptions >= 1
     assert rig.connector.loads == {}
-    assert rig.tokens["d"] == rig.expected("d", 16)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 16)
     assert rig.tokens["old"] == rig.expected("old", 16)
 
 
 @pytest.mark.parametrize("how", ["max_tokens", "eos", "stop token"])
-def test_an_arrival_whose_first_token_stops_it_ends_silently(how: str) -> None:
+def test_an_arrival_whose_first_token_stops_it_ends_with_it(how: str) -> None:
     rig = EngineRig()
     rig.add("d", 10, leg=Leg.DECODE, max_tokens=1 if how == "max_tokens" else 9)
     (first,) = rig.expected("d", 1)
@@ -284,7 +284,7 @@ def test_an_arrival_whose_first_token_stops_it_ends_silently(how: str) -> None:
     name = "d2" if how == "stop token" else "d"
     rig.step()
     (end,) = rig.deliver(name)
-    assert (end.new_token_ids, end.first_index) == ([], 1)
+    assert (end.new_token_ids, end.first_index) == ([first], 0)
     assert end.finish_reason is (FinishReason.LENGTH if how == "max_tokens" else FinishReason.STOP)
     assert end.stop_reason == (first if how == "stop token" else None)
     assert not rig.core.has_work()
@@ -375,7 +375,7 @@ def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> N
     rig.transfer(arrived={"d": [1], "w": [1], "nobody": [1]}, failed={"d": "late", "w": "?"}, released=["d", "nobody"])
     assert rig.scheduler.num_unknown_transfers == before + 7
     rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 3)
     assert rig.tokens["w"] == rig.expected("w", 3)
     rig.transfer(arrived={"d": [1]}, failed={"w": "later still"})
     assert len(rig.ends) == 2
@@ -414,7 +414,7 @@ def test_a_connector_that_does_not_know_yet_is_asked_again_and_holds_nobody_up()
     rig.step()
     rig.deliver("d")
     rig.run()
-    assert rig.tokens["d"] == rig.expected("d", 3)[1:]
+    assert rig.tokens["d"] == rig.expected("d", 3)
 
 
 def test_a_decode_leg_with_nothing_to_load_computes_its_prompt_here() -> None:
@@ -542,3 +542,29 @@ def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, k
     (end,) = rig.transfer(failed={"d": "KV transfer failed: digest_mismatch (block 3)"})
     assert (end.finish_reason, end.kv_lost) == (FinishReason.ERROR, kv_lost)
     assert "digest_mismatch" in (end.error or "")
+
+
+def test_what_a_prefill_leg_knows_of_its_token_goes_with_it() -> None:
+    rig = EngineRig()
+    rig.add("p", 10, leg=Leg.PREFILL, logprobs=1, max_tokens=5)
+    rig.step()
+    (drawn,) = rig.ends["p"].new_logprobs
+    assert rig.requests["p"].last_logprobs == [drawn]
+    rig.add("d", rig.requests["p"].prompt_token_ids, leg=Leg.DECODE, logprobs=1, max_tokens=5)
+    rig.step()
+    rig.fill("d")
+    arrived = ArrivedKV((drawn.token_id,), (drawn,))
+    rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": arrived}))
+    (first,) = rig.step()
+    assert [position.token_id for position in first.new_logprobs] == first.new_token_ids == rig.expected("d", 2)
+    assert first.new_logprobs[0] == drawn
+
+
+def test_a_first_token_whose_logprobs_did_not_come_is_left_to_who_drew_it() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE, logprobs=1, max_tokens=5)
+    rig.step()
+    rig.fill("d")
+    rig.core.update_from_kv_transfer(KVTransferOutput(arrived={"d": ArrivedKV(rig.expected("d", 1))}))
+    (first,) = rig.core.step()[0].outputs
+    assert (first.first_index, first.new_token_ids) == (1, rig.expected("d", 2)[1:])

@@ -339,18 +339,17 @@ class EngineMachine(RuleBasedStateMachine):
         request_id, index = split_sequence_id(name)
         rig, request, end = self.rig, self.rig.requests[request_id], self.rig.ends[name]
         undisturbed, reason = self._undisturbed(name)
-        skipped = 1 if index == 0 and request.num_external_tokens and request.beams is None else 0
         got = rig.tokens[name]
         if request.beams is not None or (request.leg is Leg.PREFILL and request.sampling_params.beam_width):
             self._check_beams(index, request, end)
             return
-        assert got == undisturbed[skipped : skipped + len(got)], f"{request!r}"
+        assert got == undisturbed[: len(got)], f"{request!r}"
         if end.finish_reason is FinishReason.HANDED_OFF:
             assert len(got) == 1
             assert len(undisturbed) > 1 or request.sampling_params.n > 1
         elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert end.finish_reason is reason
-            assert len(got) == len(undisturbed) - skipped
+            assert len(got) == len(undisturbed)
         elif end.finish_reason is FinishReason.IGNORED:
             assert not undisturbed
         else:

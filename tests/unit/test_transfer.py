@@ -80,7 +80,7 @@ def test_a_whole_transfer(book: TransferBook) -> None:
     effects = book.received("p0.x", ReadConfirmed(A, True))
     assert names(effects) == ["confirmed", "kv_arrived"]
     (arrived,) = (effect for effect in effects if isinstance(effect, Arrived))
-    assert arrived.first_token_ids == (7,)
+    assert arrived.closing == CLOSING
     assert (arrived.stats.num_bytes, arrived.stats.num_blocks, arrived.stats.read_s) == (320, 5, 5.0)
     assert lines(book.ended(A)) == ["Released a#1"]
 
@@ -436,7 +436,7 @@ def test_a_prompt_arrives_when_it_is_held_and_equal(book: TransferBook, digested
     ]
     first, second = answers if digested_first else reversed(answers)
     assert lines(first()) == []
-    assert lines(second())[0].startswith("Arrived a#1 [7]")
+    assert lines(second())[0].startswith("Arrived a#1 (Closing 18 [7]")
     assert book.counts().live == 0
 
 

@@ -8,8 +8,10 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from random import Random
 
@@ -19,6 +21,7 @@ from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import Draining, ExitCode
 from baton.ids import new_incarnation
+from baton.observe.metrics import render
 from baton.observe.ready import Ready, announce
 from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.registry import Registry
@@ -28,10 +31,15 @@ from baton.rpc.messages import ModelCard
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import OperatorServicer
 from baton.rpc.server import RpcServer, join_address
+from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.front import GenerationHandler, OperatorHandler
+from router.http.app import HttpFront
+from router.http.model import ServedModel
+from router.http.server import HttpServer, raise_file_limit
+from router.metrics import figures
 from router.node_links import LinkTimes, NodeLinks
 from router.timers import LoopTimers, sleep_until
 from router.view import ClusterView
@@ -54,6 +62,7 @@ class RouterConfig:
     """As the nodes' records have it."""
     host: str = "127.0.0.1"
     grpc_port: int = 50051
+    http_port: int = 8000
     operator_port: int = 0
     advertise_host: str = ""
     """Where others reach this router; `host`, or this machine's name when that is a wildcard."""
@@ -76,6 +85,7 @@ class RouterAddresses:
     incarnation: str
     grpc: str
     operator: str
+    http: str = ""
 
 
 class _Cards:
@@ -96,7 +106,14 @@ class _Cards:
 class _Router:
     """One running router."""
 
-    def __init__(self, config: RouterConfig, membership: Membership, codec: Tokenizer | None, card: ModelCard) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        membership: Membership,
+        codec: Tokenizer | None,
+        template: ChatTemplate | None,
+        card: ModelCard,
+    ) -> None:
         rng, clock = Random(), SystemClock()
         self._config = config
         self._membership = membership
@@ -107,6 +124,18 @@ class _Router:
         self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits)
         self._public = RpcServer((generation_service.SERVICE_NAME,))
         self._private = RpcServer((operator_service.SERVICE_NAME,))
+        handler = GenerationHandler(self._dispatcher, codec, cards)
+        self._http = HttpServer(
+            HttpFront(
+                handler,
+                ServedModel(cards, codec, template, datetime.now),
+                self._why_not_ready,
+                self._metrics,
+                clock,
+                rng,
+            ),
+            config.limits.stall_s,
+        )
         host = config.advertise_host or (config.host if config.host not in _WILDCARDS else socket.gethostname())
         self._record = NodeRecord(
             name=config.router_id,
@@ -114,6 +143,7 @@ class _Router:
             incarnation=new_incarnation(config.router_id, rng),
             address=join_address(host, self._public.bind(config.host, config.grpc_port)),
             operator_address=join_address(host, self._private.bind(config.host, config.operator_port)),
+            http_address=join_address(host, self._http.bind(config.host, config.http_port)),
             pid=os.getpid(),
             version=baton.__version__,
             started_at=clock.wall(),
@@ -121,9 +151,10 @@ class _Router:
             model=config.model_name,
         )
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
-        GenerationServicer(GenerationHandler(self._dispatcher, codec, cards)).add_to_server(self._public.server)
+        GenerationServicer(handler).add_to_server(self._public.server)
         OperatorServicer(self._operator).add_to_server(self._private.server)
         self._lease: Lease | None = None
+        self._is_draining = False
         self._awaited = asyncio.Event()
         """As many nodes have joined as were asked for."""
 
@@ -137,13 +168,15 @@ class _Router:
         try:
             await self._public.start()
             await self._private.start()
+            await self._http.start()
             await self._private.set_ready(True)
             # Nodes may have come while the servers started, and starting says "not ready".
             self._dispatcher.changed.set()
             self._lease = await self._membership.lease(record)
             await asyncio.wait((awaited, watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
             if awaited.done():
-                ready(RouterAddresses(record.incarnation, record.address, record.operator_address))
+                addresses = (record.address, record.operator_address, record.http_address)
+                ready(RouterAddresses(record.incarnation, *addresses))
             done, _ = await asyncio.wait((watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
@@ -173,6 +206,7 @@ class _Router:
     async def _drain(self, health: asyncio.Task[None]) -> None:
         """Refuse what is new, let what runs end, within the bound."""
         health.cancel()
+        self._is_draining = True
         self._dispatcher.drain()
         await self._public.set_ready(False)
         self._record = replace(self._record, state="draining")
@@ -188,11 +222,21 @@ class _Router:
             bound.cancel()
             await asyncio.gather(idle, bound, return_exceptions=True)
 
+    def _why_not_ready(self) -> str:
+        if self._is_draining:
+            return "this router is shutting down"
+        return "" if self._view.candidates() else "no node can serve"
+
+    def _metrics(self) -> bytes:
+        labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
+        found = figures(self._dispatcher, self._view, self._timers.monotonic(), time.time())
+        return render(found, labels)
+
     async def _shut_down(self) -> None:
         if self._dispatcher.num_live:
             _log.warning("%d requests did not end in time", self._dispatcher.num_live)
         self._dispatcher.end_all(Draining("this router is shutting down"))
-        await asyncio.gather(self._public.stop(2.0), self._private.stop(0.5))
+        await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
         await self._links.close()
         if self._lease is not None:
             await self._lease.close()
@@ -210,12 +254,13 @@ async def run_router(
     """
     card = _card_without_nodes(config)
     codec = None if config.simulated else Tokenizer.load(config.model_dir)
+    template = None if config.simulated else ChatTemplate.load(config.model_dir)
     async with contextlib.AsyncExitStack() as stack:
         if membership is None:
             membership = Registry.connect(config.registry_url, config.cluster)
             stack.push_async_callback(membership.close)
         await require(membership)
-        await _Router(config, membership, codec, card).run(ready, stop)
+        await _Router(config, membership, codec, template, card).run(ready, stop)
 
 
 def _card_without_nodes(config: RouterConfig) -> ModelCard:
@@ -232,8 +277,14 @@ def main(config: ProcessConfig) -> int:
     """
 
     def ready(addresses: RouterAddresses) -> None:
-        _log.info("ready: %s, gRPC on %s, operators on %s", addresses.incarnation, addresses.grpc, addresses.operator)
-        announce(config.notify_fd, Ready(addresses.incarnation, addresses.grpc, addresses.operator))
+        _log.info(
+            "ready: %s, gRPC on %s, operators on %s, HTTP on %s",
+            addresses.incarnation,
+            addresses.grpc,
+            addresses.operator,
+            addresses.http,
+        )
+        announce(config.notify_fd, Ready(addresses.incarnation, addresses.grpc, addresses.operator, addresses.http))
 
     async def run() -> None:
         stop, loop, running = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
@@ -247,6 +298,7 @@ def main(config: ProcessConfig) -> int:
             loop.add_signal_handler(number, on_signal)
         await run_router(_router_config(config), ready, stop)
 
+    raise_file_limit()
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(run())
     return int(ExitCode.OK)
@@ -262,6 +314,7 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         model_name=config.model_name or (simulated.name if simulated else config.served_model_name),
         host=config.host,
         grpc_port=config.grpc_port,
+        http_port=config.http_port,
         operator_port=config.operator_port,
         advertise_host=config.advertise_host,
         simulated=simulated,

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, RequestNotFound
 from baton.registry import Membership, NodeRecord
 from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role
 from router.dispatcher import Dispatcher
@@ -29,6 +29,12 @@ class GenerationHandler:
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished. Closing the generator cancels the request."""
         return self._dispatcher.generate(request, timeout_s)
+
+    def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, what lies behind these positions, Finished; raises RequestNotFound."""
+        raise RequestNotFound(f"no router knows request {request_id!r}")
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; raises RequestNotFound."""
@@ -116,4 +122,5 @@ def _router_status(record: NodeRecord, wall: float) -> NodeStatus:
         kv_usage=0.0,
         version=record.version,
         age_s=max(0.0, wall - record.started_at),
+        detail=f"HTTP on {record.http_address}" if record.http_address else "",
     )

@@ -51,7 +51,8 @@ async def _trace(address: str) -> Sequence[TraceEvent]:
 def live_cluster(*flags: str) -> Iterator[LiveCluster]:
     """Start `baton up` with these flags on free ports; everything has ended on exit. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as run_dir:
-        up = _baton("up", "--detach", "--run-dir", run_dir, "--grpc-port", "0", "-o", "json", *flags)
+        ports = ("--grpc-port", "0", "--http-port", "0")
+        up = _baton("up", "--detach", "--run-dir", run_dir, *ports, "-o", "json", *flags)
         if up.returncode:
             raise ConfigError(f"baton up failed: {up.stderr.strip()}")
         state: dict[str, Any] = json.loads(up.stdout)

@@ -99,7 +99,7 @@ def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
     console.print("Starting Redis, a router, a prefill node and a decode node …")
     began = time.monotonic()
     try:
-        up = _baton("up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "-o", "json")
+        up = _baton("up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "--http-port", "0", "-o", "json")
         if up.returncode:
             raise _DemoFailed(up.stderr.strip() or f"baton up ended with {up.returncode}")
         state = json.loads(up.stdout)

@@ -28,6 +28,7 @@ class ProcessState:
     log: str
     last_exit: str
     """How it ended the last time, for people; empty when it never did."""
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class ClusterState:
     """Of the first router that serves, as the next one."""
     operator_address: str
     processes: Sequence[ProcessState]
+    http_address: str = ""
+    """Of the same router."""
 
     @property
     def grpc_addresses(self) -> tuple[str, ...]:
@@ -59,6 +62,11 @@ class ClusterState:
         """Of every router that has said where it listens, the one above at least."""
         found = tuple(p.operator_address for p in self.processes if p.role == "router" and p.operator_address)
         return found or tuple(filter(None, [self.operator_address]))
+
+    @property
+    def http_addresses(self) -> tuple[str, ...]:
+        """Of every router that has said where it listens."""
+        return tuple(p.http_address for p in self.processes if p.role == "router" and p.http_address)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

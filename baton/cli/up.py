@@ -148,12 +148,15 @@ def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> li
     baton = shlex.quote(_baton())
     where = "" if place.path == default_run_dir(os.environ).absolute() else f" --run-dir {shlex.quote(str(place.path))}"
     body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
+    json_body = '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
     stop = f"{baton} down{where}" if detached else "Ctrl-C"
     return [
-        f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC); "
+        f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
+        f"{', '.join(f'http://{address}/v1' for address in state.http_addresses)} (OpenAI); "
         f"operators: {', '.join(state.operator_addresses)}",
         f"  {baton} generate 'def fibonacci(n):'{where}",
         f"  {baton} get nodes{where}",
+        f"  curl http://{state.http_address}/v1/completions -H 'content-type: application/json' -d '{json_body}'",
         f"  grpcurl -plaintext -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
         f"Logs are in {place.logs}. {stop} stops it.",
     ]

@@ -18,6 +18,7 @@ import baton
 
 DEFAULT_CLUSTER = "default"
 DEFAULT_GRPC_PORT = 50051
+DEFAULT_HTTP_PORT = 8000
 DEFAULT_KV_CACHE_MEMORY = ByteSize(256 << 20)
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
@@ -158,6 +159,9 @@ class RouterConfig(_Process):
 
     router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
     grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    http_port: Port = Field(
+        DEFAULT_HTTP_PORT, description="Port of the OpenAI-compatible HTTP front; 0 takes a free one."
+    )
     operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
     advertise_host: str = Field("", description="Name or address at which others reach it. Default: where it listens.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
@@ -183,6 +187,10 @@ class UpConfig(_Config):
     grpc_port: Port = Field(
         DEFAULT_GRPC_PORT,
         description="Port of the public gRPC service, one more for each other router; 0 takes free ones.",
+    )
+    http_port: Port = Field(
+        DEFAULT_HTTP_PORT,
+        description="Port of the OpenAI-compatible HTTP front, one more for each other router; 0 takes free ones.",
     )
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="Port of the first node's page /metrics, one more for each other node. Default: no pages."
@@ -210,8 +218,9 @@ class UpConfig(_Config):
     @model_validator(mode="after")
     def _consistent(self) -> UpConfig:
         _check_host_tier(self.preemption_mode, self.host_cache_memory)
-        if self.grpc_port + self.routers > 65536:
-            raise ValueError(f"grpc_port {self.grpc_port} leaves no ports for {self.routers} routers")
+        for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
+            if port + self.routers > 65536:
+                raise ValueError(f"{name} {port} leaves no ports for {self.routers} routers")
         return self
 
     def threads_per_node(self, cores: int) -> int:

@@ -20,6 +20,7 @@ class Ready:
     address: str
     """HOST:PORT where it really listens."""
     operator_address: str = ""
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,8 @@ class NodeRecord:
     state: NodeState = "ready"
     operator_address: str = ""
     """HOST:PORT of the Operator service, for routers."""
+    http_address: str = ""
+    """HOST:PORT of the OpenAI-compatible front, for routers."""
     model: str = ""
     model_fingerprint: str = ""
     dtype: str = ""
@@ -141,8 +143,9 @@ def _check(record: NodeRecord) -> None:
     if record.state not in get_args(NodeState):
         raise BadRecord(f"state: {record.state!r:.80} is none of {', '.join(get_args(NodeState))}")
     _check_address("address", record.address)
-    if record.operator_address != "":
-        _check_address("operator_address", record.operator_address)
+    for key in ("operator_address", "http_address"):
+        if (address := getattr(record, key)) != "":
+            _check_address(key, address)
     if type(record.bit_exact) is not bool:
         raise BadRecord("bit_exact: neither true nor false")
     for key in ("started_at", "lease_s"):

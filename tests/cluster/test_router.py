@@ -62,6 +62,7 @@ class Cluster:
             model_dir=model_dir,
             model_name=MODEL,
             grpc_port=0,
+            http_port=0,
             simulated=simulated,
             await_nodes=await_nodes,
         )

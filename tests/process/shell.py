@@ -35,6 +35,8 @@ class Shell:
             "HOME": str(home),
             "XDG_RUNTIME_DIR": str(home),
             "OMP_NUM_THREADS": "1",
+            # Whatever else runs here.
+            "BATON_HTTP_PORT": "0",
             "PATH": f"{BATON.parent}:{os.environ['PATH']}",
         }
 

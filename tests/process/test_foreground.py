@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import subprocess
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -34,7 +35,8 @@ def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tm
         shown = [line.split() for line in lines[2:6]]
         assert shown == [[p.name, p.role, "Ready", str(p.pid), p.address or "-"] for p in state.processes]
         assert {int(row[3]) for row in shown} < set(shell.left())
-        assert f"tiny is served on {state.grpc_address} (gRPC); operators: {state.operator_address}" in lines
+        served = f"{state.grpc_address} (gRPC) and http://{state.http_address}/v1 (OpenAI)"
+        assert f"tiny is served on {served}; operators: {state.operator_address}" in lines
 
         commands = [line.strip() for line in lines if line.startswith("  ")]
         assert [command.split()[:2] for command in commands[:2]] == [["baton", "generate"], ["baton", "get"]]
@@ -42,7 +44,8 @@ def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tm
         assert (generated.returncode, generated.stderr) == (0, "")
         assert generated.stdout.strip()
         assert nodes.stdout.count("Ready") == 3
-        assert_grpcurl_works(commands[2], state.grpc_address)
+        assert_curl_works(commands[2], state.http_address)
+        assert_grpcurl_works(commands[3], state.grpc_address)
 
         terminal.ctrl_c()
         assert terminal.end() == 0
@@ -50,6 +53,17 @@ def test_what_is_printed_is_true_and_can_be_pasted(shell: Shell, model: Path, tm
     assert not shell.left()
     assert sorted(path.name for path in run_dir.iterdir()) == ["lock", "logs"]
     assert f"no cluster is running in {run_dir}" in refusal(shell.baton("status", "--run-dir", run_dir), 5)
+
+
+def assert_curl_works(command: str, address: str) -> None:
+    """What curl would do with this line; it need not be installed."""
+    words = shlex.split(command)
+    assert words[0] == "curl"
+    assert words[1].startswith(f"http://{address}/")
+    name, _, value = words[words.index("-H") + 1].partition(": ")
+    asked = urllib.request.Request(words[1], words[words.index("-d") + 1].encode(), {name: value})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert json.load(answer)["choices"][0]["text"]
 
 
 def assert_grpcurl_works(line: str, address: str) -> None:

@@ -67,9 +67,10 @@ def test_a_misspelt_key_in_the_environment_or_the_file(shell: Shell) -> None:
     assert_nothing_started(shell, shell.home / "baton")
 
 
-def test_a_port_in_use(shell: Shell, model: Path, taken_port: int) -> None:
-    done = shell.baton("up", "--model", model, "--grpc-port", taken_port)
-    said = f"port {taken_port} on 127.0.0.1 is in use: choose another with --grpc-port, 0 takes a free one"
+@pytest.mark.parametrize(("flag", "other"), [("--grpc-port", "--http-port"), ("--http-port", "--grpc-port")])
+def test_a_port_in_use(shell: Shell, model: Path, taken_port: int, flag: str, other: str) -> None:
+    done = shell.baton("up", "--model", model, flag, taken_port, other, 0)
+    said = f"port {taken_port} on 127.0.0.1 is in use: choose another with {flag}, 0 takes a free one"
     assert refusal(done, BAD_CONFIG) == said
     assert_nothing_started(shell, shell.home / "baton")
 

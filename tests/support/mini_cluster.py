@@ -154,6 +154,7 @@ async def _start_router(
         model_dir=model_dir,
         model_name=model_name,
         grpc_port=0,
+        http_port=0,
         simulated=SimulatedSpec() if token_ids_only else None,
         drain_s=0.0,
     )

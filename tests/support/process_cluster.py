@@ -33,7 +33,8 @@ class ProcessCluster:
 
     def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
         self._run_dir = RunDir(run_dir)
-        self._environment = {**os.environ, **environment}
+        # Several clusters run side by side, and commands start more.
+        self._environment = {**os.environ, "BATON_HTTP_PORT": "0", **environment}
 
     def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this cluster."""
@@ -205,7 +206,7 @@ def process_cluster(
 ) -> Iterator[ProcessCluster]:
     """`baton up --detach` with these flags; on exit nothing of it is left."""
     cluster = ProcessCluster(run_dir, environment or {})
-    words = ("up", "--detach", "--grpc-port", "0", "--model", str(model), *flags, "-o", "json")
+    words = ("up", "--detach", "--grpc-port", "0", "--http-port", "0", "--model", str(model), *flags, "-o", "json")
     started = cluster.baton(*words)
     assert started.returncode == 0, started.stderr
     try:

@@ -67,7 +67,7 @@ def test_exit_codes_and_what_is_said(
     words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     if words[0] == "up":
-        words = [*words, "--grpc-port", "0"]
+        words = [*words, "--grpc-port", "0", "--http-port", "0"]
     assert command.main(words) == code
     out, err = capfd.readouterr()
     assert said in err
@@ -105,7 +105,7 @@ def test_a_model_that_can_not_be_served_is_refused_before_anything_starts(
         (model / "config.json").write_text(json.dumps(config))
     header = b"{}"
     (model / (weights or "model.safetensors")).write_bytes(len(header).to_bytes(8, "little") + header)
-    assert command.main(["up", "--model", str(model), "--grpc-port", "0"]) == 78
+    assert command.main(["up", "--model", str(model), "--grpc-port", "0", "--http-port", "0"]) == 78
     assert complaint in capfd.readouterr().err
 
 

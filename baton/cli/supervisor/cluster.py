@@ -87,6 +87,7 @@ class _Child:
             operator_address=ready.operator_address,
             log=str(self.log),
             last_exit=self.last_exit,
+            http_address=ready.http_address,
         )
 
     def failure(self) -> StartFailed:
@@ -165,6 +166,7 @@ class ClusterSupervisor:
             grpc_address=router.address if router else "",
             operator_address=router.operator_address if router else "",
             processes=processes,
+            http_address=router.http_address if router else "",
         )
 
     async def _start(self) -> None:
@@ -274,7 +276,7 @@ class ClusterSupervisor:
 
 
 def _pinned_ports(spec: ChildSpec, ready: Ready) -> Mapping[str, str]:
-    addresses = (ready.address, ready.operator_address)
+    addresses = (ready.address, ready.operator_address, ready.http_address)
     return {
         flag: address.rpartition(":")[2] for flag, address in zip(spec.keep_ports, addresses, strict=False) if address
     }

@@ -85,14 +85,18 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
 def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpec:
     name = f"router-{index}"
     # A port that is picked is another one for each.
-    ports = {"--grpc-port": str(config.grpc_port and config.grpc_port + index), "--operator-port": "0"}
+    ports = {
+        "--grpc-port": str(config.grpc_port and config.grpc_port + index),
+        "--http-port": str(config.http_port and config.http_port + index),
+        "--operator-port": "0",
+    }
     return ChildSpec(
         name=name,
         role="router",
         command=_baton("router", {**shared, **ports, "--router-id": name}),
         environment={"OMP_NUM_THREADS": "1"},
         announces=True,
-        keep_ports=("--grpc-port", "--operator-port"),
+        keep_ports=("--grpc-port", "--operator-port", "--http-port"),
         # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
         # does not.
         first_run={"--await-nodes": str(config.prefill + config.decode)},

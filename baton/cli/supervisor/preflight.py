@@ -23,6 +23,7 @@ def check_up(config: UpConfig) -> None:
         read_model_files(config.model)
     for index in range(config.routers):
         check_port_free(config.host, config.grpc_port and config.grpc_port + index, "--grpc-port")
+        check_port_free(config.host, config.http_port and config.http_port + index, "--http-port")
     if config.registry:
         asyncio.run(require_registry(config.registry, config.cluster))
 

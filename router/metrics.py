@@ -1,0 +1,28 @@
+"""A router's figures for Prometheus. Names are vLLM's where it has them, behind `baton_`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton.observe.metrics import Figure
+from router.dispatcher import Dispatcher
+from router.view import ClusterView
+
+
+def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) -> Iterator[Figure]:
+    """What the router has done since its start, and what it sees now."""
+    counters = dispatcher.counters
+    waiting = dispatcher.num_waiting
+    for name, text, value in (
+        ("num_requests_running", "Requests on nodes, or whose client still reads.", dispatcher.num_live - waiting),
+        ("num_requests_waiting", "Requests that wait for a node.", waiting),
+        ("requests_accepted_total", "Requests that passed every check.", counters.accepted),
+        ("request_success_total", "Requests that ended well.", counters.finished),
+        ("request_failure_total", "Accepted requests that failed.", counters.failed),
+        ("request_retries_total", "Attempts after the first one.", counters.retried),
+        ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
+    ):
+        yield Figure(name, text, value, {})
+    for status in view.statuses(now, wall):
+        labels = {"node": status.name, "node_role": status.role}
+        yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)

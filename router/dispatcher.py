@@ -185,6 +185,7 @@ class Dispatcher:
         self._queue: AdmissionQueue[_Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
         self._room_came = False
         """A node has less to do, or there is a new one."""
+        self._num_placed = 0
         self._num_tokenizing = 0
         self._runs: dict[str, _Run] = {}
         self._draining = False
@@ -208,7 +209,7 @@ class Dispatcher:
     @property
     def num_placed(self) -> int:
         """Requests that are on nodes, or whose client still reads what came from them."""
-        return len(self._runs) - len(self._queue)
+        return self._num_placed
 
     async def generate(
         self, raw: GenerateRequest, timeout_s: float | None = None
@@ -335,6 +336,7 @@ class Dispatcher:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
         self._leave_queue(run)
+        self._num_placed -= run.placed_at is not None
         del self._runs[run.request.request_id]
         if not self._runs:
             self._idle.set()
@@ -404,6 +406,7 @@ class Dispatcher:
             _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
         if run.placed_at is None:
             run.placed_at = self._timers.monotonic()
+            self._num_placed += 1
             self.counters.queued += 1
             self.counters.queue_time_s += run.placed_at - run.started
         return run.flight.handle(Placed(placement))
@@ -416,7 +419,7 @@ class Dispatcher:
             return choose(candidates, run.demand, place.exclude)
         if (first := self._queue.first()) is not None and not self._queue.is_next(ticket):
             raise _again(first.item.why_waiting)
-        if self.num_placed > self._limits.max_running:
+        if self._num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         try:
             placement = choose(_with_room(candidates), run.demand, place.exclude)

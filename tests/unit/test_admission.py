@@ -1,0 +1,180 @@
+"""The router's queue: order, bounds, who gives way, and what is predicted."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from baton.errors import QueueFull, WouldBeLate
+from router.admission import AdmissionQueue, Hope, Ticket, is_full
+from tests.support.router_parts import decode
+
+NO_HOPE = Hope()
+
+
+def queue(max_waiting: int = 8, ageing_s: float = 60.0) -> AdmissionQueue[str]:
+    return AdmissionQueue(max_waiting, ageing_s, Random(1))
+
+
+def put(
+    waiting: AdmissionQueue[str],
+    name: str,
+    arrived: float = 0.0,
+    priority: int = 0,
+    hope: Hope = NO_HOPE,
+    *,
+    is_retry: bool = False,
+    num_running: int = 1,
+) -> str | None:
+    """Who had to leave."""
+    ticket = waiting.ticket(name, arrived, priority, hope, is_retry=is_retry)
+    displaced = waiting.offer(ticket, arrived, num_running)
+    return None if displaced is None else displaced.item
+
+
+def drained(waiting: AdmissionQueue[str]) -> str:
+    names = ""
+    while (ticket := waiting.first()) is not None:
+        names += ticket.item
+        waiting.leave(ticket)
+    assert len(waiting) == 0
+    return names
+
+
+def test_classes_then_arrival_and_waiting_makes_up_for_priority() -> None:
+    waiting = queue()
+    for name, arrived, priority in [("a", 0, 1), ("b", 1, 0), ("c", 2, 0), ("d", 3, -1), ("e", 61, 0), ("f", 59, 0)]:
+        put(waiting, name, arrived, priority)
+    assert drained(waiting) == "dbcfae"
+    waiting = queue(ageing_s=0.0)
+    for name, arrived, priority in [("a", 0, 1), ("b", 1000, 0), ("c", 2000, -1)]:
+        put(waiting, name, arrived, priority)
+    assert drained(waiting) == "cba"
+
+
+def test_who_has_lost_its_nodes_comes_first_and_is_never_refused() -> None:
+    waiting = queue(max_waiting=1)
+    put(waiting, "a", 0, -9)
+    put(waiting, "b", 5, 9, is_retry=True)
+    put(waiting, "c", 4, 9, is_retry=True)
+    assert len(waiting) == 3
+    with pytest.raises(QueueFull):
+        put(waiting, "d", 6, -9)
+    assert drained(waiting) == "cba"
+
+
+def test_a_full_queue_sheds_the_lowest_class_and_of_it_the_newest() -> None:
+    waiting = queue(max_waiting=3)
+    for name, arrived, priority in [("a", 0, 2), ("b", 1, 2), ("c", 2, 0)]:
+        put(waiting, name, arrived, priority)
+    with pytest.raises(QueueFull, match="3 requests wait"):
+        put(waiting, "d", 3, 2)
+    with pytest.raises(QueueFull):
+        waiting.check_room(2, 1)
+    waiting.check_room(1, 1)
+    assert put(waiting, "e", 4, 1) == "b"
+    assert put(waiting, "f", 5, 0) == "a"
+    assert put(waiting, "g", 6, 0) == "e"
+    with pytest.raises(QueueFull):
+        put(waiting, "h", 7, 0)
+    assert drained(waiting) == "cfg"
+
+
+def test_nobody_waits_where_nobody_may() -> None:
+    with pytest.raises(QueueFull):
+        put(queue(max_waiting=0), "a")
+
+
+def test_a_newcomer_is_next_only_if_nobody_is_ahead_of_it() -> None:
+    waiting = queue()
+    assert waiting.is_next(waiting.ticket("a", 0, 9, NO_HOPE))
+    put(waiting, "b", 0, 0)
+    assert not waiting.is_next(waiting.ticket("c", 1, 0, NO_HOPE))
+    assert waiting.is_next(waiting.ticket("d", 1, -1, NO_HOPE))
+
+
+def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
+    waiting = queue()
+    put(waiting, "first", hope=Hope(deadline=0.1, first_token_by=0.1))
+    waiting.times.ended(first_token_s=1.0, service_s=5.0, num_tokens=5)
+    waiting.times.ended(first_token_s=0.5, service_s=3.0, num_tokens=6)
+    # One is ahead: two more departures at 2 running / 4 s, then half a second (the quickest) to the first token.
+    put(waiting, "a", hope=Hope(first_token_by=4.5 + 1e-9), num_running=2)
+    with pytest.raises(WouldBeLate, match=r"2 requests are ahead of it; its first token is predicted in 6\.500 s"):
+        put(waiting, "b", hope=Hope(first_token_by=6.4), num_running=2)
+    # Its end: four more tokens at the quickest pace, half a second each.
+    put(waiting, "c", hope=Hope(deadline=8.5 + 1e-9, least_tokens=5), num_running=2)
+    with pytest.raises(WouldBeLate, match="its end is predicted"):
+        put(waiting, "d", hope=Hope(deadline=10.4, least_tokens=5), num_running=2)
+    assert drained(waiting) == "firstac"
+
+
+def test_who_is_turned_away_comes_again_when_the_queue_is_gone_each_at_another_time() -> None:
+    waiting = queue(max_waiting=100)
+    assert 0.75 <= waiting.retry_after_s(0) <= 1.25, "nothing is known"
+    waiting.times.ended(1.0, 10.0, 10)
+    for number in range(9):
+        put(waiting, str(number))
+    said = [waiting.retry_after_s(5) for _ in range(50)]
+    assert all(15.0 <= seconds <= 25.0 for seconds in said)
+    assert len(set(said)) == 50
+    assert waiting.retry_after_s(1) <= 75.0, "bounded"
+
+
+def test_a_full_node_has_a_little_more_than_it_runs() -> None:
+    node = decode(max_num_seqs=16, max_num_batched_tokens=100)
+    assert not is_full(node, sequences=17, waiting=1, uncomputed_tokens=1599)
+    assert is_full(node, sequences=18, waiting=0, uncomputed_tokens=0)
+    assert is_full(node, sequences=3, waiting=2, uncomputed_tokens=0), "it has no room for those"
+    assert is_full(node, sequences=1, waiting=0, uncomputed_tokens=1600)
+    assert not is_full(decode(), sequences=10_000, waiting=10_000, uncomputed_tokens=10**9), "its size is not known"
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Beside a list that is sorted anew for every question."""
+
+    MAX = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = queue(self.MAX, ageing_s=10.0)
+        self.model: list[Ticket[str]] = []
+        self.now = 0.0
+
+    @rule(priority=st.integers(-2, 2), later=st.sampled_from([0.0, 1.0, 15.0]), is_retry=st.booleans())
+    def offer(self, priority: int, later: float, is_retry: bool) -> None:
+        self.now += later
+        newcomers = [ticket for ticket in self.model if not ticket.is_retry]
+        worst = max(newcomers, key=lambda t: (t.priority, newcomers.index(t)), default=None)
+        is_crowded = not is_retry and len(newcomers) >= self.MAX
+        ticket = self.waiting.ticket("", self.now, priority, NO_HOPE, is_retry=is_retry)
+        if is_crowded and worst is not None and worst.priority <= priority:
+            with pytest.raises(QueueFull):
+                self.waiting.offer(ticket, self.now, 1)
+            return
+        displaced = self.waiting.offer(ticket, self.now, 1)
+        assert displaced is (worst if is_crowded else None)
+        self.model = [other for other in self.model if other is not displaced] + [ticket]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sampled_from(self.model))
+        self.waiting.leave(gone)
+        self.waiting.leave(gone)
+        self.model.remove(gone)
+
+    @invariant()
+    def the_first_is_the_best(self) -> None:
+        assert len(self.waiting) == len(self.model)
+        best = sorted(self.model, key=lambda t: (not t.is_retry, t.arrived + 10.0 * t.priority, t.arrived))
+        first = self.waiting.first()
+        assert first is (best[0] if best else None)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

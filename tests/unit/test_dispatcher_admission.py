@@ -1,0 +1,269 @@
+"""The dispatcher's door: who waits at the router, who is turned away, and that nothing of either is left."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoCapacity,
+    Overloaded,
+    QueueFull,
+    WouldBeLate,
+)
+from baton.rpc.messages import LoadReport, NodeDescription, Outcome
+from router.dispatcher import DispatchLimits
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import Reader, RouterRig, router_rig
+
+
+def small(name: str = "d1", **changes: object) -> NodeDescription:
+    """Runs one at once, and may have two more: then it is full."""
+    return decode(name, max_num_seqs=1, max_num_batched_tokens=64, **changes)
+
+
+async def fill(rig: RouterRig, name: str = "d1", count: int = 3) -> list[Reader]:
+    readers = [rig.ask(request_id=f"{name}-{number}", max_tokens=1) for number in range(count)]
+    for reader in readers:
+        await reader.accepted_now()
+    return readers
+
+
+async def finish(rig: RouterRig, *readers: Reader, name: str = "d1") -> None:
+    """The node ends what it is sent, in the order in which it came."""
+    for _ in readers:
+        rig.tell(name, (await rig.submitted(name)).attempt, 0, "a", Outcome.LENGTH)
+    for reader in readers:
+        await reader.finished()
+
+
+async def turned_away(reader: Reader) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        await reader.finished()
+    return caught.value
+
+
+async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order() -> None:
+    async with router_rig(small()) as rig:
+        running = await fill(rig)
+        late, better = rig.ask(request_id="late", max_tokens=1), rig.ask(request_id="better", max_tokens=1, priority=-1)
+        await late.accepted_now()
+        await better.accepted_now()
+        assert (rig.dispatcher.num_waiting, rig.nodes["d1"].inbox.qsize()) == (2, 3)
+        rig.timers.advance(0.5)
+        await finish(rig, *running)
+        sent = [(await rig.submitted("d1")).attempt for _ in range(2)]
+        assert [attempt.request_id for attempt in sent] == ["better", "late"]
+        for attempt in sent:
+            rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+        assert (await late.finished()).queue_ms == pytest.approx(500)
+        await better.finished()
+        assert rig.dispatcher.counters.queue_time_s == pytest.approx(1.0)
+
+
+async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
+    async with router_rig(prefill(), small("d1"), decode("d2", max_num_seqs=1)) as rig:
+        rig.nodes["d1"].report(load=LoadReport(waiting=2))
+        await rig.nodes["d1"].all_read()
+        readers = await fill(rig, count=3)
+        assert (rig.nodes["d1"].inbox.qsize(), rig.nodes["d2"].inbox.qsize()) == (0, 3)
+        assert rig.dispatcher.num_waiting == 0
+        for _ in readers:
+            rig.tell("p1", (await rig.submitted("p1")).attempt, 0, "a", Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
+        rig.nodes["d1"].report()
+        await rig.nodes["d1"].all_read()
+
+
+async def test_prompts_that_wait_fill_a_prefill_node_and_its_report_lets_the_next_one_in() -> None:
+    async with router_rig(prefill(max_num_seqs=64, max_num_batched_tokens=2), decode()) as rig:
+        rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=32))
+        await rig.nodes["p1"].all_read()
+        reader = rig.ask(max_tokens=1)
+        await reader.accepted_now()
+        assert rig.dispatcher.num_waiting == 1
+        rig.nodes["p1"].report(load=LoadReport(running=1, uncomputed_tokens=31))
+        attempt = (await rig.submitted("p1")).attempt
+        rig.tell("p1", attempt, 0, "a", Outcome.LENGTH)
+        await reader.finished()
+
+
+async def test_a_request_that_fits_a_full_node_alone_waits_for_that_one() -> None:
+    async with router_rig(small("d1"), decode("d2", max_num_seqs=1, num_blocks=2)) as rig:
+        rig.nodes["d1"].report(load=LoadReport(waiting=2))
+        await rig.nodes["d1"].all_read()
+        reader = rig.ask(max_tokens=40)
+        await reader.accepted_now()
+        assert rig.dispatcher.num_waiting == 1
+        rig.nodes["d1"].report(load=LoadReport())
+        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.STOP, stop_token_id=97)
+        await reader.finished()
+
+
+async def test_only_so_many_run_at_once() -> None:
+    async with router_rig(decode(), limits=DispatchLimits(max_running=1)) as rig:
+        first, second = rig.ask(max_tokens=1, request_id="1"), rig.ask(max_tokens=1, request_id="2")
+        await second.accepted_now()
+        assert (rig.dispatcher.num_placed, rig.dispatcher.num_waiting) == (1, 1)
+        await finish(rig, first)
+        await finish(rig, second)
+
+
+async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_for_who_is() -> None:
+    async with router_rig(small(), limits=DispatchLimits(max_queue=2)) as rig:
+        running = await fill(rig)
+        waiting = [rig.ask(max_tokens=1, request_id=f"w{n}", priority=1) for n in range(2)]
+        for reader in waiting:
+            await reader.accepted_now()
+        refused = rig.ask(request_id="no", priority=1)
+        error = await turned_away(refused)
+        assert isinstance(error, QueueFull)
+        assert 0.75 <= error.retry_after_s <= 1.25
+        assert not refused.events, "who is turned away at once hears no Accepted"
+        better = rig.ask(max_tokens=1, request_id="yes")
+        shed = await turned_away(waiting[1])
+        assert isinstance(shed, QueueFull)
+        assert "a more urgent request came" in str(shed)
+        assert rig.dispatcher.num_waiting == 2
+        assert rig.dispatcher.counters.rejections == {"QueueFull": 2}
+        await finish(rig, *running)
+        await finish(rig, better, waiting[0])
+
+
+async def test_who_would_be_late_hears_it_at_once() -> None:
+    async with router_rig(small()) as rig:
+        running = await fill(rig)
+        attempts = [(await rig.submitted("d1")).attempt for _ in running]
+        rig.timers.advance(6.0)
+        rig.tell("d1", attempts[0], 0, "a", Outcome.LENGTH)
+        await running[0].finished()
+        running[0] = rig.ask(max_tokens=1, request_id="another")
+        attempts[0] = (await rig.submitted("d1")).attempt
+        # 6 s each, three at once: the next one is placed after 2 s and has its first token after 6 s more.
+        for fields in ({"timeout_s": 7.9}, {"ttft_slo_ms": 7900.0}):
+            error = await turned_away(rig.ask(request_id="late", **fields))  # type: ignore[arg-type]
+            assert isinstance(error, WouldBeLate)
+            assert error.retry_after_s >= 1.5
+        in_time = rig.ask(request_id="in-time", max_tokens=1, timeout_s=8.1, ttft_slo_ms=8100.0)
+        await in_time.accepted_now()
+        for attempt in attempts:
+            rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+        await finish(rig, in_time)
+        for reader in running:
+            await reader.finished()
+
+
+@pytest.mark.parametrize("how", ["cancel", "client gone", "deadline", "slo"])
+async def test_who_leaves_the_queue_leaves_nothing(how: str) -> None:
+    async with router_rig(small()) as rig:
+        running = await fill(rig)
+        timers = rig.timers.num_pending
+        reader = rig.ask(
+            request_id="mine",
+            timeout_s=1.0 if how == "deadline" else None,
+            ttft_slo_ms=1000.0 if how == "slo" else None,
+        )
+        behind = rig.ask(request_id="behind", max_tokens=1)
+        await reader.accepted_now()
+        await behind.accepted_now()
+        assert rig.dispatcher.num_waiting == 2
+        if how == "cancel":
+            rig.dispatcher.cancel("mine")
+        elif how == "client gone":
+            reader.task.cancel()
+        else:
+            rig.timers.advance(1.0)
+        assert rig.dispatcher.num_waiting == (2 if how == "client gone" else 1)
+        expected = {"cancel": Cancelled, "client gone": asyncio.CancelledError, "deadline": DeadlineExceeded}
+        with pytest.raises(expected.get(how, Overloaded)):
+            await reader.finished()
+        assert (rig.dispatcher.num_waiting, rig.dispatcher.num_live) == (1, 4)
+        assert rig.timers.num_pending == timers + 1, "only the patience of the one behind is left"
+        await finish(rig, *running)
+        await finish(rig, behind)
+
+
+async def test_a_cancelled_request_makes_room_at_once() -> None:
+    async with router_rig(small()) as rig:
+        running = await fill(rig)
+        waiting = rig.ask(request_id="next", max_tokens=1)
+        await waiting.accepted_now()
+        for _ in running:
+            await rig.submitted("d1")
+        rig.dispatcher.cancel("d1-1")
+        assert (await rig.aborted("d1")).attempt.request_id == "d1-1"
+        assert (await rig.submitted("d1")).attempt.request_id == "next"
+        with pytest.raises(Cancelled):
+            await running[1].finished()
+        for reader in (running[0], running[2], waiting):
+            reader.task.cancel()
+            await asyncio.gather(reader.task, return_exceptions=True)
+
+
+async def test_who_lost_its_node_goes_before_all_others_even_to_a_full_one() -> None:
+    async with router_rig(small("d1"), small("d2")) as rig:
+        running = await fill(rig, count=6)
+        waiting = rig.ask(request_id="waits", max_tokens=1, priority=-5)
+        await waiting.accepted_now()
+        lost = [(await rig.submitted("d1")).attempt.request_id for _ in range(3)]
+        assert len([await rig.submitted("d2") for _ in range(3)]) == 3
+        rig.nodes["d1"].die()
+        again = [(await rig.submitted("d2")).attempt for _ in range(3)]
+        assert sorted(attempt.request_id for attempt in again) == sorted(lost)
+        assert rig.dispatcher.num_waiting == 1
+        for reader in [*running, waiting]:
+            reader.task.cancel()
+        await asyncio.gather(*(reader.task for reader in [*running, waiting]), return_exceptions=True)
+
+
+async def test_patience_is_for_what_one_waits_for() -> None:
+    limits = DispatchLimits(capacity_wait_s=10.0, queue_wait_s=40.0)
+    async with router_rig(small(), limits=limits) as rig:
+        running = await fill(rig)
+        for _ in running:
+            await rig.submitted("d1")
+        waiting = rig.ask(request_id="full")
+        await waiting.accepted_now()
+        rig.timers.advance(39.0)
+        for _ in range(5):
+            rig.nodes["d1"].report(load=LoadReport(running=1, waiting=2))
+            await rig.nodes["d1"].all_read()
+        assert rig.dispatcher.num_waiting == 1
+        rig.timers.advance(1.5)
+        error = await turned_away(waiting)
+        assert type(error) is Overloaded
+        assert str(error) == "every node is full"
+        for reader in running:
+            reader.task.cancel()
+        await asyncio.gather(*(reader.task for reader in running), return_exceptions=True)
+
+
+async def test_all_who_wait_for_a_node_that_does_not_come_are_told_in_time() -> None:
+    async with router_rig() as rig:
+        readers = [rig.ask(request_id=f"r{n}") for n in range(3)]
+        for reader in readers:
+            await reader.accepted_now()
+        rig.timers.advance(10.1)
+        for reader in readers:
+            assert isinstance(await turned_away(reader), NoCapacity)
+
+
+async def test_what_no_node_can_ever_hold_is_refused_before_it_is_accepted() -> None:
+    async with router_rig(decode(num_blocks=2)) as rig:
+        reader = rig.ask(max_tokens=30)
+        assert isinstance(await turned_away(reader), InvalidRequest)
+        assert not reader.events
+        assert rig.dispatcher.counters.rejections == {"InvalidRequest": 1}
+
+
+async def test_only_so_many_long_texts_are_tokenized_at_once() -> None:
+    async with router_rig(decode(), limits=DispatchLimits(thread_text_chars=2, max_tokenizing=0)) as rig:
+        assert isinstance(await turned_away(rig.ask()), QueueFull)
+        short = rig.ask("ab", max_tokens=1)
+        await finish(rig, short)

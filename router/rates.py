@@ -1,0 +1,194 @@
+"""How fast each node is, learnt from its steps while they happen. Pure.
+
+A step takes about
+
+    step + token * prompt tokens computed + sequence * sequences decoded + context * tokens behind those
+
+milliseconds. The four rates are fitted by least squares over a node's steps, with these rules:
+
+1. What counts is the relative error: a decode step of 5 ms says as much as a chunk of 500.
+2. Steps are forgotten exponentially, so a node that slows down is known to.
+3. A step far off (a page fault, a stopped process) weighs little: Huber's weights, by iterated reweighting.
+4. Each fit is held, weakly, to the one before: what a node's steps don't tell of late stays as it was. The first one is
+   held to the fleet's, which all nodes' steps go into, and the fleet's to a guess. A node that has computed no prompts
+   yet, as a decode node may, is taken to compute them as the fleet does.
+5. No rate is negative.
+
+There is no term for the square of a prompt: what a chunk attends to is not among the figures of a step. A long prompt's
+later chunks are slower than its first ones, and so each node's token rate is that of the prompts that it gets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.rpc.messages import StageTimings, StepFigures
+
+_DECAY = 0.998
+"""Of a step's weight with each later one."""
+_AT_ONCE = 16
+"""Steps that are fitted together."""
+_HOLD = 0.5
+"""How many steps the fit before weighs."""
+_HUBER = 3.0
+"""Mean relative errors, beyond which a step counts less."""
+_TRANSFERS = 32
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRates:
+    """Milliseconds of each part of a step."""
+
+    step_ms: float
+    token_ms: float
+    sequence_ms: float
+    context_ms: float
+
+    def overhead_ms(self, sequences: float, context_tokens: float) -> float:
+        """A step that computes nothing of any prompt."""
+        return self.step_ms + self.sequence_ms * sequences + self.context_ms * context_tokens
+
+
+GUESS = StepRates(step_ms=5.0, token_ms=0.1, sequence_ms=0.5, context_ms=1e-4)
+"""Before anybody has computed anything."""
+_LEAST = np.array([1e-2, 1e-4, 1e-3, 1e-8])
+"""A rate this small may grow again."""
+
+
+class StepLearner:
+    """The rates of one node, or of the fleet."""
+
+    def __init__(self, prior: StepRates = GUESS) -> None:
+        self.num_steps = 0
+        self.num_prompt_steps = 0
+        """Of them, those that computed something of a prompt."""
+        self._rates = prior
+        self._new: list[tuple[float, float, float, float, float]] = []
+        self._moments: Floats = np.zeros((4, 4))
+        self._products: Floats = np.zeros(4)
+        self._error = 0.2
+        """Mean relative error of late."""
+
+    def observe(self, step: StepFigures) -> None:
+        """The node computed a step."""
+        if not 0.0 < step.step_ms < math.inf:
+            return
+        self.num_steps += 1
+        self.num_prompt_steps += step.prefill_tokens > 0
+        tokens, sequences, context = step.prefill_tokens, step.decode_sequences, step.decode_context_tokens
+        self._new.append((step.step_ms, 1.0, float(tokens), float(sequences), float(context)))
+        if len(self._new) >= _AT_ONCE:
+            self._fit()
+
+    @property
+    def rates(self) -> StepRates:
+        """As of the last fit; a node's first steps count at once."""
+        if self._new and self.num_steps < _AT_ONCE:
+            self._fit()
+        return self._rates
+
+    def _fit(self) -> None:
+        rows = np.array(self._new)
+        self._new = []
+        # Every row is divided by its step's time: its target is 1.
+        rows = rows[:, 1:] / rows[:, :1]
+        ages = _DECAY ** np.arange(len(rows) - 1, -1, -1)
+        before = np.array([*_values(self._rates)])
+        rates, errors = before, np.abs(rows @ before - 1.0)
+        for _ in range(3):
+            weights = ages * np.minimum(1.0, _HUBER * self._error / np.maximum(errors, 1e-9))
+            moments = self._moments * _DECAY ** len(rows) + (rows.T * weights) @ rows
+            products = self._products * _DECAY ** len(rows) + rows.T @ weights
+            rates = _solve(moments, products, before)
+            errors = np.abs(rows @ rates - 1.0)
+        self._moments, self._products = moments, products
+        self._error += 0.1 * (min(float(np.median(errors)) * 1.5, 1.0) - self._error)
+        self._error = max(self._error, 0.02)
+        self._rates = StepRates(*rates.tolist())
+
+
+def _values(rates: StepRates) -> tuple[float, float, float, float]:
+    return (rates.step_ms, rates.token_ms, rates.sequence_ms, rates.context_ms)
+
+
+def _solve(moments: Floats, products: Floats, before: Floats) -> Floats:
+    """The rates that fit best and are not negative."""
+    hold = _HOLD / np.maximum(before, _LEAST) ** 2
+    moments, products = moments + np.diag(hold), products + hold * before
+    rates, positive = np.zeros(4), np.ones(4, dtype=bool)
+    while positive.any():
+        found = np.linalg.solve(moments[np.ix_(positive, positive)], products[positive])
+        if (found >= 0).all():
+            rates[positive] = found
+            break
+        positive[np.flatnonzero(positive)[found < 0]] = False
+    return rates
+
+
+class TransferLearner:
+    """How fast KV comes into one node: the median of the last transfers."""
+
+    def __init__(self, ms_per_byte: float = 1e-6) -> None:
+        """1 GB/s until it is known better."""
+        self._ms_per_byte = ms_per_byte
+        self._last: deque[float] = deque(maxlen=_TRANSFERS)
+
+    def observe(self, timings: StageTimings) -> None:
+        """A transfer ended."""
+        if timings.kv_bytes > 0 and 0.0 < timings.transfer_ms < math.inf:
+            self._last.append(timings.transfer_ms / timings.kv_bytes)
+            self._ms_per_byte = median(self._last)
+
+    @property
+    def ms_per_byte(self) -> float:
+        return self._ms_per_byte
+
+
+class FleetRates:
+    """All nodes' rates, by incarnation."""
+
+    def __init__(self) -> None:
+        self._fleet = StepLearner()
+        self._fleet_transfer = TransferLearner()
+        self._steps: dict[str, StepLearner] = {}
+        self._transfers: dict[str, TransferLearner] = {}
+
+    def stepped(self, incarnation: str, step: StepFigures) -> None:
+        """A node computed a step."""
+        self._fleet.observe(step)
+        learner = self._steps.get(incarnation)
+        if learner is None:
+            learner = self._steps[incarnation] = StepLearner(self._fleet.rates)
+        learner.observe(step)
+
+    def transferred(self, incarnation: str, timings: StageTimings) -> None:
+        """A transfer into a node ended."""
+        self._fleet_transfer.observe(timings)
+        learner = self._transfers.get(incarnation)
+        if learner is None:
+            learner = self._transfers[incarnation] = TransferLearner(self._fleet_transfer.ms_per_byte)
+        learner.observe(timings)
+
+    def forget(self, incarnation: str) -> None:
+        """The node is gone."""
+        self._steps.pop(incarnation, None)
+        self._transfers.pop(incarnation, None)
+
+    def steps(self, incarnation: str) -> StepRates:
+        """A node's rates; the fleet's for what it has not done yet."""
+        learner = self._steps.get(incarnation, self._fleet)
+        if learner.num_prompt_steps:
+            return learner.rates
+        return replace(learner.rates, token_ms=self._fleet.rates.token_ms)
+
+    def ms_per_byte(self, incarnation: str) -> float:
+        """Of transfers into a node."""
+        return self._transfers.get(incarnation, self._fleet_transfer).ms_per_byte

@@ -1,0 +1,118 @@
+"""What the router learns of nodes' speed, on synthetic nodes."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from baton.rpc.messages import StageTimings, StepFigures
+from router.rates import GUESS, FleetRates, StepLearner, StepRates, TransferLearner
+
+CPU = StepRates(step_ms=3.0, token_ms=0.4, sequence_ms=0.8, context_ms=2e-4)
+GPU = StepRates(step_ms=7.0, token_ms=0.01, sequence_ms=0.02, context_ms=1e-6)
+
+
+class SyntheticNode:
+    """Steps of a node with these rates, with a tenth of noise; one in fifty takes twenty times as long."""
+
+    def __init__(self, rates: StepRates, seed: int = 1) -> None:
+        self.rates = rates
+        self._rng = Random(seed)
+
+    def step(self, prefill_tokens: int, sequences: int, context: int) -> StepFigures:
+        time_ms = step_ms(self.rates, prefill_tokens, sequences, context) * self._rng.uniform(0.9, 1.1)
+        if self._rng.random() < 0.02:
+            time_ms *= 20
+        return StepFigures(time_ms, prefill_tokens, sequences, context)
+
+    def any_step(self) -> StepFigures:
+        sequences = self._rng.randrange(24)
+        tokens = self._rng.choice((0, 0, 0, self._rng.randrange(1, 512), 512)) or (0 if sequences else 64)
+        return self.step(tokens, sequences, sequences * self._rng.randrange(50, 1500))
+
+    def prefill_step(self) -> StepFigures:
+        return self.step(self._rng.randrange(1, 512), 0, 0)
+
+    def decode_step(self) -> StepFigures:
+        sequences = self._rng.randrange(1, 32)
+        return self.step(0, sequences, sequences * self._rng.randrange(50, 1500))
+
+
+def step_ms(rates: StepRates, tokens: int, sequences: int, context: int) -> float:
+    return rates.overhead_ms(sequences, context) + rates.token_ms * tokens
+
+
+def worst_error(learnt: StepRates, true: StepRates) -> float:
+    """Relative, over steps as they occur."""
+    kinds = [(512, 0, 0), (64, 0, 0), (0, 1, 500), (0, 8, 8000), (0, 24, 24000), (256, 8, 4000)]
+    return max(abs(step_ms(learnt, *kind) / step_ms(true, *kind) - 1) for kind in kinds)
+
+
+@pytest.mark.parametrize("true", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_nodes_rates_are_found_though_some_steps_are_far_off(true: StepRates, seed: int) -> None:
+    node, learner = SyntheticNode(true, seed), StepLearner()
+    for _ in range(600):
+        learner.observe(node.any_step())
+    assert worst_error(learner.rates, true) < 0.1
+
+
+def test_a_node_that_slows_down_is_known_to() -> None:
+    slow = StepRates(*(3 * rate for rate in (CPU.step_ms, CPU.token_ms, CPU.sequence_ms, CPU.context_ms)))
+    learner = StepLearner()
+    for rates in (CPU, slow):
+        node = SyntheticNode(rates)
+        for _ in range(2000):
+            learner.observe(node.any_step())
+    assert worst_error(learner.rates, slow) < 0.15
+
+
+def test_what_steps_do_not_tell_stays_as_it_was() -> None:
+    node, learner = SyntheticNode(CPU), StepLearner()
+    for _ in range(600):
+        learner.observe(node.any_step())
+    for _ in range(5000):
+        learner.observe(node.decode_step())
+    assert learner.rates.token_ms == pytest.approx(CPU.token_ms, rel=0.15)
+    assert worst_error(learner.rates, CPU) < 0.15
+
+
+def test_no_rate_is_negative_and_nonsense_is_not_learnt_from() -> None:
+    learner = StepLearner()
+    for number in range(200):
+        # The more it does the faster it is: no node is so.
+        learner.observe(StepFigures(100.0 - number % 90, number % 90, number % 7, number % 5))
+    rates = learner.rates
+    assert min(rates.step_ms, rates.token_ms, rates.sequence_ms, rates.context_ms) >= 0
+    before = StepLearner()
+    for time_ms in (0.0, -1.0, float("inf"), float("nan")):
+        before.observe(StepFigures(time_ms, 1, 1, 1))
+    assert (before.rates, before.num_steps) == (GUESS, 0)
+
+
+def test_a_newcomer_has_the_fleets_rates_and_its_first_steps_count_at_once() -> None:
+    fleet, old = FleetRates(), SyntheticNode(CPU)
+    assert fleet.steps("new") == GUESS
+    for _ in range(300):
+        fleet.stepped("prefill", old.prefill_step())
+        fleet.stepped("decode", old.decode_step())
+    assert worst_error(fleet.steps("new"), CPU) < 0.1
+    # A decode node knows from the others what computing a prompt would cost it.
+    assert fleet.steps("decode").token_ms == pytest.approx(CPU.token_ms, rel=0.5)
+    half = StepRates(CPU.step_ms / 2, CPU.token_ms / 2, CPU.sequence_ms / 2, CPU.context_ms / 2)
+    faster = SyntheticNode(half)
+    for _ in range(12):
+        fleet.stepped("new", faster.prefill_step())
+    assert fleet.steps("new").token_ms < 0.7 * CPU.token_ms
+    fleet.forget("new")
+    assert fleet.steps("new").token_ms > 0.8 * CPU.token_ms
+
+
+def test_the_median_transfer() -> None:
+    fleet, learner = FleetRates(), TransferLearner()
+    assert learner.ms_per_byte == fleet.ms_per_byte("d") == 1e-6
+    for time_ms in (2.0, 2.0, 900.0, 2.0, 0.0):
+        fleet.transferred("d", StageTimings(transfer_ms=time_ms, kv_bytes=1000))
+    fleet.transferred("d", StageTimings(transfer_ms=5.0, kv_bytes=0))
+    assert fleet.ms_per_byte("d") == fleet.ms_per_byte("newcomer") == 2e-3

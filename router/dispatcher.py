@@ -63,6 +63,7 @@ from router.flight_table import (
 from router.node_links import NodeLinks
 from router.placement import Candidate, Demand, Placement, choose
 from router.request import ValidRequest
+from router.schemas import SchemaCheck
 from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
 from router.validation import validate
@@ -178,6 +179,7 @@ class Dispatcher:
         self._view = view
         self._links = links
         self._codec = codec
+        self._schemas = SchemaCheck()
         self._card = card
         self._timers = timers
         self._rng = rng
@@ -290,8 +292,12 @@ class Dispatcher:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
         if isinstance(raw.prompt, str) and len(raw.prompt) > self._limits.thread_text_chars:
-            return await self.in_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
-        return validate(raw, card, encode, self._rng, self._limits.min_priority)
+            request = await self.in_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
+        else:
+            request = validate(raw, card, encode, self._rng, self._limits.min_priority)
+        if request.sampling_params.has_grammar:
+            await self._schemas.check(request.sampling_params.json_schema)
+        return request
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
         """Do what takes long without keeping the loop from others. Raises QueueFull when too much is under way."""

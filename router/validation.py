@@ -14,6 +14,7 @@ from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.rpc.messages import GenerateRequest, ModelCard
+from baton.text.grammar import MAX_SCHEMA_BYTES
 from router.request import ValidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -37,6 +38,7 @@ _NOT_WITH_BEAMS = (
     "min_tokens",
     "stop",
     "logprobs",
+    "json_schema",
 )
 _SEED_BITS = 53
 """Of a drawn seed: few enough for every JSON reader to keep them."""
@@ -51,7 +53,8 @@ def validate(
 ) -> ValidRequest:
     """The request within all bounds and with every default filled in; raises InvalidRequest or UnknownModel.
 
-    Without `encode` only token ids are taken. May be run in a thread: tokenizing a long text takes a while.
+    Without `encode` only token ids are taken. May be run in a thread: tokenizing a long text takes a while. What is
+    left to check is the JSON schema, which takes longer (see schemas.py).
     """
     request_id = _request_id(raw.request_id, rng)
     check_model(raw.model, card)
@@ -60,8 +63,6 @@ def validate(
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
-    if raw.json_schema:
-        raise InvalidRequest("json_schema", "is not served yet")
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
@@ -72,11 +73,14 @@ def validate(
         sampling = replace(sampling, logprobs=0)  # they are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
     prompt = _prompt(raw.prompt, card, encode)
+    sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
+    if raw.json_schema:
+        sampling = _with_grammar(sampling, raw.json_schema, encode is not None)
     return ValidRequest(
         request_id=request_id,
         model=card.name,
         prompt_token_ids=prompt,
-        sampling_params=_with_lengths(sampling, raw, card.max_model_len - len(prompt)),
+        sampling_params=sampling,
         stop=stop,
         priority=raw.priority,
         cache_salt=raw.cache_salt,
@@ -207,6 +211,17 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
         length_penalty=_number("length_penalty", raw.length_penalty, 1.0, -10.0, 10.0),
         early_stopping=bool(raw.early_stopping),
     )
+
+
+def _with_grammar(sampling: SamplingParams, json_schema: str, has_text: bool) -> SamplingParams:
+    if not has_text:
+        raise InvalidRequest("json_schema", "this model is served without a tokenizer")
+    # Where nothing but the end may follow, they would ask for what can't be.
+    for field in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, field):
+            raise InvalidRequest(field, "does not go with json_schema")
+    check_text("json_schema", json_schema, MAX_SCHEMA_BYTES)
+    return replace(sampling, json_schema=json_schema)
 
 
 def _number(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
+from baton.engine.grammar import TokenMatcher
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.outputs import (
     ComputedStep,
@@ -25,6 +26,7 @@ from baton.engine.outputs import (
 )
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import BatonError
+from baton.node.grammars import NO_GRAMMARS, GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,18 @@ class _Add:
 
 
 @dataclass(frozen=True, slots=True)
+class _GrammarCompiled:
+    request_id: str
+    matchers: Sequence[TokenMatcher]
+
+
+@dataclass(frozen=True, slots=True)
+class _GrammarFailed:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Abort:
     request_ids: Sequence[str]
 
@@ -61,7 +75,7 @@ class _Stop:
     pass
 
 
-_Order = _Add | _Abort | KVTransferOutput | _WatchKVCache
+_Order = _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache
 _Command = _Order | _Stop
 
 
@@ -74,15 +88,18 @@ class EngineDriver:
         publish: Callable[[StepNews], None],
         on_crash: Callable[[BaseException], None],
         flush: Callable[[], None] = lambda: None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """`on_crash` is called on the thread, which has ended when it returns: from then on nothing is computed.
 
         `flush` lets go of what the engine's connector left behind: called before a step and after its news are out.
+        `grammars`: closed by `stop`. None: a request with a JSON schema fails.
         """
         self._core = core
         self._publish = publish
         self._on_crash = on_crash
         self._flush = flush
+        self._grammars = grammars if grammars is not None else GrammarCompiler(None, NO_GRAMMARS)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._snapshot_due = False
         self._next_kv_event: int | None = None
@@ -96,10 +113,23 @@ class EngineDriver:
         """End after the current step; waits for the thread, and for a step that was decided ahead."""
         self._inbox.put(_Stop())
         self._thread.join()
+        self._grammars.close()
 
     def submit(self, request: Request) -> None:
-        """Add a request; a duplicate id comes back as an output that ends it with an error."""
-        self._inbox.put(_Add(request))
+        """Add a request; a duplicate id comes back as an output that ends it with an error.
+
+        One with a JSON schema waits in the engine until that has been compiled.
+        """
+        if not request.sampling_params.has_grammar:
+            self._inbox.put(_Add(request))
+            return
+        request_id, inbox = request.request_id, self._inbox
+        inbox.put(_Add(request))
+        self._grammars.compile(
+            request,
+            lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
+            lambda reason: inbox.put(_GrammarFailed(request_id, reason)),
+        )
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests from outside; unknown ids are ignored."""
@@ -178,6 +208,11 @@ class EngineDriver:
             except BatonError as error:
                 return {command.request.client_index: EngineCoreOutputs([_refused(command.request, error)])}
             return self._core.scheduler.take_refusals()
+        if isinstance(command, _GrammarCompiled):
+            self._core.grammar_compiled(command.request_id, command.matchers)
+            return {}
+        if isinstance(command, _GrammarFailed):
+            return self._core.finish_requests([command.request_id], RequestStatus.ERROR, command.reason)
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         if isinstance(command, _WatchKVCache):

@@ -25,6 +25,7 @@ from baton.ids import new_incarnation
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.figures import engine_figures
+from baton.node.grammars import load_compiler
 from baton.node.lifecycle import NodeEvent, node_lifecycle
 from baton.node.outbox import Outbox
 from baton.node.role import NodeRole, RoleContext
@@ -105,6 +106,8 @@ class Node:
     async def _start(self, cleanup: AsyncExitStack, stop: NodeStop) -> NodeService:
         """Bring everything up, each part after those that it needs; `cleanup` undoes it backwards."""
         config, loop, clock, log = self._config, asyncio.get_running_loop(), SystemClock(), EventLog()
+        # First of all: while the vocabulary is taken in, nothing else of this process runs.
+        grammars = load_compiler(config, self._runner.model)
 
         def post(action: Callable[[], None]) -> None:
             # The engine's thread may outlive the loop by its last step.
@@ -148,7 +151,7 @@ class Node:
         executor = StepThread() if config.async_scheduling == "on" else None
         core = EngineCore(self.scheduler, self._runner, executor)
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
-        driver = EngineDriver(core, publish, crashed, outbox.flush)
+        driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)
         description = self._describe(address, key_fields)
         service = NodeService(description, role, driver, log, clock, stop.drain)
         for servicer in (NodeServicer(service), *role.servicers):

@@ -23,6 +23,8 @@ from baton.text.tokenizer import TOKENIZER_FILE
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+Mask = npt.NDArray[np.int32]
+
 JSON_OBJECT = '{"type": "object"}'
 """The schema of any JSON object."""
 MAX_SCHEMA_BYTES = 64 << 10
@@ -32,8 +34,9 @@ _FIELD = "json_schema"
 _FIRST_BYTES = 16
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
-_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""Between two tokens of JSON. Bounded: models are known to write blanks until they are stopped."""
+_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
+"""Between two tokens of JSON: a blank, or a new line and its indentation. Bounded, since models are known to go on with
+blanks until their length stops them."""
 
 
 def _limits() -> LLParserLimits:
@@ -42,13 +45,12 @@ def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 
-@lru_cache(maxsize=64)
 def check_json_schema(text: str) -> None:
     """Raises InvalidRequest for a schema that no answer could be held to. Best called in a thread: 0.5 to 250 ms."""
     _check_json(text)
     tokenizer = _bytes_alone()
-    matcher = JsonMatcher(_compiled(text, tokenizer))
     mask = np.zeros(num_mask_words(tokenizer.vocab_size), dtype=np.int32)
+    matcher = JsonMatcher(_compiled(text, tokenizer), ~mask)
     try:
         # Some schemas are found too complex only when the first tokens are asked for.
         for _ in range(_FIRST_BYTES):
@@ -79,6 +81,9 @@ class JsonGrammars:
             )
         except Exception as error:  # the library's own are ValueError and whatever its Rust panics with
             raise ConfigError(f"the tokenizer can't be used for grammars: {_shortened(error)}") from error
+        bits = np.zeros(num_mask_words(vocab_size) * 32, dtype=np.uint8)
+        bits[eos] = 1
+        self._but_eos = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     @classmethod
     def load(cls, model_dir: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> JsonGrammars:
@@ -96,14 +101,16 @@ class JsonGrammars:
         Each is compiled anew: copies would share the automaton that they build as they go, and with it its limits.
         """
         _check_json(json_schema)
-        return JsonMatcher(_compiled(json_schema, self._tokenizer))
+        return JsonMatcher(_compiled(json_schema, self._tokenizer), self._but_eos)
 
 
 class JsonMatcher:
     """A `TokenMatcher`. The library is called the same way for a token whether it was drawn here or elsewhere."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, but_eos: Mask) -> None:
+        """`but_eos`: a bit for each token that does not end the answer."""
         self._matcher = matcher
+        self._but_eos = but_eos
         self._num_tokens = 0
         self._is_masked = False
         """The mask of the next token has been computed."""
@@ -121,10 +128,13 @@ class JsonMatcher:
             self._num_tokens += 1
             self._is_masked = False
 
-    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+    def fill(self, mask: Mask) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         self._is_masked = True
+        if not self._matcher.is_accepting():
+            # Some vocabularies have an end token with a text, which could be a part of the answer.
+            mask &= self._but_eos
 
     def _check(self) -> None:
         if self._matcher.is_error():

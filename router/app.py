@@ -321,5 +321,10 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         await_nodes=config.await_nodes,
         drain_s=config.drain_s,
         lease_s=config.lease_s,
-        limits=DispatchLimits(min_priority=config.min_priority),
+        limits=DispatchLimits(
+            min_priority=config.min_priority,
+            priority_ageing_s=config.priority_ageing_s,
+            max_queue=config.max_queue,
+            max_running=config.max_running,
+        ),
     )

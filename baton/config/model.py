@@ -72,6 +72,10 @@ TRANSFER_FAILURE_HELP = (
     "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
 )
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
+MAX_QUEUE_HELP = (
+    "Requests that may wait at a router for a node that is not full; beyond it the least urgent are turned away."
+)
+MAX_RUNNING_HELP = "Requests of one router that may be on nodes at once; more wait at the router."
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
 
@@ -169,6 +173,9 @@ class RouterConfig(_Process):
         0, description="Nodes that must have joined before the router says that it is ready."
     )
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
+    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
+    max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
+    max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
 
 
 class UpConfig(_Config):
@@ -212,6 +219,8 @@ class UpConfig(_Config):
     scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
+    max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
+    max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
     start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
     drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
 

@@ -41,6 +41,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--runner": config.runner,
         "--drain-s": f"{config.drain_s:g}",
         "--min-priority": str(config.min_priority),
+        "--priority-ageing-s": f"{config.priority_ageing_s:g}",
     }
     if config.model_name:
         shared["--model-name"] = config.model_name
@@ -60,7 +61,6 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
         "--scheduling-policy": config.scheduling_policy,
-        "--priority-ageing-s": f"{config.priority_ageing_s:g}",
         "--threads": str(threads),
     }
     if config.max_model_len is not None:
@@ -90,10 +90,11 @@ def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpe
         "--http-port": str(config.http_port and config.http_port + index),
         "--operator-port": "0",
     }
+    bounds = {"--max-queue": str(config.max_queue), "--max-running": str(config.max_running)}
     return ChildSpec(
         name=name,
         role="router",
-        command=_baton("router", {**shared, **ports, "--router-id": name}),
+        command=_baton("router", {**shared, **ports, **bounds, "--router-id": name}),
         environment={"OMP_NUM_THREADS": "1"},
         announces=True,
         keep_ports=("--grpc-port", "--operator-port", "--http-port"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
@@ -45,14 +44,18 @@ class GenerationHandler:
         check_model(model, self._card())
         check_text("text", text, MAX_PROMPT_BYTES)
         # In a thread: a long text takes a second, in which nobody else would hear anything.
-        return await asyncio.to_thread(self._text_codec().encode, text)
+        return await self._dispatcher.in_thread(self._text_codec().encode, text)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids; raises InvalidRequest."""
-        card = self._card()
+        card, codec = self._card(), self._text_codec()
         check_model(model, card)
-        check_token_ids("token_ids", token_ids, card.vocab_size)
-        return await asyncio.to_thread(self._text_codec().decode, token_ids)
+
+        def decode() -> str:
+            check_token_ids("token_ids", token_ids, card.vocab_size)
+            return codec.decode(token_ids)
+
+        return await self._dispatcher.in_thread(decode)
 
     def list_models(self) -> Sequence[ModelCard]:
         return [self._card()]

@@ -8,7 +8,7 @@ milliseconds. The four rates are fitted by least squares over a node's steps, wi
 
 1. What counts is the relative error: a decode step of 5 ms says as much as a chunk of 500.
 2. Steps are forgotten exponentially, so a node that slows down is known to.
-3. A step far off (a page fault, a stopped process) weighs little: Huber's weights, by iterated reweighting.
+3. A step far off (one that a stopped process took, or that computed nothing after all) weighs little: Huber's weights.
 4. Each fit is held, weakly, to the one before: what a node's steps don't tell of late stays as it was. The first one is
    held to the fleet's, which all nodes' steps go into, and the fleet's to a guess. A node that has computed no prompts
    yet, as a decode node may, is taken to compute them as the fleet does.
@@ -32,8 +32,10 @@ from baton.rpc.messages import StageTimings, StepFigures
 
 _DECAY = 0.998
 """Of a step's weight with each later one."""
-_AT_ONCE = 16
+_AT_ONCE = 64
 """Steps that are fitted together."""
+_FLEETS_SHARE = 8
+"""One step of so many is enough for the fleet's rates."""
 _HOLD = 0.5
 """How many steps the fit before weighs."""
 _HUBER = 3.0
@@ -96,23 +98,23 @@ class StepLearner:
         return self._rates
 
     def _fit(self) -> None:
-        rows = np.array(self._new)
+        seen = np.array(self._new)
         self._new = []
-        # Every row is divided by its step's time: its target is 1.
-        rows = rows[:, 1:] / rows[:, :1]
-        ages = _DECAY ** np.arange(len(rows) - 1, -1, -1)
         before = np.array([*_values(self._rates)])
-        rates, errors = before, np.abs(rows @ before - 1.0)
-        for _ in range(3):
+        # In units of what was expected, so that no step has more to say than the others, however long it took.
+        expected = np.maximum(seen[:, 1:] @ before, 1e-3)
+        rows, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
+        ages = _DECAY ** np.arange(len(rows) - 1, -1, -1)
+        errors = np.abs(times - 1.0)
+        for _ in range(2):
             weights = ages * np.minimum(1.0, _HUBER * self._error / np.maximum(errors, 1e-9))
             moments = self._moments * _DECAY ** len(rows) + (rows.T * weights) @ rows
-            products = self._products * _DECAY ** len(rows) + rows.T @ weights
+            products = self._products * _DECAY ** len(rows) + rows.T @ (weights * times)
             rates = _solve(moments, products, before)
-            errors = np.abs(rows @ rates - 1.0)
-        self._moments, self._products = moments, products
+            errors = np.abs(times - rows @ rates)
+        self._moments, self._products, self._rates = moments, products, StepRates(*rates.tolist())
         self._error += 0.1 * (min(float(np.median(errors)) * 1.5, 1.0) - self._error)
         self._error = max(self._error, 0.02)
-        self._rates = StepRates(*rates.tolist())
 
 
 def _values(rates: StepRates) -> tuple[float, float, float, float]:
@@ -156,6 +158,7 @@ class FleetRates:
     """All nodes' rates, by incarnation."""
 
     def __init__(self) -> None:
+        self._num_steps = 0
         self._fleet = StepLearner()
         self._fleet_transfer = TransferLearner()
         self._steps: dict[str, StepLearner] = {}
@@ -163,7 +166,9 @@ class FleetRates:
 
     def stepped(self, incarnation: str, step: StepFigures) -> None:
         """A node computed a step."""
-        self._fleet.observe(step)
+        self._num_steps += 1
+        if self._num_steps % _FLEETS_SHARE == 0 or self._num_steps < _AT_ONCE:
+            self._fleet.observe(step)
         learner = self._steps.get(incarnation)
         if learner is None:
             learner = self._steps[incarnation] = StepLearner(self._fleet.rates)

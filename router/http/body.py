@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from router.http.errors import HttpError, Kind
 MAX_BODY_BYTES = 1 << 20
 MAX_HEADER_BYTES = 8 << 10
 MAX_DEPTH = 64
+_PATIENCE_S = 60.0
 
 _CLOSE = (b"connection", b"close")
 
@@ -29,6 +31,15 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     _check_content_type(headers.get(b"content-type", b""))
     if int(headers.get(b"content-length") or 0) > MAX_BODY_BYTES:
         raise _too_long()
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await _read(receive)
+    except TimeoutError:
+        story = f"the body did not come within {_PATIENCE_S:g} s"
+        raise HttpError(Kind(408, "timeout_error", "request_timeout"), story, [_CLOSE]) from None
+
+
+async def _read(receive: Receive) -> bytes:
     body = bytearray()
     while True:
         message = await receive()

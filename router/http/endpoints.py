@@ -73,8 +73,8 @@ class Endpoint:
     """What the two have in common. An ASGI application; what it raises is for the front."""
 
     shape: Shape
-    names: Mapping[str, str] = {}
-    """The core's names of fields, where this endpoint has others."""
+    names: Mapping[str, Sequence[str]] = {}
+    """The core's names of fields, where this endpoint has others: the first of them that the client has sent counts."""
 
     def __init__(self, handler: Handler, model: ServedModel, clock: Clock, keep_alive_s: float) -> None:
         self._handler = handler
@@ -87,7 +87,7 @@ class Endpoint:
         found = parse_json(await read_body(scope, receive))
         timeout_s = _timeout_s(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
-        with _renamed(self.names):
+        with _renamed(self.names, found):
             async with Client(receive, send, self._keep_alive_s) as client:
                 question = await self._question(found, scope["state"]["request_id"], timeout_s)
                 if last_event_id is not None:
@@ -159,9 +159,10 @@ class Completions(Endpoint):
 
     shape = COMPLETION
     names = {  # noqa: RUF012
-        "request_id": "x-request-id",
-        "next_token_index": "last-event-id",
-        "json_schema": "response_format",
+        "request_id": ("request_id", "x-request-id"),
+        "next_token_index": ("last-event-id",),
+        "json_schema": ("response_format",),
+        "beam_width": ("beam_width", "use_beam_search"),
     }
 
     async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
@@ -176,7 +177,12 @@ class ChatCompletions(Endpoint):
     """POST /v1/chat/completions"""
 
     shape = CHAT
-    names = {**Completions.names, "prompt": "messages", "logprobs": "top_logprobs"}  # noqa: RUF012
+    names = {  # noqa: RUF012
+        **Completions.names,
+        "prompt": ("messages",),
+        "logprobs": ("top_logprobs", "logprobs"),
+        "max_tokens": ("max_completion_tokens", "max_tokens"),
+    }
 
     async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
         body = read(ChatBody, found)
@@ -184,10 +190,11 @@ class ChatCompletions(Endpoint):
         card = self._model.card
         check_model(body.model or "", card)
         prompt = await self._model.chat_prompt(body)
-        request = body.request(prompt, request_id, body.num_logprobs)
-        if request.max_tokens is None:
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if max_tokens is None:
             # As far as the model goes; of completions 16 are the default.
-            request = replace(request, max_tokens=max(1, card.max_model_len - len(prompt)))
+            max_tokens = max(1, card.max_model_len - len(prompt))
+        request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
         return Question(request_id, body, [request], _wishes(body, bool(body.logprobs)), timeout_s)
 
 
@@ -244,10 +251,10 @@ async def _all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @contextmanager
-def _renamed(names: Mapping[str, str]) -> Iterator[None]:
+def _renamed(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        if error.field in names:
-            raise type(error)(names[error.field], error.reason) from None
-        raise
+        theirs = names.get(error.field, (error.field,))
+        name = next((name for name in theirs if found.get(name) is not None), theirs[-1])
+        raise type(error)(name, error.reason) from error

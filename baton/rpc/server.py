@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
 from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.reflection import add_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
+MAX_METADATA_BYTES = 8 << 10
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Without this, a second server on a taken port gets half of its connections instead of an error.
     ("grpc.so_reuseport", 0),
-    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    # Without this, what is larger is refused by chance only.
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # A caller whose machine is gone, or whose process is stopped, closes nothing: what it asked for would run on.
@@ -35,8 +38,7 @@ class RpcServer:
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+        add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
     def bind(self, host: str, port: int) -> int:
         """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""

@@ -11,11 +11,13 @@ from baton.machine import render_mermaid
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseState
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
+from router.breaker import BREAKER_TABLE, BreakerState
 from router.flight_table import FLIGHT_TABLE, FlightState
 
 PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 DIAGRAMS = {
     "flight": render_mermaid(FlightState.PLACING, FLIGHT_TABLE),
+    "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
     "lease": render_mermaid(LeaseState.GRANTED, LEASE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),

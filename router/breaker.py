@@ -1,0 +1,161 @@
+"""Who failed of late is passed over for a while, then tried with one request. Pure.
+
+There is a breaker for each node, by its name, so that one that dies again and again is known, and one for each pair of
+a prefill and a decode node, between which KV was lost.
+
+    CLOSED      takes requests
+    OPEN        failed several times in a row: passed over until its back-off is over
+    HALF_OPEN   may take one request, whose end decides
+
+Back-offs double with each failed probe, up to a bound. Who is passed over takes requests nevertheless when nobody else
+is left: this is advice.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from typing import Final, Generic, TypeVar
+
+from baton.machine import Machine
+
+FAILURES = 3
+"""In a row open a node's breaker."""
+PAIR_FAILURES = 2
+_FIRST_BACK_OFF_S = 1.0
+_LAST_BACK_OFF_S = 60.0
+_MOST_BREAKERS = 4096
+"""Names need not come back; the oldest is forgotten."""
+_PROBE_S = 30.0
+"""A probe that nobody has heard of for so long is over."""
+
+
+class BreakerState(enum.Enum):
+    """What a breaker says."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class BreakerStep(enum.Enum):
+    """What moves it."""
+
+    FAILED_OFTEN = enum.auto()
+    BACK_OFF_OVER = enum.auto()
+    SUCCEEDED = enum.auto()
+    FAILED = enum.auto()
+
+
+_S, _E = BreakerState, BreakerStep
+BREAKER_TABLE: Final[dict[tuple[BreakerState, BreakerStep], BreakerState]] = {
+    (_S.CLOSED, _E.FAILED): _S.CLOSED,
+    (_S.CLOSED, _E.FAILED_OFTEN): _S.OPEN,
+    (_S.CLOSED, _E.SUCCEEDED): _S.CLOSED,
+    # What was sent before it opened ends now; it says nothing new.
+    (_S.OPEN, _E.FAILED): _S.OPEN,
+    (_S.OPEN, _E.SUCCEEDED): _S.OPEN,
+    (_S.OPEN, _E.BACK_OFF_OVER): _S.HALF_OPEN,
+    (_S.HALF_OPEN, _E.SUCCEEDED): _S.CLOSED,
+    (_S.HALF_OPEN, _E.FAILED): _S.OPEN,
+}
+
+
+class Breaker:
+    """One node's or one pair's. Seconds on the caller's clock."""
+
+    def __init__(self, name: str, failures: int) -> None:
+        self._machine = Machine(f"breaker {name}", BreakerState.CLOSED, BREAKER_TABLE)
+        self._limit = failures
+        self._in_a_row = 0
+        self._back_off_s = _FIRST_BACK_OFF_S
+        self._until = 0.0
+        self._probe_until = 0.0
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing is held against it."""
+        return self._machine.state is BreakerState.CLOSED and self._in_a_row == 0
+
+    def state(self, now: float) -> BreakerState:
+        """As of now."""
+        if self._machine.state is BreakerState.OPEN and now >= self._until:
+            self._machine.feed(BreakerStep.BACK_OFF_OVER)
+        return self._machine.state
+
+    def allows(self, now: float) -> bool:
+        """Whether it may take a request."""
+        state = self.state(now)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and now >= self._probe_until)
+
+    def chosen(self, now: float) -> None:
+        """It gets a request: its probe, if it is to have one."""
+        if self.state(now) is BreakerState.HALF_OPEN:
+            self._probe_until = now + _PROBE_S
+
+    def succeeded(self, now: float) -> None:
+        """A request ended well on it."""
+        self.state(now)
+        if self._machine.feed(BreakerStep.SUCCEEDED) is BreakerState.CLOSED:
+            self._in_a_row, self._back_off_s = 0, _FIRST_BACK_OFF_S
+
+    def failed(self, now: float) -> None:
+        """A request was lost or refused on it."""
+        was = self.state(now)
+        self._in_a_row += 1
+        often = was is BreakerState.CLOSED and self._in_a_row >= self._limit
+        if self._machine.feed(BreakerStep.FAILED_OFTEN if often else BreakerStep.FAILED) is was:
+            return
+        if was is BreakerState.HALF_OPEN:
+            self._back_off_s = min(2 * self._back_off_s, _LAST_BACK_OFF_S)
+        self._until, self._probe_until = now + self._back_off_s, 0.0
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Breakers(Generic[K]):
+    """Those of all nodes or pairs; who never failed has none."""
+
+    def __init__(self, failures: int) -> None:
+        self._failures = failures
+        self._breakers: dict[K, Breaker] = {}
+
+    def __len__(self) -> int:
+        return len(self._breakers)
+
+    def allows(self, key: K, now: float) -> bool:
+        """Whether it may take a request."""
+        breaker = self._breakers.get(key)
+        return breaker is None or breaker.allows(now)
+
+    def state(self, key: K, now: float) -> BreakerState:
+        """As of now."""
+        breaker = self._breakers.get(key)
+        return BreakerState.CLOSED if breaker is None else breaker.state(now)
+
+    def chosen(self, key: K, now: float) -> None:
+        """It gets a request."""
+        breaker = self._breakers.get(key)
+        if breaker is not None:
+            breaker.chosen(now)
+
+    def succeeded(self, key: K, now: float) -> None:
+        """A request ended well on it."""
+        breaker = self._breakers.get(key)
+        if breaker is not None:
+            breaker.succeeded(now)
+            if breaker.is_fresh:
+                del self._breakers[key]
+
+    def failed(self, key: K, now: float) -> None:
+        """A request was lost or refused on it."""
+        if key not in self._breakers:
+            if len(self._breakers) >= _MOST_BREAKERS:
+                del self._breakers[next(iter(self._breakers))]
+            self._breakers[key] = Breaker(str(key), self._failures)
+        self._breakers[key].failed(now)
+
+    def num_open(self, now: float) -> int:
+        """How many are not closed."""
+        return sum(1 for breaker in self._breakers.values() if breaker.state(now) is not BreakerState.CLOSED)

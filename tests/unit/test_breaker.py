@@ -1,0 +1,100 @@
+"""Who failed of late: the table, back-offs and probes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.machine import IllegalEvent, Machine
+from router.breaker import BREAKER_TABLE, FAILURES, Breaker, Breakers, BreakerState, BreakerStep
+
+CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
+
+
+@pytest.mark.parametrize(("state", "step"), list(itertools.product(BreakerState, BreakerStep)), ids=lambda e: e.name)
+def test_every_pair_of_state_and_event(state: BreakerState, step: BreakerStep) -> None:
+    machine = Machine("breaker", state, BREAKER_TABLE)
+    expected = {
+        CLOSED: {"FAILED": CLOSED, "FAILED_OFTEN": OPEN, "SUCCEEDED": CLOSED},
+        OPEN: {"FAILED": OPEN, "SUCCEEDED": OPEN, "BACK_OFF_OVER": HALF_OPEN},
+        HALF_OPEN: {"FAILED": OPEN, "SUCCEEDED": CLOSED},
+    }[state].get(step.name)
+    if expected is None:
+        with pytest.raises(IllegalEvent):
+            machine.feed(step)
+    else:
+        assert machine.feed(step) is expected
+
+
+def opened(now: float = 0.0) -> Breaker:
+    breaker = Breaker("n", FAILURES)
+    for _ in range(FAILURES):
+        breaker.failed(now)
+    return breaker
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    breaker = Breaker("n", FAILURES)
+    for _ in range(FAILURES - 1):
+        breaker.failed(0)
+    breaker.succeeded(0)
+    for _ in range(FAILURES - 1):
+        breaker.failed(0)
+    assert breaker.allows(0)
+    breaker.failed(0)
+    assert (breaker.state(0), breaker.allows(0)) == (OPEN, False)
+
+
+def test_one_probe_at_a_time_decides() -> None:
+    breaker = opened()
+    assert not breaker.allows(0.99)
+    assert (breaker.allows(1), breaker.state(1)) == (True, HALF_OPEN)
+    breaker.chosen(1)
+    assert not breaker.allows(1), "its probe is under way"
+    breaker.succeeded(2)
+    assert (breaker.state(2), breaker.allows(2), breaker.is_fresh) == (CLOSED, True, True)
+
+
+def test_each_failed_probe_doubles_the_back_off_up_to_a_bound() -> None:
+    breaker, now, waits = opened(), 0.0, []
+    for _ in range(9):
+        started = now
+        while not breaker.allows(now):
+            now += 0.5
+        waits.append(now - started)
+        breaker.chosen(now)
+        breaker.failed(now)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.state(now + 60)
+    breaker.succeeded(now + 60)
+    for _ in range(FAILURES):
+        breaker.failed(now + 60)
+    assert breaker.allows(now + 61), "it begins anew"
+
+
+def test_what_was_sent_before_it_opened_neither_closes_it_nor_prolongs_it() -> None:
+    breaker = opened()
+    breaker.succeeded(0.5)
+    breaker.failed(0.9)
+    assert (breaker.allows(0.9), breaker.allows(1)) == (False, True)
+
+
+def test_a_probe_that_nobody_hears_of_is_over_some_time() -> None:
+    breaker = opened()
+    breaker.state(1)
+    breaker.chosen(1)
+    assert (breaker.allows(30.9), breaker.allows(31)) == (False, True)
+
+
+def test_who_never_failed_has_none_and_who_recovered_needs_none() -> None:
+    breakers = Breakers[str](FAILURES)
+    breakers.succeeded("a", 0)
+    breakers.chosen("a", 0)
+    assert (len(breakers), breakers.allows("a", 0), breakers.state("a", 0)) == (0, True, CLOSED)
+    for _ in range(FAILURES):
+        breakers.failed("b", 0)
+    assert (breakers.allows("b", 0), breakers.num_open(0), breakers.state("b", 0)) == (False, 1, OPEN)
+    assert breakers.allows("b", 1)
+    breakers.succeeded("b", 1)
+    assert len(breakers) == 0

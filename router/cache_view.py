@@ -1,0 +1,144 @@
+"""What nodes have in their prefix caches, as far as they told; and what they are about to have. No I/O, no clock.
+
+A node that is attached is asked with WatchKVCache and answers with all that it has, and then with numbered events. A
+reader that does not stand where an update begins has missed something: it forgets what it knew and asks once more.
+Prompts that were sent to a node count as cached there from then on, until the attempt is over: by the time that another
+request with the same beginning gets its turn, they are. A prefix counts as far as one tier has it: where its end was
+evicted to the host's memory a node may find more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
+from baton.rpc.messages import KVCacheUpdate, NodeDescription
+from router.block_index import BlockIndex
+
+_FIRST_BLOCKS = 64
+_MOST_BLOCKS = 4096
+"""Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is behind
+them is taken to be computed, everywhere alike."""
+
+CacheKeys = tuple[str, str, str, int]
+"""What keys depend on: model, dtype, layout and block size."""
+
+
+def cache_keys_of(node: NodeDescription) -> CacheKeys | None:
+    """None for a node that doesn't tell how it names its blocks."""
+    return (node.model_fingerprint, node.dtype, node.kv_layout, node.block_size) if node.kv_layout else None
+
+
+class PromptKeys:
+    """The keys of one request's blocks, computed when they are asked for, and once."""
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
+        self._token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._keys: dict[CacheKeys, list[bytes]] = {}
+
+    def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
+        """Of so many full blocks, or of all that there are up to a bound."""
+        *words, block_size = fields
+        hasher = BlockHasher(CacheKeyFields(*words), block_size)
+        keys = self._keys.setdefault(fields, [])
+        num_blocks = min(num_blocks, len(self._token_ids) // block_size, _MOST_BLOCKS)
+        if len(keys) < num_blocks:
+            parent = keys[-1] if keys else hasher.root(cache_salt=self._cache_salt)
+            hasher.extend(keys, parent, self._token_ids[len(keys) * block_size : num_blocks * block_size])
+        return keys[:num_blocks]
+
+    def known(self, fields: CacheKeys) -> Sequence[bytes]:
+        """Those that were computed already."""
+        return self._keys.get(fields, ())
+
+
+class CacheView:
+    """Every attached node's caches, by incarnation."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[Tier, BlockIndex] = {"device": BlockIndex(), "host": BlockIndex()}
+        self._expected = BlockIndex()
+        self._position: dict[str, int | None] = {}
+        """The event that comes next; None while everything is awaited."""
+
+    @property
+    def num_keys(self) -> int:
+        """Blocks of which nodes told, over all nodes and tiers."""
+        return sum(map(len, self._tiers.values()))
+
+    def watch(self, incarnation: str) -> None:
+        """The node was asked for everything."""
+        self._forget_told(incarnation)
+        self._position[incarnation] = None
+
+    def forget(self, incarnation: str) -> None:
+        """The node is gone. Idempotent, and quick whatever it had."""
+        self._position.pop(incarnation, None)
+        self._forget_told(incarnation)
+        self._expected.forget(incarnation)
+
+    def updated(self, incarnation: str, update: KVCacheUpdate) -> bool:
+        """Take what a node told. True: something was missed; ask it for everything, which `watch` is told of."""
+        if incarnation not in self._position:
+            return False
+        if update.restart:
+            self._forget_told(incarnation)
+        elif self._position[incarnation] is None:
+            return False  # is older than what was asked for
+        elif self._position[incarnation] != update.first_sequence:
+            return True
+        self._position[incarnation] = update.next_sequence
+        for event in update.events:
+            self._apply(incarnation, event)
+        return False
+
+    def expect(self, incarnation: str, keys: Sequence[bytes]) -> None:
+        """A prompt with these blocks goes there."""
+        self._expected.add(incarnation, keys)
+
+    def expect_no_more(self, incarnation: str, keys: Sequence[bytes]) -> None:
+        """It is over; what was computed has been told by now."""
+        self._expected.remove(incarnation, keys)
+
+    def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
+        """How many of a prompt's first tokens each node has; those that have none are left out.
+
+        Keys are computed only as far as somebody has them all.
+        """
+        indices = [index for index in (*self._tiers.values(), self._expected) if not index.is_empty]
+        if not indices:
+            return {}
+        found: dict[str, int] = {}
+        for fields in {cache_keys_of(node) for node in nodes} - {None}:
+            assert fields is not None
+            for incarnation, num_blocks in _leading(prompt, fields, indices).items():
+                found[incarnation] = num_blocks * fields[-1]
+        return found
+
+    def _forget_told(self, incarnation: str) -> None:
+        for index in self._tiers.values():
+            index.forget(incarnation)
+
+    def _apply(self, incarnation: str, event: KVCacheEvent) -> None:
+        match event:
+            case BlockStored(hashes, tier=tier):
+                self._tiers[tier].add(incarnation, hashes)
+            case BlockRemoved(hashes, tier):
+                self._tiers[tier].remove(incarnation, hashes)
+            case AllBlocksCleared():
+                self._forget_told(incarnation)
+
+
+def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex]) -> Mapping[str, int]:
+    num_blocks = _FIRST_BLOCKS
+    while True:
+        keys = prompt.first(fields, num_blocks)
+        found: dict[str, int] = {}
+        for index in indices:
+            for incarnation, count in index.leading(keys).items():
+                found[incarnation] = max(count, found.get(incarnation, 0))
+        if len(keys) < num_blocks or max(found.values(), default=0) < num_blocks:
+            return found
+        num_blocks *= 8

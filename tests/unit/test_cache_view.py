@@ -1,0 +1,181 @@
+"""What the router knows of prefix caches: numbered updates, gaps, restarts, and prompts that are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventLog,
+    KVSnapshot,
+    Tier,
+)
+from baton.node.kv_cache_updates import kv_cache_updates
+from baton.rpc.messages import KVCacheUpdate, NodeDescription
+from router.cache_view import CacheView, PromptKeys, cache_keys_of
+from tests.support.router_parts import decode
+
+SIZE = 4
+NODE = decode(kv_layout="layout", block_size=SIZE)
+RUN = NODE.incarnation
+PROMPT = tuple(range(50, 50 + 10 * SIZE + 3))
+
+
+def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> list[bytes]:
+    """As the node's engine computes them."""
+    hasher = BlockHasher(CacheKeyFields(node.model_fingerprint, node.dtype, node.kv_layout), SIZE)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
+    return keys
+
+
+def stored(keys: Sequence[bytes], tier: Tier = "device") -> BlockStored:
+    return BlockStored(keys, tier=tier)
+
+
+def snapshot(number: int, *events: KVCacheEvent) -> KVCacheUpdate:
+    return KVCacheUpdate(number, number, events, restart=True)
+
+
+def cached(view: CacheView, prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> int:
+    return view.cached_tokens(PromptKeys(prompt, salt), [node]).get(node.incarnation, 0)
+
+
+def watching(*events: KVCacheEvent) -> CacheView:
+    """A view that stands at event 5."""
+    view = CacheView()
+    view.watch(RUN)
+    assert not view.updated(RUN, snapshot(5, *events))
+    return view
+
+
+def test_a_prompts_first_blocks_are_found_and_go() -> None:
+    keys = keys_of()
+    view = watching(stored(keys[:3]))
+    assert cached(view) == 3 * SIZE
+    assert not view.updated(RUN, KVCacheUpdate(5, 6, [stored(keys[3:7])]))
+    assert cached(view) == 7 * SIZE
+    assert not view.updated(RUN, KVCacheUpdate(6, 8, [BlockRemoved(keys[2:3]), stored(keys[7:])]))
+    assert cached(view) == 2 * SIZE
+    assert not view.updated(RUN, KVCacheUpdate(8, 9, [AllBlocksCleared()]))
+    assert (cached(view), view.num_keys) == (0, 0)
+
+
+def test_what_is_in_either_tier_counts_and_leaves_each_by_itself() -> None:
+    keys = keys_of()
+    view = watching(stored(keys[:3]), stored(keys[:6], "host"))
+    assert cached(view) == 6 * SIZE
+    view.updated(RUN, KVCacheUpdate(5, 6, [BlockRemoved(keys[:3])]))
+    assert cached(view) == 6 * SIZE
+    view.updated(RUN, KVCacheUpdate(6, 7, [BlockRemoved(keys[:6], "host")]))
+    assert cached(view) == 0
+
+
+@pytest.mark.parametrize("first", [4, 6])
+def test_a_gap_asks_for_everything_again(first: int) -> None:
+    keys = keys_of()
+    view = watching(stored(keys[:3]))
+    assert view.updated(RUN, KVCacheUpdate(first, first + 1, [stored(keys[3:])]))
+    view.watch(RUN)
+    assert cached(view) == 0
+    # What was under way before the node was asked is too old, and no reason to ask again.
+    assert not view.updated(RUN, KVCacheUpdate(first + 1, first + 2, [stored(keys)]))
+    assert cached(view) == 0
+    assert not view.updated(RUN, snapshot(9, stored(keys[:2])))
+    assert not view.updated(RUN, KVCacheUpdate(9, 9, [stored(keys[2:5])])), "the rest of a long snapshot"
+    assert not view.updated(RUN, KVCacheUpdate(9, 10, [stored(keys[5:6])]))
+    assert cached(view) == 6 * SIZE
+
+
+def test_a_restart_of_the_numbering_forgets_what_was_before() -> None:
+    keys = keys_of()
+    view = watching(stored(keys))
+    assert not view.updated(RUN, snapshot(0, stored(keys[:1])))
+    assert cached(view) == SIZE
+
+
+def test_who_is_gone_has_nothing_and_is_not_heard() -> None:
+    keys = keys_of()
+    view = watching(stored(keys))
+    view.expect(RUN, keys)
+    view.forget(RUN)
+    view.forget(RUN)
+    assert not view.updated(RUN, snapshot(0, stored(keys)))
+    assert (cached(view), view.num_keys) == (0, 0)
+
+
+def test_salts_and_layouts_keep_prompts_apart() -> None:
+    view = watching(stored(keys_of(salt="tenant")))
+    assert (cached(view, salt="tenant"), cached(view)) == (10 * SIZE, 0)
+    other = decode(kv_layout="other", block_size=SIZE)
+    assert cached(view, node=other, salt="tenant") == 0
+    mute = decode(block_size=SIZE)
+    assert (cache_keys_of(mute), cached(view, node=mute, salt="tenant")) == (None, 0)
+
+
+def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
+    keys = keys_of()
+    view = watching()
+    view.expect(RUN, keys[:4])
+    assert (cached(view), view.num_keys) == (4 * SIZE, 0)
+    view.updated(RUN, KVCacheUpdate(5, 6, [stored(keys[:2])]))
+    view.expect_no_more(RUN, keys[:4])
+    assert cached(view) == 2 * SIZE
+
+
+def test_keys_are_computed_as_far_as_somebody_has_them() -> None:
+    long = tuple(range(3000))
+    fields = cache_keys_of(NODE)
+    assert fields is not None
+    nobody, somebody = PromptKeys(long, ""), PromptKeys(long, "")
+    watching(stored([bytes(32)])).cached_tokens(nobody, [NODE])
+    assert len(nobody.known(fields)) == 64
+    assert watching(stored(keys_of(long)[:600])).cached_tokens(somebody, [NODE]) == {RUN: 600 * SIZE}
+    assert len(somebody.known(fields)) == 750
+    assert somebody.known(fields) == keys_of(long)
+    empty = PromptKeys(long, "")
+    CacheView().cached_tokens(empty, [NODE])
+    assert len(empty.known(fields)) == 0, "nobody has anything: nothing is hashed"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whoever_applies_a_nodes_updates_knows_what_it_has(seed: int) -> None:
+    """Through a node's own log and messages, with a reader that loses some."""
+    rng, log, view = Random(seed), KVEventLog(capacity=40), CacheView()
+    keys = keys_of(tuple(range(400)))
+    has: dict[Tier, set[bytes]] = {"device": set(), "host": set()}
+    log.is_recording = True
+    position: int | None = None
+    view.watch(RUN)
+    for _ in range(300):
+        tier = rng.choice(("device", "host"))
+        some = rng.sample(keys, rng.randrange(1, 6))
+        if rng.random() < 0.6:
+            log.record(stored(some, tier))
+            has[tier].update(some)
+        else:
+            log.record(BlockRemoved(some, tier))
+            has[tier].difference_update(some)
+        if rng.random() < 0.5:
+            continue
+        batch = log.since(position) if position is not None else None
+        if batch is not None and batch.complete:
+            news = kv_cache_updates(batch)
+            position = batch.next_sequence
+        else:
+            found = KVSnapshot({tier: frozenset(had) for tier, had in has.items()}, log.next_sequence)
+            news, position = kv_cache_updates(found, most_hashes=7), found.next_sequence
+        for update in news:
+            lost = batch is not None and rng.random() < 0.05
+            if not lost and view.updated(RUN, update):
+                view.watch(RUN)
+                position = None
+        if position is not None and not lost:
+            assert view.num_keys == sum(map(len, has.values()))

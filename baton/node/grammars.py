@@ -27,6 +27,7 @@ class GrammarCompiler:
         self._matcher = matcher
         self._why_none = why_none
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-grammars")
+        self._is_closed = False
 
     def compile(
         self, request: Request, done: Callable[[Sequence[TokenMatcher]], None], failed: Callable[[str], None]
@@ -55,10 +56,12 @@ class GrammarCompiler:
                 _log.exception("a grammar could not be compiled")
                 failed(f"json_schema: {error!r}")
 
-        self._pool.submit(run)
+        if not self._is_closed:
+            self._pool.submit(run)
 
     def close(self) -> None:
-        """Wait for the one in hand; the others' requests hear nothing more. Idempotent."""
+        """Wait for the one in hand; nobody else hears anything more. Idempotent."""
+        self._is_closed = True
         self._pool.shutdown(cancel_futures=True)
 
 

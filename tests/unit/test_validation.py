@@ -79,6 +79,13 @@ def test_beam_search() -> None:
     assert (plain.sampling_params.is_greedy, plain.num_returned) == (True, 1)
 
 
+def test_json_schema() -> None:
+    assert check().sampling_params.json_schema == ""
+    assert check(json_schema="").sampling_params.has_grammar is False
+    valid = check(json_schema="{}", ignore_eos=False, min_tokens=0, n=2, stop=["}"], logit_bias={1: 1.0})
+    assert (valid.sampling_params.json_schema, valid.sampling_params.has_grammar) == ("{}", True)
+
+
 def test_several_sequences() -> None:
     assert (check().sampling_params.n, check().num_returned) == (1, 1)
     plain = check(n=8)
@@ -129,6 +136,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
             "min_tokens": 1,
             "stop": ["x"],
             "logprobs": 0,
+            "json_schema": "{}",
         }.items()
     ],
     *[("best_of", {"n": 3, "best_of": n}) for n in (-1, 0, 2, 9)],
@@ -138,6 +146,9 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *[("priority", {"priority": p}) for p in (2**31, -(2**31) - 1)],
     *[("cache_salt", {"cache_salt": s}) for s in ("\0", "x" * 257)],
     *[(slo, {slo: ms}) for slo in ("ttft_slo_ms", "tpot_slo_ms") for ms in (NAN, INF, 0.0, -1.0)],
+    *[("json_schema", {"json_schema": s}) for s in ("\0", "\ud800", "x" * (64 * 1024 + 1))],
+    ("ignore_eos", {"json_schema": "{}", "ignore_eos": True}),
+    ("min_tokens", {"json_schema": "{}", "min_tokens": 1}),
     *[("model", {"model": m}) for m in ("other", "Demo", "x" * 10_000)],
 ]
 
@@ -159,7 +170,12 @@ def test_too_many_biases() -> None:
 
 def test_without_a_tokenizer_only_ids_are_taken() -> None:
     assert validate(GenerateRequest([1]), CARD, None, Random(1)).prompt_token_ids == (1,)
-    for field, fields in {"prompt": {"prompt": "text"}, "stop": {"prompt": [1], "stop": ["x"]}}.items():
+    bad: dict[str, dict[str, Any]] = {
+        "prompt": {"prompt": "text"},
+        "stop": {"prompt": [1], "stop": ["x"]},
+        "json_schema": {"prompt": [1], "json_schema": "{}"},
+    }
+    for field, fields in bad.items():
         with pytest.raises(InvalidRequest, match=f"{field}: this model is served without a tokenizer"):
             validate(GenerateRequest(**fields), CARD, None, Random(1))
 

@@ -1,0 +1,245 @@
+"""Constrained tokens are those of a naive mask over transformers' own logits, however the engine came by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import FinishReason, Request, SamplingParams
+from baton.engine.runner.base import LazyExecutor
+from baton.engine.runner.model_runner import TorchModelRunner, load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequence_group import sequence_id, sequence_seed
+from baton.text.grammar import JsonGrammars, num_mask_words
+from baton.text.tokenizer import Tokenizer
+from tests.support.json_fit import SCHEMAS, check_fits, schema_text
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 16
+VOCAB = 300
+EOS = 299
+"""Of a vocabulary that knows no special tokens: as a text it would be a word."""
+MAX_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    config = {**TINY_MODELS["qwen2"], "vocab_size": VOCAB, "eos_token_id": EOS}
+    write_random_model(directory, config, seed=5)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def grammars(model_dir: Path) -> JsonGrammars:
+    return JsonGrammars.load(model_dir, VOCAB, {EOS})
+
+
+@pytest.fixture(scope="module")
+def runner(model_dir: Path) -> TorchModelRunner:
+    return load_runner(model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=128)
+
+
+class Engine:
+    """One engine; requests get the matchers that a node would compile for them."""
+
+    def __init__(self, runner: TorchModelRunner, grammars: JsonGrammars, ahead: bool = False, **limits: Any) -> None:
+        values = {"max_num_batched_tokens": 24, "max_num_seqs": 12, "enable_prefix_caching": False} | limits
+        config = SchedulerConfig(
+            num_blocks=runner.memory.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=runner.model.max_model_len,
+            **values,
+        )
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        self.core = EngineCore(Scheduler(config, fields, ManualClock()), runner, LazyExecutor() if ahead else None)
+        self._grammars = grammars
+        self._eos = runner.model.eos_token_ids
+
+    def run(self, prompts: Mapping[str, list[int]], params: Mapping[str, SamplingParams]) -> dict[str, list[int]]:
+        """Output tokens by sequence. Requests that may end must."""
+        tokens: dict[str, list[int]] = {}
+        for name, prompt in prompts.items():
+            how = params[name]
+            self.core.add_request(Request(name, prompt, how, eos_token_ids=self._eos))
+            if how.has_grammar:
+                self.core.grammar_compiled(name, [self._grammars.matcher(how.json_schema) for _ in range(how.n)])
+        while self.core.has_work():
+            for outputs in self.core.step().values():
+                for output in outputs.outputs:
+                    tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                    assert output.error is None
+        self.core.scheduler.check_invariant()
+        return tokens
+
+
+def prompt_of(index: int) -> list[int]:
+    return [(index * 31 + place * 7) % 256 for place in range(5 + index * 3)]
+
+
+def constrained(name: str, seed: int = 0, **fields: Any) -> SamplingParams:
+    values = {"seed": seed, "max_tokens": MAX_TOKENS, **fields}
+    return SamplingParams(json_schema=schema_text(name), **values)
+
+
+def naive_mask(grammars: JsonGrammars, json_schema: str, output: list[int]) -> np.ndarray[Any, Any]:
+    """What may come next, asked of a matcher that has seen nothing but this output."""
+    matcher = grammars.matcher(json_schema)
+    matcher.advance(output)
+    mask = np.zeros(num_mask_words(VOCAB), dtype=np.int32)
+    matcher.fill(mask)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+
+
+def greedy_with_transformers(
+    directory: Path, prompt: list[int], allowed: Callable[[list[int]], np.ndarray[Any, Any]]
+) -> list[int]:
+    from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+    class Masked(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            barred = torch.from_numpy(~allowed(input_ids[0, len(prompt) :].tolist()))
+            return scores.masked_fill(barred, -torch.inf)
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([Masked()]),
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_greedy_tokens_equal_generate_under_a_naive_mask(
+    model_dir: Path, runner: TorchModelRunner, grammars: JsonGrammars
+) -> None:
+    names = ("object", "enum", "pattern", "nested")
+    prompts = {name: prompt_of(index) for index, name in enumerate(names)}
+    params = {name: constrained(name, temperature=0.0) for name in names}
+    got = Engine(runner, grammars).run(prompts, params)
+    for name in names:
+        text = schema_text(name)
+        assert got[name] == greedy_with_transformers(
+            model_dir,
+            prompts[name],
+            lambda output, text=text: naive_mask(grammars, text, output),  # type: ignore[misc]
+        )
+
+
+@pytest.fixture(scope="module")
+def sampled() -> tuple[dict[str, list[int]], dict[str, SamplingParams]]:
+    """Constrained requests of every schema, and unconstrained ones between them."""
+    prompts, params = {}, {}
+    for index, name in enumerate(SCHEMAS):
+        prompts[name] = prompt_of(index)
+        params[name] = constrained(name, seed=index, temperature=1.0)
+        prompts[f"plain-{index}"] = prompt_of(index + 1)
+        params[f"plain-{index}"] = SamplingParams(seed=index, max_tokens=30)
+    penalised = constrained("object", seed=9, repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={7: -3.0})
+    prompts["penalised"], params["penalised"] = prompt_of(3), replace(penalised, top_p=0.9, logprobs=2)
+    return prompts, params
+
+
+Sampled = tuple[dict[str, list[int]], dict[str, SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled) -> dict[str, list[int]]:
+    """One request after the other."""
+    prompts, params = sampled
+    tokens: dict[str, list[int]] = {}
+    for name, prompt in prompts.items():
+        tokens |= Engine(runner, grammars).run({name: prompt}, params)
+    return tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_batched_preempted_and_decided_ahead_the_tokens_are_the_same(
+    model_dir: Path, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], mode: str, ahead: bool
+) -> None:
+    block_bytes = 3 * 2 * 2 * BLOCK_SIZE * 16 * 4
+    cramped = load_runner(
+        model_dir, dtype="float32", block_size=BLOCK_SIZE, num_blocks=24, host_cache_bytes=100 * block_bytes
+    )
+    engine = Engine(cramped, grammars, ahead, preemption_mode=mode, num_host_blocks=cramped.num_host_blocks)
+    assert engine.run(*sampled) == alone
+    assert engine.core.make_stats().num_preemptions_by_mode[mode] > 0
+
+
+def test_what_was_generated_fits(model_dir: Path, alone: dict[str, list[int]]) -> None:
+    tokenizer = Tokenizer.load(model_dir)
+    for name in SCHEMAS:
+        assert alone[name][-1] == EOS
+        check_fits(tokenizer.decode(alone[name][:-1]), name)
+
+
+def test_others_are_not_touched_by_their_constrained_neighbours(
+    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]
+) -> None:
+    prompts, params = sampled
+    plain = {name: prompt for name, prompt in prompts.items() if name.startswith("plain")}
+    assert Engine(runner, grammars).run(plain, params) == {name: alone[name] for name in plain}
+
+
+def test_each_of_several_sequences_is_what_it_would_be_alone(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
+    params = constrained("object", seed=4, n=3)
+    together = Engine(runner, grammars).run({"r": prompt_of(2)}, {"r": params})
+    for index in range(3):
+        single = replace(params, n=1, seed=sequence_seed(4, index))
+        assert (
+            together[sequence_id("r", index)] == Engine(runner, grammars).run({"r": prompt_of(2)}, {"r": single})["r"]
+        )
+
+
+def test_no_token_is_outside_the_mask(grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]) -> None:
+    _, params = sampled
+    for name in ("object", "pattern", "penalised"):
+        output = alone[name]
+        assert all(
+            naive_mask(grammars, params[name].json_schema, output[:place])[token] for place, token in enumerate(output)
+        )
+
+
+def test_a_length_that_is_reached_first_ends_it_as_usual(runner: TorchModelRunner, grammars: JsonGrammars) -> None:
+    engine = Engine(runner, grammars)
+    request = Request("r", prompt_of(1), constrained("object", max_tokens=3), eos_token_ids=frozenset({EOS}))
+    engine.core.add_request(request)
+    engine.core.grammar_compiled("r", [grammars.matcher(schema_text("object"))])
+    while engine.core.has_work():
+        engine.core.step()
+    assert request.status.finish_reason is FinishReason.LENGTH
+
+
+def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
+    runner: TorchModelRunner, grammars: JsonGrammars
+) -> None:
+    costly = SamplingParams(seed=1, max_tokens=400, json_schema='{"type": "string", "pattern": "^(.*a){12}.{300}b$"}')
+    requests = {
+        "costly": Request("costly", prompt_of(1), costly, eos_token_ids=frozenset({EOS})),
+        "good": Request("good", prompt_of(2), constrained("object", seed=2), eos_token_ids=frozenset({EOS})),
+    }
+    engine = Engine(runner, grammars)
+    for name, request in requests.items():
+        engine.core.add_request(request)
+        engine.core.grammar_compiled(name, [grammars.matcher(request.sampling_params.json_schema)])
+    while engine.core.has_work():
+        engine.core.step()
+    assert requests["good"].status.finish_reason is FinishReason.STOP
+    assert requests["costly"].status.finish_reason in (FinishReason.ERROR, FinishReason.LENGTH)

@@ -1,0 +1,195 @@
+"""Schemas that can be served and those that can't, and what matchers of real vocabularies allow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import baton
+from baton.errors import ConfigError, EngineFault, InvalidRequest
+from baton.text.grammar import JSON_OBJECT, JsonGrammars, JsonMatcher, check_json_schema, num_mask_words
+from baton.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from tests.support.json_fit import SCHEMAS, check_fits, schema_text
+
+DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
+VOCAB = 4096
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def grammars() -> JsonGrammars:
+    return JsonGrammars.load(DEMO_MODEL, VOCAB, {EOS})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO_MODEL)
+
+
+def allowed(matcher: JsonMatcher) -> list[int]:
+    mask = np.full(num_mask_words(VOCAB), -1, dtype=np.int32)
+    matcher.fill(mask)
+    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return found
+
+
+def walk(matcher: JsonMatcher, rng: Random, limit: int = 2000) -> list[int]:
+    """Random tokens of those allowed, up to and with the end."""
+    tokens: list[int] = []
+    while len(tokens) < limit and EOS not in tokens:
+        tokens.append(rng.choice(allowed(matcher)))
+        matcher.advance(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.parametrize("text", [JSON_OBJECT, "{}", '{"minLength": 3}', *map(schema_text, SCHEMAS)])
+def test_these_can_be_served(text: str) -> None:
+    check_json_schema(text)
+
+
+def nested(levels: int) -> str:
+    return '{"items":' * (levels - 1) + "{}" + "}" * (levels - 1)
+
+
+MANY_PROPERTIES = {
+    "type": "object",
+    "properties": {f"p{number}": {"type": "string", "maxLength": number} for number in range(800)},
+    "additionalProperties": False,
+}
+BAD = {
+    "no JSON": ("{", "is not JSON"),
+    "two values": ('{"type": "object"} , "lark_grammar": ""', "is not JSON"),
+    "no object": ("true", "must be a JSON object"),
+    "not a number": ('{"minimum": NaN}', "NaN is no JSON number"),
+    "infinite": ('{"minimum": 1e999}', "1e999 is too large"),
+    "digits": ('{"minimum": ' + "1" * 5000 + "}", "5000 digits"),
+    "twice": ('{"type": "string", "type": "object"}', "key 'type' is there twice"),
+    "surrogate": ('"\ud800"', "is not valid UTF-8"),
+    "size": (json.dumps({"description": "x" * 65536}), "at most 65536 are taken"),
+    "depth": (nested(33), "is deeper than 32 levels"),
+    "abyss": ("[" * 60_000, "is deeper than 32 levels"),
+    "unknown type": ('{"type": "foo"}', "foo"),
+    "unknown keyword": ('{"not": {}}', "not"),
+    "regex": ('{"type": "string", "pattern": "("}', "unclosed group"),
+    "remote": ('{"$ref": "http://example.com/schema"}', "example.com"),
+    "missing": ('{"$ref": "#/nope"}', "/nope"),
+    "nothing fits": ('{"type": "integer", "minimum": 3, "maximum": 1}', "minimum"),
+    "endless": ('{"$ref": "#"}', ""),
+    "too wide": (json.dumps(MANY_PROPERTIES), "items"),
+    "too complex": (json.dumps({"type": "string", "pattern": "(a|b)*" * 4000}), "too many expressions"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_these_can_not_and_are_told_why(name: str) -> None:
+    text, reason = BAD[name]
+    with pytest.raises(InvalidRequest) as caught:
+        check_json_schema(text)
+    assert caught.value.field == "json_schema"
+    assert reason in caught.value.reason
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+def test_the_deepest_schema_is_served() -> None:
+    check_json_schema(nested(32))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_whatever_is_drawn_fits_the_schema(name: str, grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    rng, texts = Random(7), set()
+    for _ in range(10):
+        tokens = walk(grammars.matcher(schema_text(name)), rng)
+        assert tokens[-1] == EOS
+        texts.add(tokenizer.decode(tokens))
+        check_fits(tokenizer.decode(tokens), name)
+    assert len(texts) > 1 or name == "constant"
+
+
+def test_what_fits_can_be_drawn(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    for text in ('{"a": [1, -2.5e3, "\u00fc\\n"], "b": {}}', '{\n  "a": null,\n  "b": [\n    true\n  ]\n}', "{}"):
+        grammars.matcher(JSON_OBJECT).advance(body(tokenizer, text))
+
+
+def body(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text without those that the tokenizer puts around it."""
+    around = len(tokenizer.encode(""))
+    return [*tokenizer.encode(text)[around:], EOS]
+
+
+def test_blanks_do_not_go_on_for_ever(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    blank = body(tokenizer, " ")[0]
+    matcher = grammars.matcher(JSON_OBJECT)
+    matcher.advance(body(tokenizer, "{")[:1])
+    matcher.advance([blank])
+    with pytest.raises(EngineFault):
+        matcher.advance([blank] * 40)
+
+
+def test_a_matcher_is_a_function_of_the_tokens_it_was_given(grammars: JsonGrammars) -> None:
+    """However they came: one at a time, all at once, with masks in between or without."""
+    text = schema_text("object")
+    tokens = walk(grammars.matcher(text), Random(3))
+    for split in (0, 1, len(tokens) // 2, len(tokens) - 1):
+        one_by_one, at_once = grammars.matcher(text), grammars.matcher(text)
+        for token in tokens[:split]:
+            allowed(one_by_one)
+            one_by_one.advance([token])
+        at_once.advance(np.array(tokens[:split], dtype=np.int64))  # type: ignore[arg-type]
+        assert at_once.num_tokens == one_by_one.num_tokens == split
+        assert allowed(at_once) == allowed(one_by_one) == allowed(at_once)
+
+
+def test_one_request_is_not_held_to_what_another_one_cost(grammars: JsonGrammars) -> None:
+    """What the library builds while it matches is shared by copies, and with it its limits."""
+    costly = json.dumps({"type": "string", "pattern": "^(.*a){12}.{300}b$"})
+    first = grammars.matcher(costly)
+    gave_up_at = set()
+    for _ in range(2):
+        matcher = grammars.matcher(costly)
+        with pytest.raises(EngineFault, match="json_schema: lexer error"):
+            walk(matcher, Random(1), 100_000)
+        gave_up_at.add(matcher.num_tokens)
+    assert len(gave_up_at) == 1
+    assert allowed(first)
+
+
+def test_a_token_that_may_not_come_is_a_fault(grammars: JsonGrammars, tokenizer: Tokenizer) -> None:
+    matcher = grammars.matcher(JSON_OBJECT)
+    with pytest.raises(EngineFault, match="json_schema"):
+        matcher.advance(body(tokenizer, "x"))
+    with pytest.raises(EngineFault, match="json_schema"):
+        matcher.fill(np.zeros(num_mask_words(VOCAB), dtype=np.int32))
+
+
+def test_several_end_tokens_one_of_which_has_a_text(tokenizer: Tokenizer) -> None:
+    letter = body(tokenizer, "b")[0]
+    grammars = JsonGrammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter})
+    matcher = grammars.matcher('{"enum": ["abba"]}')
+    matcher.advance(body(tokenizer, '"a')[:-1])
+    assert letter not in allowed(matcher)
+    end = JsonGrammars((DEMO_MODEL / TOKENIZER_FILE).read_text(), VOCAB, {EOS, letter}).matcher('{"const": 1}')
+    end.advance(body(tokenizer, "1")[:1])
+    assert allowed(end) == sorted({EOS, letter})
+
+
+def test_a_model_may_be_wider_than_its_vocabulary(tokenizer: Tokenizer) -> None:
+    wide = JsonGrammars.load(DEMO_MODEL, VOCAB + 100, {EOS}).matcher(JSON_OBJECT)
+    mask = np.full(num_mask_words(VOCAB + 100), -1, dtype=np.int32)
+    wide.fill(mask)
+    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "eos", "reason"),
+    [(VOCAB, set(), "no end-of-sequence token"), (10, {EOS}, "vocab size too small"), (VOCAB, {VOCAB}, "out of range")],
+)
+def test_some_models_can_have_no_grammar(vocab_size: int, eos: set[int], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        JsonGrammars.load(DEMO_MODEL, vocab_size, eos)
+    with pytest.raises(ConfigError, match="can't be read"):
+        JsonGrammars.load(tmp_path, vocab_size, eos)

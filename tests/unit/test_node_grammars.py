@@ -1,0 +1,191 @@
+"""Grammars are compiled beside the engine: what waits for one waits alone, and fails alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import baton
+from baton.config import NodeConfig
+from baton.engine.core import EngineCore
+from baton.engine.grammar import TokenMatcher
+from baton.engine.grammar_fake import ScriptedMatcher
+from baton.engine.outputs import EngineCoreOutput
+from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.runner.base import ModelInfo
+from baton.errors import InvalidRequest
+from baton.node.driver import EngineDriver, StepNews
+from baton.node.grammars import GrammarCompiler, load_compiler
+from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+
+LONG_S = 30.0
+ANY = range(1000)
+
+
+class Compiler:
+    """Makes matchers when it is let."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.made: list[ScriptedMatcher] = []
+
+    def __call__(self, json_schema: str) -> TokenMatcher:
+        self.begun.put(json_schema)
+        assert self.gate.wait(LONG_S)
+        if json_schema == "bad":
+            raise InvalidRequest("json_schema", "is bad")
+        if json_schema == "worse":
+            raise RuntimeError("a bug")
+        self.made.append(ScriptedMatcher([ANY] * 100, ANY))
+        return self.made[-1]
+
+
+class Rig:
+    """A driver with its compiler."""
+
+    def __init__(self) -> None:
+        self.engine: EngineCore = EngineRig().core
+        self.compiler = Compiler()
+        self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
+        self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        grammars = GrammarCompiler(self.compiler)
+        self.driver = EngineDriver(self.engine, self.publish, self.crashes.put, grammars=grammars)
+
+    def publish(self, news: StepNews) -> None:
+        for batch in news.outputs.values():
+            for output in batch.outputs:
+                self.outputs.put(output)
+
+    def end(self, request_id: str) -> EngineCoreOutput:
+        """The last output of a request."""
+        while True:
+            output = self.outputs.get(timeout=LONG_S)
+            if output.request_id == request_id and output.finish_reason is not None:
+                return output
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    rig.driver.start()
+    yield rig
+    rig.compiler.gate.set()
+    rig.driver.stop()
+    assert rig.crashes.empty()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("baton")]
+
+
+def request(request_id: str, json_schema: str = "", **fields: object) -> Request:
+    n = int(str(fields.pop("n", 1)))
+    params = SamplingParams(max_tokens=3, json_schema=json_schema, n=n)
+    return Request(request_id, prompt_of(6), params, **fields)  # type: ignore[arg-type]
+
+
+def test_others_run_while_a_grammar_is_compiled(rig: Rig) -> None:
+    rig.driver.submit(request("g", "schema"))
+    assert rig.compiler.begun.get(timeout=LONG_S) == "schema"
+    rig.driver.submit(request("other"))
+    assert rig.end("other").finish_reason is FinishReason.LENGTH
+    rig.compiler.gate.set()
+    assert rig.end("g").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("schema", ["bad", "worse"])
+def test_one_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: str) -> None:
+    rig.compiler.gate.set()
+    rig.driver.submit(request("bad", schema))
+    rig.driver.submit(request("good", "schema"))
+    end = rig.end("bad")
+    assert end.finish_reason is FinishReason.ERROR
+    assert (end.error or "").startswith("json_schema: ")
+    assert rig.end("good").finish_reason is FinishReason.LENGTH
+
+
+def test_one_that_is_aborted_meanwhile_is_over_at_once(rig: Rig) -> None:
+    rig.driver.submit(request("g", "schema"))
+    rig.compiler.begun.get(timeout=LONG_S)
+    rig.driver.abort(["g"])
+    assert rig.end("g").finish_reason is FinishReason.ABORT
+    rig.compiler.gate.set()
+    rig.driver.submit(request("next", "schema"))
+    assert rig.end("next").finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("leg", "num_matchers"), [(Leg.WHOLE, 3), (Leg.PREFILL, 1), (Leg.DECODE, 3)])
+def test_each_sequence_has_a_matcher_of_its_own(rig: Rig, leg: Leg, num_matchers: int) -> None:
+    rig.compiler.gate.set()
+    told: queue.SimpleQueue[Sequence[TokenMatcher]] = queue.SimpleQueue()
+    source = SOURCE if leg is Leg.DECODE else None
+    compiler = GrammarCompiler(rig.compiler)
+    compiler.compile(request("g", "schema", n=3, leg=leg, kv_source=source), told.put, print)
+    matchers = told.get(timeout=LONG_S)
+    compiler.close()
+    assert list(matchers) == rig.compiler.made
+    assert len({id(matcher) for matcher in matchers}) == num_matchers
+
+
+def test_matchers_know_what_an_earlier_attempt_generated(rig: Rig) -> None:
+    rig.compiler.gate.set()
+    told: queue.SimpleQueue[Sequence[TokenMatcher] | str] = queue.SimpleQueue()
+    resumed = request("g", "schema")
+    resumed.output_token_ids = [5, 6, 7]
+    compiler = GrammarCompiler(rig.compiler)
+    compiler.compile(resumed, told.put, told.put)
+    (matcher,) = told.get(timeout=LONG_S)
+    assert isinstance(matcher, ScriptedMatcher)
+    assert matcher.tokens == [5, 6, 7]
+    resumed.output_token_ids = [5000]
+    compiler.compile(resumed, told.put, told.put)
+    assert str(told.get(timeout=LONG_S)).startswith("json_schema: token 5000")
+    compiler.close()
+
+
+def test_nothing_is_compiled_once_the_driver_has_stopped(rig: Rig) -> None:
+    for number in range(3):
+        rig.driver.submit(request(f"g{number}", f"schema {number}"))
+    assert rig.compiler.begun.get(timeout=LONG_S) == "schema 0"
+    rig.compiler.gate.set()
+    rig.driver.stop()
+    rig.driver.submit(request("late", "late"))
+    assert len(rig.compiler.made) <= 3
+
+
+def test_without_a_compiler_a_schema_is_an_error() -> None:
+    rig = Rig()
+    driver = EngineDriver(rig.engine, rig.publish, rig.crashes.put)
+    driver.start()
+    driver.submit(request("g", "schema"))
+    end = rig.end("g")
+    assert (end.finish_reason, end.error) == (FinishReason.ERROR, "json_schema: this node's model has no text")
+    driver.stop()
+
+
+def config(model: Path, **fields: object) -> NodeConfig:
+    values = {"role": "decode", "node_id": "d", "registry": "memory://", "cluster": "c", "model": model, **fields}
+    return NodeConfig.model_validate(values)
+
+
+def model_info(eos: frozenset[int]) -> ModelInfo:
+    return ModelInfo("demo", "", "", "float32", "", 4096, 2048, eos, bit_exact=True)
+
+
+def compiled(compiler: GrammarCompiler) -> Sequence[TokenMatcher] | str:
+    told: queue.SimpleQueue[Sequence[TokenMatcher] | str] = queue.SimpleQueue()
+    compiler.compile(request("g", "{}"), told.put, told.put)
+    result = told.get(timeout=LONG_S)
+    compiler.close()
+    return result
+
+
+def test_a_node_compiles_for_its_own_model_or_says_why_it_can_not(tmp_path: Path) -> None:
+    demo = Path(baton.__file__).parent / "demo_model"
+    assert not isinstance(compiled(load_compiler(config(demo), model_info(frozenset({1})))), str)
+    assert "no end-of-sequence token" in str(compiled(load_compiler(config(demo), model_info(frozenset()))))
+    assert "tokenizer.json" in str(compiled(load_compiler(config(tmp_path), model_info(frozenset({1})))))
+    simulated = load_compiler(config(demo, runner="simulated"), model_info(frozenset({1})))
+    assert compiled(simulated) == "json_schema: this node's model has no text"

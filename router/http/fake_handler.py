@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from baton.errors import BatonError
-from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest
-
-_END = None
+from baton.rpc.messages import Accepted, Finished, GenerateEvent, GenerateRequest
 
 
 class FakeCall:
@@ -21,22 +18,20 @@ class FakeCall:
         self.timeout_s = timeout_s
         self.request: GenerateRequest | None = None
         self.is_closed = asyncio.Event()
-        self._events: asyncio.Queue[GenerateEvent | BatonError | None] = asyncio.Queue()
+        self._events: asyncio.Queue[GenerateEvent | Exception] = asyncio.Queue()
 
-    def tell(self, *events: GenerateEvent | BatonError) -> None:
-        """What comes next; an error ends it."""
+    def tell(self, *events: GenerateEvent | Exception) -> None:
+        """What comes next; an error or Finished ends it."""
         for event in events:
             self._events.put_nowait(event)
-
-    def end(self) -> None:
-        """Nothing follows."""
-        self._events.put_nowait(_END)
 
     async def stream(self) -> AsyncGenerator[GenerateEvent, None]:
         try:
             yield Accepted(self.request_id, 1, 3)
-            while (event := await self._events.get()) is not _END:
-                if isinstance(event, BatonError):
+            event: GenerateEvent | Exception | None = None
+            while not isinstance(event, Finished):
+                event = await self._events.get()
+                if isinstance(event, Exception):
                     raise event
                 yield event
         finally:

@@ -14,7 +14,14 @@ class Exchange:
     """One request and its answer, as the client sees them. `leave` is a closed connection, `pause` a full one."""
 
     def __init__(
-        self, app: ASGIApp, method: str, path: str, body: bytes, headers: Sequence[tuple[bytes, bytes]]
+        self,
+        app: ASGIApp,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        *,
+        is_whole: bool = True,
     ) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -24,7 +31,7 @@ class Exchange:
         self._may_send = asyncio.Event()
         self._may_send.set()
         self._to_read: asyncio.Queue[Message] = asyncio.Queue()
-        self._to_read.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self._to_read.put_nowait({"type": "http.request", "body": body, "more_body": not is_whole})
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -78,6 +85,13 @@ class Exchange:
             self._changed.clear()
             await self._changed.wait()
         return self.events
+
+    async def bytes_read(self, expected: bytes) -> None:
+        """Wait until the answer begins so."""
+        while not self.body.startswith(expected):
+            assert expected.startswith(self.body), self.body
+            self._changed.clear()
+            await self._changed.wait()
 
     @property
     def json(self) -> Any:
@@ -143,6 +157,9 @@ class AsgiClient:
     def get(self, path: str) -> Exchange:
         return self.ask("GET", path, b"", {})
 
-    def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
+    def ask(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], *, is_whole: bool = True
+    ) -> Exchange:
+        """Begin an exchange; `is_whole`: nothing of the body follows."""
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        return Exchange(self._app, method, path, body, pairs)
+        return Exchange(self._app, method, path, body, pairs, is_whole=is_whole)

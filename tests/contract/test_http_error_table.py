@@ -1,0 +1,76 @@
+"""Every error of the tree has a place in HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from baton import errors
+from baton.errors import BatonError, InvalidRequest, Overloaded, Status, TransferCause, TransferFailed
+from router.http.errors import error_body, error_headers, kind_of
+
+EXPECTED = {
+    errors.UnknownModel: 404,
+    errors.InvalidRequest: 400,
+    errors.UsageError: 400,
+    errors.RequestNotFound: 404,
+    errors.DuplicateRequest: 409,
+    errors.SlowReader: 408,
+    errors.Overloaded: 503,
+    errors.NodeLost: 503,
+    errors.Unreachable: 503,
+    errors.AttemptsExhausted: 503,
+    errors.StreamDiverged: 503,
+    errors.TransferFailed: 503,
+    errors.DeadlineExceeded: 504,
+    errors.Cancelled: 499,
+    errors.EngineFault: 500,
+    errors.ConfigError: 500,
+    errors.BatonError: 500,
+}
+"""A kind that is not here has its parent's status."""
+
+
+def tree(kind: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+def one(kind: type[BatonError]) -> BatonError:
+    if issubclass(kind, InvalidRequest):
+        return kind("field", "reason")
+    if issubclass(kind, TransferFailed):
+        return kind(TransferCause.PEER_GONE)
+    return kind("story")
+
+
+@pytest.mark.parametrize("kind", list(tree()))
+def test_every_error_has_a_status_and_an_object(kind: type[BatonError]) -> None:
+    error = one(kind)
+    status = next(EXPECTED[parent] for parent in kind.__mro__ if parent in EXPECTED)
+    assert kind_of(error).status == status
+    found = json.loads(error_body(error))["error"]
+    assert found["message"] == str(error)
+    assert found["type"].endswith("_error")
+    assert found["param"] == ("field" if issubclass(kind, InvalidRequest) else None)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    assert ("retry-after" in headers) == ("retry-after-ms" in headers) == (status in (429, 503))
+    # Clients try these again by themselves, unless they are told not to.
+    if status in (408, 409, 429) or status >= 500:
+        assert headers["x-should-retry"] == str(kind.retryable).lower()
+
+
+def test_every_status_of_the_tree_has_a_kind() -> None:
+    for status in Status:
+        error = BatonError("story")
+        error.status = status
+        assert 400 <= kind_of(error).status < 600
+
+
+def test_retry_after_is_in_whole_seconds_and_in_milliseconds() -> None:
+    headers = dict(error_headers(Overloaded("full", 0.25)))
+    assert (headers[b"retry-after"], headers[b"retry-after-ms"]) == (b"1", b"250")

@@ -1,0 +1,58 @@
+"""The HTTP front over a scripted core: no sockets, no nodes, no waiting."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from random import Random
+
+from baton.clock import ManualClock
+from baton.rpc.messages import Chunk, Finished, ModelCard, Path
+from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.http.app import HttpFront
+from router.http.endpoints import Handler
+from router.http.fake_handler import FakeCall, FakeHandler
+from router.http.model import ServedModel
+from tests.support.http_client import AsgiClient
+from tests.support.router_parts import MODEL
+
+NOW = datetime(2026, 1, 2)
+CARD = ModelCard(MODEL, 64, 300)
+
+
+class LetterSpelling:
+    """A vocabulary in which token 97 is "a"."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def spelling(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+
+class HttpRig(AsgiClient):
+    """What a test asks, and the calls that its core gets."""
+
+    def __init__(self, keep_alive_s: float = 1000.0, template: str = DEFAULT_TEMPLATE) -> None:
+        self.handler = FakeHandler()
+        self.why_not_ready = ""
+        super().__init__(self.front(self.handler, keep_alive_s, template))
+
+    def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
+        model = ServedModel(lambda: CARD, LetterSpelling(), ChatTemplate(template, {}), lambda: NOW)
+        return HttpFront(
+            handler, model, lambda: self.why_not_ready, lambda: b"figures\n", ManualClock(5.0), Random(1), keep_alive_s
+        )
+
+    async def called(self) -> FakeCall:
+        """The next call."""
+        return await self.handler.calls.get()
+
+
+def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
+    """A token for each letter."""
+    return Chunk(first_index, tuple(map(ord, text)), text, (), sequence_index)
+
+
+def finished(reason: str = "length", completion_tokens: int = 2) -> Finished:
+    path = Path("p1", "d1", 1, "the only pair")
+    return Finished(reason, None, 3, completion_tokens, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0, path)

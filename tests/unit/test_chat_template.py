@@ -1,0 +1,117 @@
+"""Chat templates against transformers' own rendering, and what a template may not do."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from baton.config import bundled_model_dir
+from baton.errors import ConfigError, InvalidRequest
+from baton.text.chat_template import ChatTemplate
+from baton.text.tokenizer import Tokenizer
+
+NOW = datetime(2026, 1, 2, 3, 4)
+CHAT = [
+    {"role": "system", "content": 'Be <b>brief</b> & "kind".'},
+    {"role": "user", "content": "héllo\n"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "bye"},
+]
+LLAMA = """{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('no such role: ' + message['role']) }}
+    {%- endif %}
+    {%- if loop.first %}{{ bos_token }}{% endif %}
+    {{- '<|' + message['role'] + '|>' }}
+    {%- if message.role == 'assistant' %}{% generation %}{{ message.content | trim }}{% endgeneration %}
+    {%- else %}{{ message.content | tojson }}{% endif %}
+    {%- if loop.last %}{% break %}{% endif %}
+{% endfor %}
+{%- set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}
+{%- if enable_thinking is defined and not enable_thinking %}<no_think>{% endif %}
+{% if add_generation_prompt %}
+<|assistant|>
+{% endif %}"""
+
+
+def test_the_bundled_model_s_template_gives_transformers_tokens() -> None:
+    ours = Tokenizer.load(bundled_model_dir()).encode_rendered(ChatTemplate.load(bundled_model_dir()).render(CHAT, NOW))
+    theirs = AutoTokenizer.from_pretrained(bundled_model_dir()).apply_chat_template(CHAT, add_generation_prompt=True)
+    assert ours == list(theirs["input_ids"])
+
+
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+def test_what_templates_are_made_of_is_as_in_transformers(generation: bool, variables: dict[str, object]) -> None:
+    ours = ChatTemplate(LLAMA, {"bos_token": "<s>"})
+    text = ours.render(CHAT, NOW, variables, add_generation_prompt=generation)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_dir())
+    theirs = tokenizer.apply_chat_template(
+        CHAT, chat_template=LLAMA, tokenize=False, add_generation_prompt=generation, **variables
+    )
+    assert text == theirs
+    assert "<b>brief</b>" in text
+
+
+def test_the_date_is_given() -> None:
+    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}).render(CHAT, NOW) == "02 Jan 2026"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content.x }}", "no element 9"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+    ],
+)
+def test_what_a_template_refuses_or_may_not_do_is_the_client_s_400(source: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        ChatTemplate(source, {}).render(CHAT, NOW)
+    assert caught.value.field == "messages"
+
+
+def test_a_developer_speaks_as_the_system_where_nobody_has_heard_of_one() -> None:
+    chat = [{"role": "developer", "content": "x"}]
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(chat, NOW) == "system"
+    assert ChatTemplate("{{ messages[0].role }}{# developer #}", {}).render(chat, NOW) == "developer"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token"])
+def test_variables_that_are_not_the_client_s(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        ChatTemplate("", {}).render(CHAT, NOW, {name: "x"})
+
+
+def test_a_broken_template_keeps_the_process_from_starting() -> None:
+    with pytest.raises(ConfigError, match="chat template is broken"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    def rendered() -> str:
+        return ChatTemplate.load(tmp_path).render([{"role": "user", "content": "x"}], NOW)
+
+    assert rendered() == "user: x\nassistant:"
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}))
+    assert rendered() == "<s>user: x\nassistant:"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named {{ eos_token }}"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert rendered() == "named </s>"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert rendered() == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert rendered() == "jinja"
+    config.write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        rendered()

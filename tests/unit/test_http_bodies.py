@@ -1,0 +1,273 @@
+"""What clients may send: every field, its bounds, and the name with which it is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from baton.errors import InvalidRequest
+from baton.rpc.messages import GenerateRequest
+from router.http.bodies import Body, ChatBody, CompletionBody, read
+from router.http.body import MAX_BODY_BYTES, MAX_DEPTH, parse_json
+from tests.support.http_rig import HttpRig
+
+PROMPT = {"prompt": "ab"}
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+COMPLETIONS = "/v1/completions"
+
+ALL = {
+    "model": "demo",
+    "n": 2,
+    "temperature": 0,
+    "top_p": 0.5,
+    "top_k": -1,
+    "min_p": 0.25,
+    "seed": 2**53,
+    "presence_penalty": -1.5,
+    "frequency_penalty": 1,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"7": -100, "8": 2.5},
+    "max_tokens": 5,
+    "min_tokens": 1,
+    "stop": ["a", "b"],
+    "stop_token_ids": [3, 4],
+    "ignore_eos": True,
+    "best_of": 3,
+    "beam_width": 4,
+    "length_penalty": 0.5,
+    "early_stopping": False,
+    "priority": -3,
+    "cache_salt": "salt",
+    "ttft_slo_ms": 100,
+    "tpot_slo_ms": 7.5,
+}
+
+
+def test_every_field_of_the_core_can_be_had() -> None:
+    request = read(CompletionBody, PROMPT | ALL).request("ab", "id", 5)
+    expected = {
+        **ALL,
+        "logit_bias": {7: -100.0, 8: 2.5},
+        "stop": ("a", "b"),
+        "prompt": "ab",
+        "request_id": "id",
+        "logprobs": 5,
+        "json_schema": None,
+    }
+    assert {field.name: getattr(request, field.name) for field in fields(GenerateRequest)} == expected
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_null_is_as_good_as_nothing(kind: type[Body]) -> None:
+    """As clients in other languages write what is not set."""
+    least = PROMPT if kind is CompletionBody else HELLO
+    names = {field.alias or name for name, field in kind.model_fields.items()} - set(least)
+    body = read(kind, {**dict.fromkeys(names), **least})
+    assert body.request("ab", "id", None) == read(kind, least).request("ab", "id", None) == GenerateRequest("ab", "id")
+
+
+@pytest.mark.parametrize("name", ["user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier"])
+def test_what_nobody_misses_is_ignored(name: str) -> None:
+    value = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto"}.get(name, "x")
+    assert read(ChatBody, HELLO | {name: value}).request("ab", "id", None) == GenerateRequest("ab", "id")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokenz", 1),
+        ("prompts", ["x"]),
+        ("n", 1.5),
+        ("n", "1"),
+        ("n", True),
+        ("n", [1]),
+        ("stream", 1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("seed", 1.0),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"²": 1}),
+        ("logit_bias", {"1": "1"}),
+        ("logit_bias", {"1": True}),
+        ("stop", 1),
+        ("stop", ["a", 1]),
+        ("stop_token_ids", [True]),
+        ("echo", True),
+        ("suffix", "x"),
+        ("store", True),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("prompt_logprobs", 1),
+        ("guided_json", {"type": "object"}),
+        ("response_format", {"type": "xml"}),
+        ("response_format", "json"),
+        ("ttft_slo_ms", 0),
+        ("stream_options", {"include_usage": True}),
+        ("use_beam_search", 1),
+    ],
+)
+def test_a_bad_field_is_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(CompletionBody, PROMPT | {field: value})
+    assert caught.value.field.partition(".")[0].partition("[")[0] == field
+    assert "Input should" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (None, "must be"),
+        (1, "must be"),
+        ([], "must be"),
+        ([1, "a"], "must be"),
+        ([True], "must be"),
+        ([1.0], "must be"),
+        ([[1], [[2]]], "must be"),
+        (["a"] * 33, "at most 32"),
+    ],
+)
+def test_a_bad_prompt(prompt: object, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"prompt: .*{says}"):
+        read(CompletionBody, {"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [("a", ("a",)), ([1, 2], ([1, 2],)), (["a", "b"], ("a", "b")), ([[1], [2]], ([1], [2])), (["a", [1]], ("a", [1]))],
+)
+def test_prompts_in_every_form(prompt: object, found: object) -> None:
+    assert read(CompletionBody, {"prompt": prompt}).prompts == found
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("messages[0].role", {"role": "king", "content": "x"}),
+        ("messages[0].role", {"content": "x"}),
+        ("messages[0].content", {"role": "user", "content": 1}),
+        ("messages[0].content", {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+        ("messages[0].content", {"role": "user", "content": ["x"]}),
+        ("messages[0].tool_calls", {"role": "assistant", "tool_calls": [{"id": "x"}]}),
+        ("messages[0].colour", {"role": "user", "content": "x", "colour": "red"}),
+    ],
+)
+def test_a_bad_message_is_named(field: str, message: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(ChatBody, {"messages": [message]})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("messages", {}),
+        ("messages", {"messages": []}),
+        ("tools", HELLO | {"tools": [{"type": "function"}]}),
+        ("tool_choice", HELLO | {"tool_choice": "required"}),
+        ("modalities[0]", HELLO | {"modalities": ["audio"]}),
+        ("chat_template", HELLO | {"chat_template": "{{ x }}"}),
+        ("logprobs", HELLO | {"logprobs": 1}),
+    ],
+)
+def test_a_bad_chat_is_named(field: str, body: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(ChatBody, body)
+    assert caught.value.field == field
+
+
+def test_what_clients_send_back_of_our_answers_is_taken() -> None:
+    answer = {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": None, "audio": None}
+    body = read(ChatBody, {"messages": [answer, {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}]})
+    assert [message.content for message in body.messages] == ["yo", "a\na"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "width", "best_of"),
+    [
+        ({"use_beam_search": True, "n": 3}, 3, None),
+        ({"use_beam_search": True, "best_of": 4}, 4, None),
+        ({"use_beam_search": True, "beam_width": 5, "n": 2}, 5, None),
+        ({"use_beam_search": False, "best_of": 2}, None, 2),
+    ],
+)
+def test_beams_in_vllm_s_words(sent: dict[str, object], width: int | None, best_of: int | None) -> None:
+    request = read(CompletionBody, PROMPT | sent).request("ab", "id", None)
+    assert (request.beam_width, request.best_of) == (width, best_of)
+
+
+@pytest.mark.parametrize(
+    ("sent", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "é"}}}, {"type": "é"}),
+    ],
+)
+def test_formats_of_answers(sent: dict[str, object], schema: object) -> None:
+    found = read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None).json_schema
+    assert (None if found is None else json.loads(found)) == schema
+
+
+@pytest.mark.parametrize("sent", [{"type": "json_schema"}, {"type": "json_object", "json_schema": {"schema": {}}}])
+def test_a_format_that_is_half_said(sent: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match=r"response_format\.json_schema"):
+        read(ChatBody, HELLO | {"response_format": sent}).request("ab", "id", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        (b"", "body", "not JSON"),
+        (b"{", "body", "not JSON"),
+        (b"[]", "body", "object"),
+        (b"\xff", "body", "UTF-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "body", "not JSON"),
+        (b'{"a": NaN}', "body", "NaN"),
+        (b'{"a": -Infinity}', "body", "Infinity"),
+        (b'{"a": 1e999}', "body", "too large"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "body", "too long"),
+        (b'{"a": 1, "a": 2}', "a", "twice"),
+        (b'{"x": {"b": 1, "b": 1}}', "b", "twice"),
+        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "body", "nested"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "body", "nested"),
+        (b"[" * 500_000, "body", "nested"),
+    ],
+)
+def test_what_two_readers_could_understand_differently(body: bytes, field: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        parse_json(body)
+    assert caught.value.field == field
+
+
+def test_depth_that_is_just_right() -> None:
+    inside = MAX_DEPTH - 1
+    assert parse_json(b'{"a": ' + b"[" * inside + b"]" * inside + b"}").keys() == {"a"}
+
+
+async def test_bounds_of_size_and_type() -> None:
+    rig = HttpRig()
+    kind = {"content-type": "application/json"}
+    for body, headers, status in (
+        (b" " * (MAX_BODY_BYTES + 1), kind, 413),
+        (b"", kind | {"content-length": str(MAX_BODY_BYTES + 1)}, 413),
+        (b" " * MAX_BODY_BYTES, kind, 400),
+        (b"{}", {}, 415),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-type": "Application/JSON; charset=utf-8"}, 400),
+        (b"{}", kind | {"x": "y" * 8192}, 431),
+    ):
+        exchange = await rig.ask("POST", COMPLETIONS, body, headers).end()
+        assert exchange.status == status, exchange.error
+        assert exchange.error["type"] == "invalid_request_error"
+        assert (exchange.headers.get("connection") == "close") == (status in (413, 431))
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
+async def test_a_chat_that_is_no_text(text: str) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    exchange = await HttpRig().post("/v1/chat/completions", body).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "messages")

@@ -1,0 +1,390 @@
+"""The OpenAI endpoints over a scripted core: what goes in, what comes out, and what is said when it goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.outputs import TokenLogprobs
+from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
+from baton.rpc.messages import Chunk, SequenceFinished
+from tests.support.http_client import Exchange
+from tests.support.http_rig import HttpRig, chunk, finished
+from tests.support.router_parts import MODEL
+
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+PROMPT = {"prompt": "ab"}
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+STREAM = {"stream": True}
+
+
+async def test_a_whole_completion() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | {"max_tokens": 3, "stop": "x", "logit_bias": {"97": 1}, "top_k": 5})
+    call = await rig.called()
+    request = call.request
+    assert request is not None
+    assert (request.prompt, request.max_tokens, request.stop, request.top_k) == ("ab", 3, ("x",), 5)
+    assert request.logit_bias == {97: 1.0}
+    call.tell(chunk(0, "c"), chunk(1, "d"), Chunk(2, (), "e"), finished())
+    await exchange.end()
+    assert (exchange.status, exchange.headers["x-request-id"]) == (200, request.request_id)
+    assert exchange.headers["baton-seed"] == "1"
+    assert exchange.headers["baton-prefill-node"] == "p1"
+    assert exchange.json == {
+        "id": f"cmpl-{request.request_id}",
+        "object": "text_completion",
+        "created": 5,
+        "model": MODEL,
+        "choices": [
+            {"index": 0, "text": "cde", "logprobs": None, "finish_reason": "length", "stop_reason": None},
+        ],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+async def test_a_whole_chat_is_the_template_s_text_and_as_long_as_the_model_goes() -> None:
+    rig = HttpRig()
+    exchange = rig.post(CHATS, HELLO)
+    call = await rig.called()
+    assert call.request is not None
+    assert "".join(map(chr, call.request.prompt or ())) == "user: hi\nassistant:"  # type: ignore[arg-type]
+    assert call.request.max_tokens == 64 - len("user: hi\nassistant:")
+    call.tell(chunk(0, "yo"), finished("stop"))
+    choice = (await exchange.end()).json["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "yo", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_both_names_bound_a_chat(name: str) -> None:
+    rig = HttpRig()
+    exchange = rig.post(CHATS, HELLO | {name: 7})
+    call = await rig.called()
+    assert call.request is not None
+    assert call.request.max_tokens == 7
+    call.tell(InvalidRequest("max_tokens", "no"))
+    assert (await exchange.end()).error["param"] == name
+
+
+async def test_a_stream_of_a_completion() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    call.tell(chunk(0, "c"), chunk(1, 'd"\n'), finished())
+    await exchange.end()
+    assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done = exchange.events
+    assert done.is_done
+    assert [event.id for event in events] == ["1", "4", "4"]
+    assert [event.text for event in events] == ["c", 'd"\n', ""]
+    assert [event.choice["finish_reason"] for event in events] == [None, None, "length"]
+    assert {event.json["object"] for event in events} == {"text_completion"}
+
+
+async def test_a_stream_of_a_chat_says_who_speaks_and_what_it_cost() -> None:
+    rig = HttpRig()
+    exchange = rig.post(CHATS, HELLO | STREAM | {"stream_options": {"include_usage": True}})
+    call = await rig.called()
+    call.tell(chunk(0, "é"), finished("stop"))
+    opening, text, end, usage, done = (await exchange.end()).events
+    assert opening.choice["delta"] == {"role": "assistant", "content": ""}
+    assert text.choice["delta"] == {"content": "é"}
+    assert end.choice["delta"] == {}
+    assert (usage.json["choices"], usage.json["usage"]["total_tokens"]) == ([], 5)
+    assert [event.json["usage"] for event in (opening, text, end)] == [None] * 3
+    assert done.is_done
+
+
+async def test_usage_in_every_event_for_those_who_ask() -> None:
+    rig = HttpRig()
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM | options)
+    call = await rig.called()
+    call.tell(chunk(0, "cd"), Chunk(2, (), "e"), finished())
+    *events, _ = (await exchange.end()).events
+    assert [event.json["usage"]["completion_tokens"] for event in events] == [2, 2, 2]
+
+
+async def test_the_rest_of_a_text_comes_with_its_end_and_has_a_position_of_its_own() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    call.tell(chunk(0, "c"), Chunk(1, (), "rest"), finished("stop"))
+    first, end, _ = (await exchange.end()).events
+    assert (first.id, first.text) == ("1", "c")
+    assert (end.id, end.text, end.choice["finish_reason"]) == ("2", "rest", "stop")
+
+
+async def test_several_sequences_have_ids_that_tell_of_all() -> None:
+    rig = HttpRig()
+    exchange = rig.post(CHATS, HELLO | STREAM | {"n": 2})
+    call = await rig.called()
+    call.tell(chunk(0, "ab"), chunk(0, "x", 1), SequenceFinished(1, "stop", 7, 1), chunk(2, "c"))
+    call.tell(SequenceFinished(0, "length", None, 3), finished())
+    *events, _ = (await exchange.end()).events
+    assert [event.id for event in events] == ["0.0", "0.0", "2.0", "2.1", "2.1", "3.1", "3.1"]
+    assert [event.choice["index"] for event in events] == [0, 1, 0, 1, 1, 0, 0]
+    assert [event.choice["finish_reason"] for event in events][4:] == ["stop", None, "length"]
+    assert events[4].choice["stop_reason"] == 7
+
+
+async def test_several_prompts_are_several_choices() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["ab", [99, 100]], "n": 2}, {"x-request-id": "mine"})
+    calls = [await rig.called(), await rig.called()]
+    assert [call.request.prompt for call in calls if call.request] == ["ab", [99, 100]]
+    assert [call.request_id for call in calls] == ["mine-0", "mine-1"]
+    for place, call in reversed(list(enumerate(calls))):
+        call.tell(chunk(0, f"{place}0"), chunk(0, f"{place}1", 1))
+        call.tell(SequenceFinished(0, "stop", None, 2), SequenceFinished(1, "length", None, 2), finished())
+    choices = (await exchange.end()).json["choices"]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
+    assert exchange.json["usage"]["total_tokens"] == 10
+
+
+async def test_one_bad_prompt_of_several_ends_them_all() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, {"prompt": ["ab", "cd"]})
+    first, second = await rig.called(), await rig.called()
+    second.tell(InvalidRequest("prompt", "is bad"))
+    assert (await exchange.end()).error["param"] == "prompt"
+    assert first.is_closed.is_set()
+
+
+async def test_logprobs_of_completions() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | {"logprobs": 1, "return_token_ids": True})
+    call = await rig.called()
+    assert call.request is not None
+    assert call.request.logprobs == 1
+    positions = (TokenLogprobs(99, -0.5, 1, ((99, -0.5),)), TokenLogprobs(100, float("-inf"), 2, ((98, -0.25),)))
+    call.tell(Chunk(0, (99, 100), "cd", positions), finished())
+    choice = (await exchange.end()).json["choices"][0]
+    assert choice["token_ids"] == [99, 100]
+    assert choice["logprobs"] == {
+        "tokens": ["c", "d"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"c": -0.5}, {"b": -0.25, "d": -9999.0}],
+        "text_offset": [0, 1],
+    }
+
+
+async def test_logprobs_of_a_streamed_chat() -> None:
+    rig = HttpRig()
+    exchange = rig.post(CHATS, HELLO | STREAM | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True})
+    call = await rig.called()
+    assert call.request is not None
+    assert call.request.logprobs == 2
+    call.tell(Chunk(0, (233,), "é", (TokenLogprobs(233, -1.0, 1, ((98, -2.0),)),)), finished())
+    _, text, _, _ = (await exchange.end()).events
+    assert text.choice["token_ids"] == [233]
+    entry = {"token": "é", "logprob": -1.0, "bytes": [195, 169]}
+    top = [{"token": "b", "logprob": -2.0, "bytes": [98]}]
+    assert text.choice["logprobs"] == {"content": [entry | {"top_logprobs": top}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "headers"),
+    [
+        (InvalidRequest("prompt", "is bad"), 400, "invalid_request_error", {}),
+        (DeadlineExceeded("late"), 504, "timeout_error", {"x-should-retry": "false"}),
+        (EngineFault("NaN"), 500, "server_error", {"x-should-retry": "false"}),
+        (
+            QueueFull("no room", 2.5),
+            503,
+            "overloaded_error",
+            {"retry-after": "3", "retry-after-ms": "2500", "x-should-retry": "true"},
+        ),
+        (Draining("bye"), 503, "overloaded_error", {"retry-after": "1", "x-should-retry": "true"}),
+    ],
+)
+async def test_before_the_first_token_an_error_is_a_status(
+    stream: bool, error: Exception, status: int, kind: str, headers: dict[str, str]
+) -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | {"stream": stream}, {"x-request-id": "mine"})
+    (await rig.called()).tell(error)  # type: ignore[arg-type]
+    await exchange.end()
+    assert (exchange.status, exchange.error["type"]) == (status, kind)
+    assert headers.items() <= exchange.headers.items()
+    assert exchange.headers["x-request-id"] == "mine"
+
+
+async def test_after_the_first_token_an_error_is_the_last_event() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    call.tell(chunk(0, "c"), EngineFault("NaN"))
+    await exchange.end()
+    first, last = exchange.events
+    assert (exchange.status, first.text) == (200, "c")
+    assert last.json["error"] == {"message": "NaN", "type": "server_error", "param": None, "code": "engine_fault"}
+    assert last.id is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | {"stream": stream})
+    call = await rig.called()
+    call.tell(chunk(0, "c"))
+    if stream:
+        await exchange.events_read(1)
+    exchange.leave()
+    await call.is_closed.wait()
+    await exchange.task
+    assert not exchange.is_complete
+
+
+async def test_a_client_that_leaves_while_it_takes_nothing_ends_its_request() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    exchange.pause()
+    call.tell(chunk(0, "c"))
+    exchange.leave()
+    await call.is_closed.wait()
+    await exchange.task
+
+
+async def test_a_client_that_leaves_in_its_body_is_not_answered() -> None:
+    rig = HttpRig()
+    exchange = rig.ask("POST", COMPLETIONS, b"", {"content-type": "application/json"}, is_whole=False)
+    exchange.leave()
+    await exchange.task
+    assert exchange.status == 0
+
+
+async def test_silence_is_filled_with_comments() -> None:
+    rig = HttpRig(keep_alive_s=0.01)
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    await exchange.bytes_read(b": waiting\n\n: waiting\n\n")
+    call.tell(chunk(0, "c"), Draining("bye"))
+    await exchange.end()
+    first, last = exchange.events
+    # The status was out by then, so the error comes as an event.
+    assert (first.text, last.json["error"]["type"]) == ("c", "overloaded_error")
+
+
+async def resumed(rig: HttpRig, path: str, body: dict[str, object], last_event_id: str) -> Exchange:
+    return rig.post(path, body | STREAM, {"x-request-id": "mine", "last-event-id": last_event_id})
+
+
+async def test_a_stream_goes_on_behind_the_last_event() -> None:
+    rig = HttpRig()
+    exchange = await resumed(rig, CHATS, HELLO | {"n": 2}, "3.1")
+    call = await rig.called()
+    assert (call.request_id, call.positions) == ("mine", (3, 1))
+    call.tell(chunk(3, "d"), SequenceFinished(0, "stop", None, 4), SequenceFinished(1, "stop", None, 1), finished())
+    *events, _ = (await exchange.end()).events
+    # No opening: the client has it.
+    assert [event.id for event in events] == ["4.1", "4.1", "4.1"]
+    assert events[0].choice["delta"] == {"content": "d"}
+    assert exchange.headers["x-request-id"] == "mine"
+
+
+async def test_nobody_knows_the_stream() -> None:
+    rig = HttpRig()
+    exchange = await resumed(rig, COMPLETIONS, PROMPT, "3")
+    (await rig.called()).tell(RequestNotFound("no router knows it"))
+    await exchange.end()
+    assert (exchange.status, exchange.error["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("last_event_id", "more", "param"),
+    [
+        ("x", {}, "last-event-id"),
+        ("1.2", {}, "last-event-id"),
+        ("", {}, "last-event-id"),
+        ("1", {"n": 2}, "last-event-id"),
+        ("-1", {}, "last-event-id"),
+        ("1" * 10, {}, "last-event-id"),
+        ("1", {"stream": False}, "stream"),
+    ],
+)
+async def test_what_can_t_be_resumed(last_event_id: str, more: dict[str, object], param: str) -> None:
+    rig = HttpRig()
+    headers = {"x-request-id": "mine", "last-event-id": last_event_id}
+    exchange = await rig.post(COMPLETIONS, PROMPT | STREAM | more, headers).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param)
+
+
+async def test_to_resume_needs_the_request_s_name() -> None:
+    exchange = await HttpRig().post(COMPLETIONS, PROMPT | STREAM, {"last-event-id": "1"}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "x-request-id")
+
+
+@pytest.mark.parametrize("request_id", ["a b", "x" * 65, "é", ""])
+async def test_a_request_id_that_is_none(request_id: str) -> None:
+    exchange = await HttpRig().post(COMPLETIONS, PROMPT, {"x-request-id": request_id}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "x-request-id")
+    assert exchange.headers["x-request-id"] not in ("", request_id)
+
+
+async def test_a_deadline_is_a_header() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": "1500"})
+    call = await rig.called()
+    assert call.timeout_s == 1.5
+    call.tell(finished())
+    assert (await exchange.end()).status == 200
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "1e3", "x", "9" * 30])
+async def test_a_deadline_that_is_none(said: str) -> None:
+    exchange = await HttpRig().post(COMPLETIONS, PROMPT, {"x-request-timeout-ms": said}).end()
+    assert (exchange.status, exchange.error["param"]) == (400, "x-request-timeout-ms")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "unknown_url"),
+        ("POST", "/v1/completions/", 404, "unknown_url"),
+        ("GET", "/v1/\N{SNOWMAN}", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/another", 404, "model_not_found"),
+        ("POST", "/v1/embeddings", 501, "not_implemented"),
+    ],
+)
+async def test_what_is_not_here(method: str, path: str, status: int, code: str) -> None:
+    exchange = await HttpRig().ask(method, path, b"", {}).end()
+    assert (exchange.status, exchange.error["code"]) == (status, code)
+    assert ("allow" in exchange.headers) == (status == 405)
+
+
+async def test_pages() -> None:
+    rig = HttpRig()
+    models = (await rig.get("/v1/models").end()).json
+    assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [(MODEL, 64)]
+    assert (await rig.get(f"/v1/models/{MODEL}").end()).json == models["data"][0]
+    assert (await rig.get("/metrics").end()).body == b"figures\n"
+    for page in ("/livez", "/readyz", "/health"):
+        assert (await rig.get(page).end()).status == 200
+    rig.why_not_ready = "no node can serve"
+    ready = await rig.get("/readyz").end()
+    assert (ready.status, ready.body) == (503, b"no node can serve\n")
+    assert (await rig.get("/livez").end()).status == 200
+
+
+async def test_a_fault_of_ours_says_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    rig = HttpRig()
+    for told in ((), (chunk(0, "c"),)):
+        exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+        (await rig.called()).tell(*told, ZeroDivisionError("secret"))
+        await exchange.end()
+        assert exchange.status == (200 if told else 500)
+        error = exchange.events[-1].json["error"] if told else exchange.error
+        assert (error["type"], error["message"]) == ("server_error", "internal error; the log of the server has it")
+        assert "secret" in caplog.text
+        caplog.clear()

@@ -100,16 +100,22 @@ class Answer:
         self._ranked = [self._sequences[index] for index in order]
         events: list[GenerateEvent] = []
         for place, index in enumerate(order[: self._num_returned]):
-            events.append(self._whole(self._sequences[index].kept, place))
+            events += self._whole(self._sequences[index].kept, place)
             if self._num_returned > 1:
                 events.append(self._finished(index, place))
         return events
 
-    def _whole(self, chunks: Sequence[Chunk], place: int) -> Chunk:
-        return Chunk(
-            0,
+    def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
+        """All tokens as one chunk. Text that came without tokens stays by itself: it is a position of its own."""
+        rest = [replace(chunk, sequence_index=place) for chunk in chunks if not chunk.token_ids and chunk.text]
+        chunks = [chunk for chunk in chunks if chunk.token_ids]
+        if not chunks:
+            return rest
+        whole = Chunk(
+            chunks[0].first_index,
             tuple(token for chunk in chunks for token in chunk.token_ids),
             "".join(chunk.text for chunk in chunks),
             tuple(position for chunk in chunks for position in chunk.logprobs) if self._keeps_logprobs else (),
             place,
         )
+        return [whole, *rest]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,10 @@ from random import Random
 from typing import TypeVar
 
 from baton.config import MIN_PRIORITY
+from baton.engine.outputs import TokenLogprobs
 from baton.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
@@ -29,6 +31,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
+from baton.ids import REQUEST_ID_PATTERN
 from baton.rpc.messages import (
     Accepted,
     Finished,
@@ -42,8 +45,11 @@ from router.admission import AdmissionQueue, Hope, Ticket
 from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight import Flight
+from router.flight_journal import FlightJournal
+from router.flight_record import FlightRecord
 from router.flight_table import (
     AbortLeg,
+    AdoptLeg,
     Cancel,
     Delta,
     EmitTokens,
@@ -53,6 +59,7 @@ from router.flight_table import (
     FlightEvent,
     GiveUp,
     LegEnded,
+    MovedAway,
     NodeGone,
     Place,
     Placed,
@@ -63,6 +70,7 @@ from router.flight_table import (
 from router.node_links import NodeLinks
 from router.placement import Candidate, Demand, Placement, choose
 from router.request import ValidRequest
+from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
 from router.schemas import SchemaCheck
 from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
@@ -115,6 +123,12 @@ class DispatchCounters:
     """Requests that were placed for the first time..."""
     queue_time_s: float = 0.0
     """... and what they waited for it, those that never had to included."""
+    resumed: int = 0
+    """Requests whose client came back for what follows..."""
+    adopted: int = 0
+    """... that ran on at their nodes meanwhile, for another router."""
+    moved: int = 0
+    """Requests that another router adopted from this one."""
     rejections: Counter[str] = field(default_factory=Counter)
     """Requests that were turned away without a token, by the error's name."""
 
@@ -141,6 +155,16 @@ class _Run:
         self.deadline: TimerHandle | None = None
         self.patience: TimerHandle | None = None
         self.stall: TimerHandle | None = None
+        self.begin: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
+        """What is to be done first; None once it is."""
+        self.logprobs: list[list[TokenLogprobs]] = []
+        """Of each sequence, where there are any: for a client that comes back."""
+        if request.sampling_params.logprobs is not None:
+            self.logprobs = [[] for _ in range(request.sampling_params.n)]
+        self.finish: tuple[Finish, Finished] | None = None
+        """How it ended, if it ended well."""
+        self.is_noted = False
+        """There is a record of it."""
 
     @property
     def demand(self) -> Demand:
@@ -175,7 +199,10 @@ class Dispatcher:
         timers: Timers,
         rng: Random,
         limits: DispatchLimits | None = None,
+        journal: FlightJournal | None = None,
     ) -> None:
+        """Without a journal no other router can go on with a flight of this one, nor this one with another's."""
+        self._journal = journal
         self._view = view
         self._links = links
         self._codec = codec
@@ -213,14 +240,41 @@ class Dispatcher:
         """Requests that are on nodes, or whose client still reads what came from them."""
         return self._num_placed
 
-    async def generate(
-        self, raw: GenerateRequest, timeout_s: float | None = None
-    ) -> AsyncGenerator[GenerateEvent, None]:
+    def generate(self, raw: GenerateRequest, timeout_s: float | None = None) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished; any end that is not a Finished is a BatonError. Closing it cancels the request.
 
         `timeout_s` counts from the first step of the generator. Who is turned away at once hears no Accepted.
         """
-        started = self._timers.monotonic()
+        return self._answer(lambda started: self._admit(raw, started, timeout_s))
+
+    def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, then what lies behind these positions (`Chunk.next_position`, one for each sequence), Finished.
+
+        For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
+        Raises RequestNotFound when nobody knows the request: the same request with the same seed gives the same.
+        """
+        return self._answer(lambda started: self._come_back(request_id, next_token_index, started, timeout_s))
+
+    async def _answer(self, enter: Callable[[float], Awaitable[_Run]]) -> AsyncGenerator[GenerateEvent, None]:
+        run = await enter(self._timers.monotonic())
+        queue, request = run.queue, run.request
+        try:
+            if run.begin is not None:
+                begin, run.begin = run.begin, None
+                self._guarded(run, begin)
+            if run.finish is not None or not run.flight.is_over:
+                yield Accepted(request.request_id, request.sampling_params.seed, len(request.prompt_token_ids))
+            while (event := await queue.get()) is not None:
+                self._ease_stall(run)
+                yield event
+        finally:
+            # Another stream may have taken the run over.
+            if run.queue is queue:
+                self._close(run)
+
+    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> _Run:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._closing()
@@ -228,16 +282,69 @@ class Dispatcher:
                 # Before anything is done for it.
                 self._queue.check_room(raw.priority, self.num_placed)
             request = await self._validated(raw)
-            run = self._open(request, started, timeout_s)
-        try:
-            self._guarded(run, run.flight.start)
-            if not run.flight.is_over:
-                yield Accepted(request.request_id, request.sampling_params.seed, len(request.prompt_token_ids))
-            while (event := await run.queue.get()) is not None:
-                self._ease_stall(run)
-                yield event
-        finally:
-            self._close(run)
+            return self._open(request, Answer(self._codec, request), started, timeout_s)
+
+    async def _come_back(
+        self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None
+    ) -> _Run:
+        run = self._runs.get(request_id)
+        if run is None:
+            record = await self._record(request_id)
+            # Somebody may have been quicker.
+            run = self._runs.get(request_id)
+            if run is None and record is None:
+                raise RequestNotFound(f"nobody knows a request {request_id[:80]!r}")
+        self.counters.resumed += 1
+        if run is None and record is not None:
+            return self._reopen(record, positions, started, timeout_s)
+        assert run is not None
+        return self._take_over(run, positions, started, timeout_s)
+
+    async def _record(self, request_id: str) -> FlightRecord | None:
+        if self._journal is None or not REQUEST_ID_PATTERN.match(request_id):
+            return None
+        return await self._journal.find(request_id, self._card())
+
+    def _reopen(self, record: FlightRecord, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
+        """A flight that another router began, or this one before its client went away."""
+        check_positions(record.request, positions)
+        answer = ResumedAnswer(self._codec, record.request, positions)
+        run = self._open(record.request, answer, started, timeout_s)
+        placement = where_it_runs(record, {node.incarnation: node for node in self._view.descriptions()})
+        if placement is None:
+            run.begin = partial(run.flight.start, record.attempt)
+        else:
+            run.begin = partial(self._adopt, run, record, placement)
+        return run
+
+    def _adopt(self, run: _Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
+        self.counters.adopted += 1
+        self._num_placed += 1
+        run.placed_at = run.started
+        effects = run.flight.adopt(record.key, placement)
+        self._note(run, placement)
+        return effects
+
+    def _take_over(self, run: _Run, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
+        """Another stream of the same client goes on with a live run."""
+        check_positions(run.request, positions)
+        timers = run.deadline, run.stall
+        self._set_deadline(run, started, timeout_s)
+        for timer in timers:
+            if timer is not None:
+                timer.cancel()
+        run.stall = None
+        before, run.queue = run.queue, EventQueue()
+        before.end(Cancelled("continued elsewhere"))
+        run.answer = ResumedAnswer(self._codec, run.request, positions)
+        run.queue.put_all(told_again(run.answer, run.flight.sequences, run.logprobs))
+        if run.finish is not None:
+            finish, finished = run.finish
+            run.queue.put_all(run.answer.finish(finish))
+            run.queue.put(finished)
+        if run.flight.is_over:
+            run.queue.end(before.error)
+        return run
 
     def cancel(self, request_id: str) -> None:
         """End a live request; its generator raises Cancelled. Raises RequestNotFound."""
@@ -320,22 +427,28 @@ class Dispatcher:
             self.counters.rejections[type(error).__name__] += 1
             raise
 
-    def _open(self, request: ValidRequest, started: float, timeout_s: float | None) -> _Run:
+    def _open(self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None) -> _Run:
         if self._draining:
             raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
-        run = _Run(request, self._rng.getrandbits(64), Answer(self._codec, request), started)
-        if timeout_s is not None:
-            error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
-            if self._timers.monotonic() >= started + timeout_s:
-                raise error
-            run.deadline_at = started + timeout_s
-            run.deadline = self._timers.call_at(run.deadline_at, lambda: self._feed(run, GiveUp(error)))
+        run = _Run(request, self._rng.getrandbits(64), answer, started)
+        self._set_deadline(run, started, timeout_s)
         self._runs[request.request_id] = run
         self._idle.clear()
         self.counters.accepted += 1
         return run
+
+    def _set_deadline(self, run: _Run, started: float, timeout_s: float | None) -> None:
+        """Raises DeadlineExceeded, and changes nothing, when it has passed."""
+        if timeout_s is None:
+            run.deadline_at = run.deadline = None
+            return
+        error = DeadlineExceeded(f"the deadline of {timeout_s:.3f} s passed")
+        if self._timers.monotonic() >= started + timeout_s:
+            raise error
+        run.deadline_at = started + timeout_s
+        run.deadline = self._timers.call_at(run.deadline_at, lambda: self._feed(run, GiveUp(error)))
 
     def _close(self, run: _Run) -> None:
         if not run.flight.is_over:
@@ -359,11 +472,14 @@ class Dispatcher:
         try:
             self._perform(run, decide())
         except Exception as fault:
-            _log.exception("request %s: %s", run.request.request_id, run.flight.story)
-            error = BatonError(f"the router failed at this request: {fault}")
-            if not run.flight.is_over:
-                self._perform(run, run.flight.handle(GiveUp(error)))
-            run.queue.end(error)
+            self._fault(run, fault)
+
+    def _fault(self, run: _Run, fault: Exception) -> None:
+        _log.exception("request %s: %s", run.request.request_id, run.flight.story)
+        error = BatonError(f"the router failed at this request: {fault}")
+        if not run.flight.is_over:
+            self._perform(run, run.flight.handle(GiveUp(error)))
+        run.queue.end(error)
 
     def _perform(self, run: _Run, effects: Sequence[FlightEffect]) -> None:
         """Do what the flight says, and what follows from it, in order."""
@@ -375,6 +491,10 @@ class Dispatcher:
                 case SubmitLeg(incarnation, submit):
                     self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
                     if not self._links.send(incarnation, submit):
+                        pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
+                case AdoptLeg(incarnation, adopt, num_sequences):
+                    self._view.dispatched(incarnation, adopt.attempt, num_sequences)
+                    if not self._links.send(incarnation, adopt):
                         pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):
                     self._links.send(incarnation, abort)
@@ -391,6 +511,10 @@ class Dispatcher:
                     self.counters.failed += 1
                     if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
+                    self._end(run, error)
+                case MovedAway(error):
+                    self.counters.moved += 1
+                    run.is_noted = False
                     self._end(run, error)
 
     def _place(self, run: _Run, place: Place) -> Sequence[FlightEffect]:
@@ -415,7 +539,15 @@ class Dispatcher:
             self._num_placed += 1
             self.counters.queued += 1
             self.counters.queue_time_s += run.placed_at - run.started
-        return run.flight.handle(Placed(placement))
+        effects = run.flight.handle(Placed(placement))
+        self._note(run, placement)
+        return effects
+
+    def _note(self, run: _Run, placement: Placement) -> None:
+        """Leave word of the running attempt, for another router."""
+        if self._journal is not None:
+            self._journal.placed(run.request, run.flight.key, placement)
+            run.is_noted = True
 
     def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Placement:
         """Raises InvalidRequest when no node is large enough, Overloaded when there is none or all are full."""
@@ -492,13 +624,18 @@ class Dispatcher:
     def _emit(self, run: _Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
         if run.first_token_at is None:
             run.first_token_at = self._timers.monotonic()
-        run.queue.put_all(run.answer.push(tokens))
+        if run.logprobs:
+            run.logprobs[tokens.sequence_index] += tokens.logprobs
+        return self._give(run, run.answer.push(tokens), tokens.sequence_index)
+
+    def _give(self, run: _Run, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
+        run.queue.put_all(events)
         if run.queue.backlog > self._limits.max_backlog_tokens and run.stall is None:
             until = self._timers.monotonic() + self._limits.stall_s
             error = SlowReader(f"{run.queue.backlog} tokens were left unread for {self._limits.stall_s:g} s")
             run.stall = self._timers.call_at(until, lambda: self._feed(run, GiveUp(error)))
-        found = run.answer.found(tokens.sequence_index)
-        return () if found is None else run.flight.handle(StopStringFound(found, tokens.sequence_index))
+        found = run.answer.found(sequence_index)
+        return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
 
     def _ease_stall(self, run: _Run) -> None:
         if run.stall is not None and run.queue.backlog <= self._limits.max_backlog_tokens:
@@ -510,22 +647,22 @@ class Dispatcher:
         now = self._timers.monotonic()
         first = now if run.first_token_at is None else run.first_token_at
         timings = finish.timings
-        run.queue.put(
-            Finished(
-                finish_reason=run.answer.finish_reason,
-                stop_reason=run.answer.stop_reason,
-                prompt_tokens=len(run.request.prompt_token_ids),
-                completion_tokens=run.answer.num_tokens,
-                cached_tokens=timings.cached_tokens,
-                queue_ms=timings.queue_ms + ((run.placed_at or run.started) - run.started) * 1e3,
-                prefill_ms=timings.prefill_ms,
-                transfer_ms=timings.transfer_ms,
-                ttft_ms=(first - run.started) * 1e3,
-                total_ms=(now - run.started) * 1e3,
-                kv_bytes=timings.kv_bytes,
-                path=finish.path,
-            )
+        finished = Finished(
+            finish_reason=run.answer.finish_reason,
+            stop_reason=run.answer.stop_reason,
+            prompt_tokens=len(run.request.prompt_token_ids),
+            completion_tokens=run.answer.num_tokens,
+            cached_tokens=timings.cached_tokens,
+            queue_ms=timings.queue_ms + ((run.placed_at or run.started) - run.started) * 1e3,
+            prefill_ms=timings.prefill_ms,
+            transfer_ms=timings.transfer_ms,
+            ttft_ms=(first - run.started) * 1e3,
+            total_ms=(now - run.started) * 1e3,
+            kv_bytes=timings.kv_bytes,
+            path=finish.path,
         )
+        run.finish = (finish, finished)
+        run.queue.put(finished)
         self.counters.finished += 1
         if run.placed_at is not None:
             placed, num_tokens = run.placed_at, run.flight.num_output_tokens
@@ -538,6 +675,8 @@ class Dispatcher:
         self._leave_queue(run)
         run.cancel_timers()
         run.queue.end(error)
+        if run.is_noted and self._journal is not None:
+            self._journal.ended(run.request.request_id)
 
 
 def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:

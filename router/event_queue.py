@@ -38,6 +38,11 @@ class EventQueue:
             self._error = error
             self._changed.set()
 
+    @property
+    def error(self) -> BatonError | None:
+        """What it ends with, if that is an error."""
+        return self._error
+
     async def get(self) -> GenerateEvent | None:
         """The next event, None after the last one; raises the error of the end."""
         while not self._events:

@@ -4,31 +4,36 @@ The rules:
 
 1. Both legs of an attempt are sent at the same time. The first token comes from the prefill leg, the others from the
    decode leg; which stream is faster does not matter, tokens leave in the order of their indices.
-2. Tokens are a function of the request alone. So whatever dies, at whatever time: a new attempt replays the request on
-   other nodes, what the client already has is dropped, and compared. A difference ends the flight with an error.
+2. Tokens are a function of the request alone. So whatever dies, at whatever time: a new attempt goes on with the prompt
+   and what the client already has, on other nodes. Where that can't be given to nodes (several sequences, beams) they
+   run the request again: what the client has is dropped, and compared. A difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
 4. Whoever still works on an attempt that is over is told so in the same breath.
 5. An attempt that a node refuses, or that is lost with a node which never said that it had it (several may die at
    once, and are found dead one by one), costs none of the budget; an error inside the engine is final, because it
    would come back.
-6. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
+6. An attempt that another router began is adopted from its nodes, which tell all that it brought; those that don't know
+   it cost none of the budget. An attempt that another router adopted is no longer ours: nothing is retried or aborted.
+7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
    of it, and the node that still works on it is told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.request import Leg
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, EngineFault, InvalidRequest, StreamDiverged
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.rpc.messages import Abort, NodeDescription, Outcome, Path, RequestDelta, StageTimings, Submit
+from baton.rpc.messages import Abort, Adopt, NodeDescription, Outcome, Path, RequestDelta, StageTimings, Submit
 from router.flight_sequence import FlightSequence
 from router.flight_table import (
     FLIGHT_TABLE,
     TERMINAL,
     AbortLeg,
+    AdoptLeg,
     Cancel,
     Delta,
     Fail,
@@ -39,6 +44,7 @@ from router.flight_table import (
     FlightStep,
     GiveUp,
     LegEnded,
+    MovedAway,
     NodeGone,
     Place,
     Placed,
@@ -49,6 +55,8 @@ from router.flight_table import (
 from router.placement import Placement
 from router.request import ValidRequest
 
+GOES_ON_AT_NEXT_INDEX = False
+"""Whether nodes take a request with the tokens that it already has."""
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
 
@@ -105,12 +113,18 @@ class Flight:
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
         self._sequences = [FlightSequence(index) for index in range(request.sampling_params.n)]
         self._attempt = 0
+        self._key = AttemptKey(request.request_id, 0, flight_id)
+        """Of the running attempt."""
         self._failures = 0
         self._refusals = 0
         self._exclude: set[str] = set()
         self._placement: Placement | None = None
         self._legs: dict[str, _Leg] = {}
         self._decode_flows = False
+        self._given: Sequence[int] = ()
+        """Tokens that the running attempt was given with the prompt."""
+        self._unless_it_flows = ""
+        """Why the attempt is lost if the first word of its decode leg brings no token."""
 
     @property
     def state(self) -> FlightState:
@@ -130,9 +144,30 @@ class Flight:
         """Tokens given out so far, of all sequences."""
         return sum(sequence.num_tokens for sequence in self._sequences)
 
-    def start(self) -> list[FlightEffect]:
-        """The first effect. Call once."""
+    @property
+    def sequences(self) -> Sequence[FlightSequence]:
+        """What came of each of its sequences so far."""
+        return self._sequences
+
+    @property
+    def key(self) -> AttemptKey:
+        """The running attempt's name."""
+        return self._key
+
+    def start(self, attempts: int = 0) -> list[FlightEffect]:
+        """The first effect, after so many attempts of other flights. Call once."""
+        self._attempt = attempts
         return [self._place()]
+
+    def adopt(self, key: AttemptKey, placement: Placement) -> list[FlightEffect]:
+        """The first effects of a flight that another router began, in place of `start`.
+
+        `key` is the attempt that runs on these nodes, which tell it from its first token on. Later attempts are this
+        flight's own.
+        """
+        self._attempt, self._key = key.attempt, key
+        legs = self._begin_attempt(placement)
+        return [AdoptLeg(leg.node.incarnation, Adopt(key), leg.num_sequences) for leg in legs]
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
         """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen now."""
@@ -156,19 +191,33 @@ class Flight:
 
     def _place(self) -> Place:
         self._attempt += 1
+        self._key = AttemptKey(self.request.request_id, self._attempt, self._flight_id)
         return Place(self._attempt, frozenset(self._exclude))
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
+        legs = self._begin_attempt(placement, self._known_tokens())
+        return [SubmitLeg(leg.node.incarnation, self._submit(leg.leg)) for leg in legs]
+
+    def _known_tokens(self) -> Sequence[int]:
+        """What the nodes are given with the prompt. They take it for one sequence that needs no other state."""
+        params = self.request.sampling_params
+        if not GOES_ON_AT_NEXT_INDEX or params.n > 1 or params.beam_width or params.json_schema:
+            return ()
+        return tuple(self._sequences[0].token_ids)
+
+    def _begin_attempt(self, placement: Placement, given: Sequence[int] = ()) -> Sequence[_Leg]:
         self._machine.feed(FlightStep.PLACED)
         self._placement = placement
         for sequence in self._sequences:
-            sequence.begin_attempt()
+            sequence.begin_attempt(len(given))
         self._decode_flows = False
+        self._given = given
+        self._unless_it_flows = ""
         prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
         pair = [_Leg(prefill, Leg.PREFILL, 1), _Leg(decode, Leg.DECODE, num_sequences)] if prefill else []
         legs = pair or [_Leg(decode, Leg.WHOLE, num_sequences)]
         self._legs = {leg.node.incarnation: leg for leg in legs}
-        return [SubmitLeg(leg.node.incarnation, self._submit(leg.leg)) for leg in legs]
+        return legs
 
     def _submit(self, leg: Leg) -> Submit:
         prefill = self._placement.prefill if self._placement else None
@@ -180,11 +229,8 @@ class Flight:
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
             kv_source=prefill.kv_source if prefill and leg is Leg.DECODE else None,
+            output_token_ids=self._given,
         )
-
-    @property
-    def _key(self) -> AttemptKey:
-        return AttemptKey(self.request.request_id, self._attempt, self._flight_id)
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
         leg = self._legs.get(incarnation) if delta.attempt == self._key else None
@@ -217,7 +263,13 @@ class Flight:
                 effects += self._release(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
-        return effects if self.is_over else effects + self._finish_if_complete(sequence)
+        if self.is_over:
+            return effects
+        if self._unless_it_flows and leg.leg is Leg.DECODE:
+            cause, self._unless_it_flows = self._unless_it_flows, ""
+            if not self._has_all_of_prefill and leg.is_running:
+                return effects + self._not_taken(None, FlightStep.LEG_LOST, cause)
+        return effects + self._finish_if_complete(sequence)
 
     def _on_outcome(self, leg: _Leg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
@@ -234,10 +286,33 @@ class Flight:
                 return self._give_up(
                     InvalidRequest("prompt", delta.error or f"is too long for the KV cache of node {node.node_id}")
                 )
+            case Outcome.UNKNOWN:
+                return self._on_unknown(leg)
+            case Outcome.MOVED:
+                return self._on_moved()
             case Outcome.ERROR:
                 return self._give_up(EngineFault(delta.error or f"node {node.node_id} failed the request"))
             case _:
                 return []
+
+    def _on_unknown(self, leg: _Leg) -> list[FlightEffect]:
+        """There was nothing to adopt. A prefill leg that ended long ago is not missed when its decode leg flows."""
+        cause = f"node {leg.node.node_id} has nothing of the attempt"
+        if leg.leg is not Leg.PREFILL:
+            return self._not_taken(None, FlightStep.LEG_LOST, cause)
+        decode = next(other for other in self._legs.values() if other.leg is Leg.DECODE)
+        if not decode.taken:
+            self._unless_it_flows = cause
+            return []
+        return [] if self._has_all_of_prefill else self._not_taken(None, FlightStep.LEG_LOST, cause)
+
+    def _on_moved(self) -> list[FlightEffect]:
+        """Whoever has it now speaks for it: an abort of ours could only do harm."""
+        self._machine.feed(FlightStep.CANCEL)
+        effects: list[FlightEffect] = []
+        for leg in self._legs.values():
+            effects += self._release(leg)
+        return [*effects, MovedAway(Cancelled("continued at another router"))]
 
     def _on_node_gone(self, incarnation: str, reason: str) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)
@@ -254,24 +329,28 @@ class Flight:
         Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does
         something else without the blocks knows best from the start.
         """
-        if leg.outcome is Outcome.HANDED_OFF or (self._decode_flows and self._sequences[0].num_tokens > 0):
+        if leg.outcome is Outcome.HANDED_OFF or self._has_all_of_prefill:
             return True
         return self._placement is not None and self._placement.decode.on_transfer_failure != "reroute"
+
+    @property
+    def _has_all_of_prefill(self) -> bool:
+        return self._decode_flows and self._sequences[0].num_tokens > len(self._given)
 
     def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
         if leg.taken:
             return self._retry(leg.node.incarnation, cause)
-        return self._not_taken(leg.node, FlightStep.LEG_LOST, cause)
+        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, cause)
 
     def _refused(self, node: NodeDescription, why: str) -> list[FlightEffect]:
-        return self._not_taken(node, FlightStep.REFUSED, f"node {node.node_id} refused: {why}")
+        return self._not_taken(node.incarnation, FlightStep.REFUSED, f"node {node.node_id} refused: {why}")
 
-    def _not_taken(self, node: NodeDescription, step: FlightStep, cause: str) -> list[FlightEffect]:
+    def _not_taken(self, exclude: str | None, step: FlightStep, cause: str) -> list[FlightEffect]:
         self._refusals += 1
         if self._refusals > MAX_REFUSALS:
             return self._give_up(AttemptsExhausted(f"taken by none of {self._refusals} nodes; the last: {cause}"))
         self._machine.feed(step)
-        return self._next_attempt(node.incarnation, cause)
+        return self._next_attempt(exclude, cause)
 
     def _retry(self, failed: str, cause: str) -> list[FlightEffect]:
         self._failures += 1
@@ -280,10 +359,11 @@ class Flight:
         self._machine.feed(FlightStep.LEG_LOST)
         return self._next_attempt(failed, cause)
 
-    def _next_attempt(self, exclude: str, cause: str) -> list[FlightEffect]:
+    def _next_attempt(self, exclude: str | None, cause: str) -> list[FlightEffect]:
         aborts = self._abort_all(cause)
         self._legs = {}
-        self._exclude.add(exclude)
+        if exclude is not None:
+            self._exclude.add(exclude)
         return [*aborts, self._place()]
 
     def _finish_if_complete(self, sequence: FlightSequence) -> list[FlightEffect]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import StreamDiverged
@@ -38,14 +39,19 @@ class FlightSequence:
         return len(self._merge.token_ids)
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """Those given out so far; a view that grows."""
+        return self._merge.token_ids
+
+    @property
     def is_complete(self) -> bool:
         """All tokens up to the end that the running attempt named are out."""
         return self._end is not None and self.num_tokens >= self._end.num_tokens
 
-    def begin_attempt(self) -> None:
-        """Everything comes again."""
+    def begin_attempt(self, num_known: int = 0) -> None:
+        """Everything comes again, but for so many tokens that the nodes were given."""
         self._merge.begin_attempt()
-        self._num_attempt_tokens = 0
+        self._num_attempt_tokens = num_known
         self._end = None
 
     def take(self, delta: RequestDelta) -> EmitTokens | None:

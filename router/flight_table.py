@@ -19,7 +19,7 @@ from typing import Final, TypeAlias
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import BatonError
 from baton.ids import AttemptKey
-from baton.rpc.messages import Abort, Path, RequestDelta, StageTimings, Submit
+from baton.rpc.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit
 from router.placement import Placement
 
 
@@ -136,6 +136,15 @@ class SubmitLeg:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptLeg:
+    """Tell a node that an attempt which another router began is ours from now on."""
+
+    incarnation: str
+    adopt: Adopt
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
 class AbortLeg:
     """Tell a node that the attempt is over."""
 
@@ -189,4 +198,13 @@ class Fail:
     error: BatonError
 
 
-FlightEffect: TypeAlias = Place | SubmitLeg | AbortLeg | LegEnded | EmitTokens | SequenceEnded | Finish | Fail
+@dataclass(frozen=True, slots=True)
+class MovedAway:
+    """The flight goes on at another router; here it ended with this error."""
+
+    error: BatonError
+
+
+FlightEffect: TypeAlias = (
+    Place | SubmitLeg | AdoptLeg | AbortLeg | LegEnded | EmitTokens | SequenceEnded | Finish | Fail | MovedAway
+)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest, RequestNotFound
+from baton.errors import InvalidRequest
 from baton.registry import Membership, NodeRecord
 from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role
 from router.dispatcher import Dispatcher
@@ -32,8 +32,8 @@ class GenerationHandler:
     def resume(
         self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, what lies behind these positions, Finished; raises RequestNotFound."""
-        raise RequestNotFound(f"no router knows request {request_id!r}")
+        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
+        return self._dispatcher.resume(request_id, next_token_index, timeout_s)
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; raises RequestNotFound."""

@@ -68,7 +68,7 @@ class _Given:
         if known != list(chunk.token_ids[: len(known)]):
             raise StreamDiverged(f"from token {chunk.first_index} on other tokens came than before")
         num_chars = max(0, self.num_chars - self.call_chars)
-        self.call_position = position_behind(chunk)
+        self.call_position = chunk.next_position
         self.call_chars += len(chunk.text)
         if self.call_position <= self.position:
             return None
@@ -86,11 +86,6 @@ class _Given:
             text=chunk.text[num_chars:],
             logprobs=chunk.logprobs[first:],
         )
-
-
-def position_behind(chunk: Chunk) -> int:
-    """Where its sequence goes on: a chunk without tokens counts as one."""
-    return chunk.first_index + (len(chunk.token_ids) or 1)
 
 
 def repeatable(request: GenerateRequest, rng: Random) -> GenerateRequest:

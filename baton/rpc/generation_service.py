@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Protocol
 
 import grpc
@@ -27,6 +27,12 @@ class GenerationHandler(Protocol):
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+        ...
+
+    def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -53,24 +59,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         _check(request)
-        events = self._handler.generate(request_from_pb(request), context.time_remaining())
-        request_id = request.request_id
-        tokens_sent = 0
-        try:
+        answer = _Answer(request.request_id, context)
+        with answer.counted():
             # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
-            async with aclosing(events):
+            async with aclosing(self._handler.generate(request_from_pb(request), context.time_remaining())) as events:
                 async for event in events:
-                    if isinstance(event, Chunk):
-                        tokens_sent += len(event.token_ids)
-                    elif isinstance(event, Accepted):
-                        request_id = event.request_id
-                    elif isinstance(event, Finished):
-                        context.set_trailing_metadata(path_to_metadata(event))
-                    yield event_to_pb(event, request_id)
-        except BatonError as error:
-            if tokens_sent:
-                error.tokens_sent = tokens_sent
-            raise
+                    yield answer.response(event)
+
+    async def Resume(
+        self, request: generation.ResumeRequest, context: _Context
+    ) -> AsyncIterator[generation.GenerateResponse]:
+        _check(request)
+        answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
+        with answer.counted():
+            async with aclosing(
+                self._handler.resume(request.request_id, positions, context.time_remaining())
+            ) as events:
+                async for event in events:
+                    yield answer.response(event)
 
     async def Cancel(self, request: generation.CancelRequest, context: _Context) -> generation.CancelResponse:
         _check(request)
@@ -99,6 +105,35 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             for card in cards
         ]
         return generation.ListModelsResponse(models=models)
+
+
+class _Answer:
+    """One stream's events on their way to the client."""
+
+    def __init__(self, request_id: str, context: _Context) -> None:
+        self._request_id = request_id
+        self._context = context
+        self._tokens_sent = 0
+
+    def response(self, event: GenerateEvent) -> generation.GenerateResponse:
+        """The message for an event."""
+        if isinstance(event, Chunk):
+            self._tokens_sent += len(event.token_ids)
+        elif isinstance(event, Accepted):
+            self._request_id = event.request_id
+        elif isinstance(event, Finished):
+            self._context.set_trailing_metadata(path_to_metadata(event))
+        return event_to_pb(event, self._request_id)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """An error says how much was sent before it."""
+        try:
+            yield
+        except BatonError as error:
+            if self._tokens_sent:
+                error.tokens_sent = self._tokens_sent
+            raise
 
 
 def _check(request: Message) -> None:

@@ -363,6 +363,11 @@ class Chunk:
     logprobs: Sequence[TokenLogprobs] = ()
     sequence_index: int = 0
 
+    @property
+    def next_position(self) -> int:
+        """Where its sequence goes on: a chunk without tokens, the rest of a text, counts as one."""
+        return self.first_index + (len(self.token_ids) or 1)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:

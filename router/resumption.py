@@ -1,0 +1,101 @@
+"""An answer that goes on behind what its client already has, and what another router's record says of its flight.
+
+Text is made token by token, so a text that is cut at a token's index is exact: what lies before the cut is computed,
+since the rest depends on it, and left out. Positions are `Chunk.next_position`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from baton.engine.outputs import TokenLogprobs
+from baton.errors import InvalidRequest
+from baton.rpc.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
+from router.answer import Answer
+from router.flight_record import FlightRecord
+from router.flight_sequence import FlightSequence
+from router.flight_table import EmitTokens, SequenceEnded
+from router.placement import Placement
+from router.request import ValidRequest
+from router.text_stream import TextCodec
+
+
+def check_positions(request: ValidRequest, positions: Sequence[int]) -> None:
+    """Raises InvalidRequest for positions that no client of this request can have reached."""
+    if len(positions) > request.num_returned:
+        raise InvalidRequest("next_token_index", f"names {len(positions)} sequences; there are {request.num_returned}")
+    # The rest of a text that comes without tokens is one more position.
+    last = request.sampling_params.max_tokens + 1
+    for position in positions:
+        if not 0 <= position <= last:
+            raise InvalidRequest("next_token_index", f"must be 0 to {last}, not {position}")
+
+
+class ResumedAnswer(Answer):
+    """An answer from these positions on, for each sequence that the client gets; missing ones are 0."""
+
+    __slots__ = ("_begin",)
+
+    def __init__(self, codec: TextCodec | None, request: ValidRequest, positions: Sequence[int]) -> None:
+        super().__init__(codec, request)
+        self._begin = [*positions, *[0] * (request.sampling_params.n - len(positions))]
+
+    def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
+        return [event for part in self._cut(tokens) for event in super(ResumedAnswer, self).push(part)]
+
+    def push_next(self, delta: RequestDelta) -> Sequence[GenerateEvent]:
+        return self.push(EmitTokens(delta.first_index, delta.token_ids, delta.logprobs, False, delta.sequence_index))
+
+    def _cut(self, tokens: EmitTokens) -> Iterable[EmitTokens]:
+        """The same tokens in pieces, none of which lies on both sides of where the client goes on."""
+        count = len(tokens.token_ids)
+        if self._is_choice:
+            # Which sequence becomes whose place in the answer is not known yet.
+            cuts = list(range(1, count))
+        else:
+            at = self._begin[tokens.sequence_index] - tokens.first_index
+            cuts = [at] if 0 < at < count else []
+        for first, last in zip([0, *cuts], [*cuts, count], strict=True):
+            yield replace(
+                tokens,
+                first_index=tokens.first_index + first,
+                token_ids=tokens.token_ids[first:last],
+                logprobs=tokens.logprobs[first:last],
+                ends_with_stop_token=tokens.ends_with_stop_token and last == count,
+            )
+
+    def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
+        if not self._is_choice and chunk.next_position <= self._begin[index]:
+            return ()
+        return super()._give(index, chunk)
+
+    def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:
+        return super()._whole([chunk for chunk in chunks if chunk.next_position > self._begin[place]], place)
+
+
+def told_again(
+    answer: Answer, sequences: Sequence[FlightSequence], logprobs: Sequence[Sequence[TokenLogprobs]]
+) -> Sequence[GenerateEvent]:
+    """The events of a new answer for all that a live flight has brought so far, but for its end."""
+    events: list[GenerateEvent] = []
+    for sequence in sequences:
+        if sequence.num_tokens:
+            ends = sequence.is_closed and isinstance(sequence.stop_reason, int)
+            own = logprobs[sequence.index] if logprobs else ()
+            events += answer.push(EmitTokens(0, tuple(sequence.token_ids), own, ends, sequence.index))
+        if sequence.is_closed and len(sequences) > 1:
+            ended = SequenceEnded(sequence.index, sequence.finish_reason, sequence.stop_reason)
+            events += answer.end_sequence(ended)
+    return events
+
+
+def where_it_runs(record: FlightRecord, attached: Mapping[str, NodeDescription]) -> Placement | None:
+    """The nodes of the record's attempt, by incarnation; None where there is nobody to ask for it.
+
+    Without its prefill node the decode node is asked alone: it knows whether it needs that any more.
+    """
+    decode = attached.get(record.decode)
+    if decode is None:
+        return None
+    return Placement(attached.get(record.prefill), decode, "adopted from another router", ())

@@ -14,6 +14,7 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.request import FinishReason, Request, SamplingParams
 from baton.engine.runner.base import LazyExecutor
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
@@ -63,6 +64,7 @@ class Engine:
         )
         fields = CacheKeyFields.of(runner.model, runner.layout)
         self.core = EngineCore(Scheduler(config, fields, ManualClock()), runner, LazyExecutor() if ahead else None)
+        self.errors: dict[str, str] = {}
         self._grammars = grammars
         self._eos = runner.model.eos_token_ids
 
@@ -78,7 +80,8 @@ class Engine:
             for outputs in self.core.step().values():
                 for output in outputs.outputs:
                     tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                    assert output.error is None
+                    if output.error is not None:
+                        self.errors[output.request_id] = output.error
         self.core.scheduler.check_invariant()
         return tokens
 
@@ -228,18 +231,13 @@ def test_a_length_that_is_reached_first_ends_it_as_usual(runner: TorchModelRunne
 
 
 def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
-    runner: TorchModelRunner, grammars: JsonGrammars
+    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]
 ) -> None:
-    costly = SamplingParams(seed=1, max_tokens=400, json_schema='{"type": "string", "pattern": "^(.*a){12}.{300}b$"}')
-    requests = {
-        "costly": Request("costly", prompt_of(1), costly, eos_token_ids=frozenset({EOS})),
-        "good": Request("good", prompt_of(2), constrained("object", seed=2), eos_token_ids=frozenset({EOS})),
-    }
+    prompts, params = sampled
     engine = Engine(runner, grammars)
-    for name, request in requests.items():
-        engine.core.add_request(request)
-        engine.core.grammar_compiled(name, [grammars.matcher(request.sampling_params.json_schema)])
-    while engine.core.has_work():
-        engine.core.step()
-    assert requests["good"].status.finish_reason is FinishReason.STOP
-    assert requests["costly"].status.finish_reason in (FinishReason.ERROR, FinishReason.LENGTH)
+    costly = Request("costly", prompt_of(1), constrained("object"))
+    engine.core.add_request(costly)
+    engine.core.grammar_compiled("costly", [ScriptedMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
+    assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]
+    assert engine.errors == {"costly": "json_schema: too complex"}
+    assert (costly.status.finish_reason, costly.num_output_tokens) == (FinishReason.ERROR, 4)

@@ -12,6 +12,7 @@ from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.rpc.messages import NodeDescription, Role, Submit
+from baton.text.grammar import MAX_SCHEMA_BYTES
 
 
 def objection(submit: Submit, node: NodeDescription) -> str | None:
@@ -48,6 +49,7 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
         "length_penalty": math.isfinite(params.length_penalty),
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
+        "json_schema": len(params.json_schema) <= (0 if params.beam_width else MAX_SCHEMA_BYTES),
     }
     bad = [name for name, is_sound in sound.items() if not is_sound]
     return f"{bad[0]}: {getattr(params, bad[0])!r} is out of bounds"[:200] if bad else None

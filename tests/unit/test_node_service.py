@@ -280,6 +280,8 @@ async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(owner)
     rig.driver.turn()
+    ("json_schema", {"sampling_params": replace(PARAMS, beam_width=3, json_schema="{}")}),
+    ("json_schema", {"sampling_params": replace(PARAMS, json_schema=" " * (64 * 1024 + 1))}),
     rig.ask(stranger)
     stranger.receive(Abort(KEY, "not mine"))
     stranger.close()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.rpc.messages import Chunk, GenerateEvent, SequenceFinished
+from baton.rpc.messages import Chunk, GenerateEvent, RequestDelta, SequenceFinished
 from router.flight_table import EmitTokens, Finish, SequenceEnded
 from router.request import ValidRequest
 from router.text_stream import TextCodec, TextStream
@@ -14,6 +14,8 @@ from router.text_stream import TextCodec, TextStream
 
 class _Sequence:
     """One sequence's text, how it ended, and (while nothing may be given out) its chunks."""
+
+    __slots__ = ("finish_reason", "kept", "stop_reason", "text")
 
     def __init__(self, text: TextStream) -> None:
         self.text = text
@@ -36,6 +38,8 @@ class _Sequence:
 
 class Answer:
     """What one client gets. Events are to be sent in the order in which the methods return them."""
+
+    __slots__ = ("_is_choice", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences")
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest) -> None:
         params = request.sampling_params
@@ -65,7 +69,16 @@ class Answer:
 
     def push(self, tokens: EmitTokens) -> Sequence[GenerateEvent]:
         """The events for these tokens."""
-        return self._give(tokens.sequence_index, self._sequences[tokens.sequence_index].text.push(tokens))
+        index = tokens.sequence_index
+        text = self._sequences[index].text
+        ends = tokens.ends_with_stop_token
+        chunk = text.push(tokens.first_index, tokens.token_ids, tokens.logprobs, ends_with_stop_token=ends)
+        return self._give(index, chunk)
+
+    def push_next(self, delta: RequestDelta) -> Sequence[GenerateEvent]:
+        """The events for tokens that come as they are, none of them the end of the text."""
+        index = delta.sequence_index
+        return self._give(index, self._sequences[index].text.push(delta.first_index, delta.token_ids, delta.logprobs))
 
     def end_sequence(self, ended: SequenceEnded) -> Sequence[GenerateEvent]:
         """One of several sequences is over."""

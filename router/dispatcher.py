@@ -39,6 +39,7 @@ from baton.rpc.messages import (
     GenerateRequest,
     ModelCard,
     NodeDescription,
+    RequestDelta,
     StepReport,
 )
 from router.admission import AdmissionQueue, Hope, Ticket
@@ -378,6 +379,8 @@ class Dispatcher:
             run = self._runs.get(delta.attempt.request_id)
             if run is None:
                 self.counters.late_deltas += 1
+            elif run.flight.takes_next(incarnation, delta):
+                self._relay(run, delta)
             else:
                 self._feed(run, Delta(incarnation, delta))
         self._view.reported(incarnation, report.load, self._timers.monotonic())
@@ -620,6 +623,18 @@ class Dispatcher:
                 self._guarded(run, partial(self._place, run, run.wanted))
             if self._queue.first() is ticket:
                 break
+
+    def _relay(self, run: _Run, delta: RequestDelta) -> None:
+        """Hand on what the flight has taken already."""
+        try:
+            if run.logprobs:
+                run.logprobs[delta.sequence_index] += delta.logprobs
+            effects = self._give(run, run.answer.push_next(delta), delta.sequence_index)
+        except Exception as fault:
+            self._fault(run, fault)
+        else:
+            if effects:
+                self._guarded(run, lambda: effects)
 
     def _emit(self, run: _Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
         if run.first_token_at is None:

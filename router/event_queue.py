@@ -9,13 +9,21 @@ from collections.abc import Iterable
 from baton.errors import BatonError
 from baton.rpc.messages import Chunk, GenerateEvent
 
+MAX_JOINED_TOKENS = 256
+
 
 class EventQueue:
-    """Never blocks the writer; `backlog` says how far the reader is behind."""
+    """Never blocks the writer; `backlog` says how far the reader is behind.
+
+    Chunks that wait are taken as one: a reader that falls behind gets fewer and larger ones, so it costs less the more
+    there is to do. Chunks without tokens (text that was held back until the end) stay by themselves.
+    """
+
+    __slots__ = ("_error", "_events", "_is_over", "_waiter", "backlog")
 
     def __init__(self) -> None:
         self._events: deque[GenerateEvent] = deque()
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
         self._error: BatonError | None = None
         self.backlog = 0
@@ -25,7 +33,8 @@ class EventQueue:
         if isinstance(event, Chunk):
             self.backlog += len(event.token_ids)
         self._events.append(event)
-        self._changed.set()
+        if self._waiter is not None:
+            self._wake()
 
     def put_all(self, events: Iterable[GenerateEvent]) -> None:
         for event in events:
@@ -36,7 +45,7 @@ class EventQueue:
         if not self._is_over:
             self._is_over = True
             self._error = error
-            self._changed.set()
+            self._wake()
 
     @property
     def error(self) -> BatonError | None:
@@ -44,15 +53,46 @@ class EventQueue:
         return self._error
 
     async def get(self) -> GenerateEvent | None:
-        """The next event, None after the last one; raises the error of the end."""
+        """The next event, None after the last one; raises the error of the end. For one reader."""
         while not self._events:
             if self._is_over:
                 if self._error is not None:
                     raise self._error
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         event = self._events.popleft()
         if isinstance(event, Chunk):
+            if self._events and event.token_ids:
+                event = self._joined(event)
             self.backlog -= len(event.token_ids)
         return event
+
+    def _joined(self, first: Chunk) -> Chunk:
+        """The chunk with those of its sequence that follow it at once."""
+        chunks, num_tokens = [first], len(first.token_ids)
+        while self._events and num_tokens < MAX_JOINED_TOKENS:
+            following = self._events[0]
+            if not isinstance(following, Chunk) or not following.token_ids:
+                break
+            if following.sequence_index != first.sequence_index:
+                break
+            chunks.append(following)
+            num_tokens += len(following.token_ids)
+            self._events.popleft()
+        if len(chunks) == 1:
+            return first
+        return Chunk(
+            first.first_index,
+            tuple(token for chunk in chunks for token in chunk.token_ids),
+            "".join(chunk.text for chunk in chunks),
+            tuple(position for chunk in chunks for position in chunk.logprobs),
+            first.sequence_index,
+        )
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -189,6 +189,27 @@ class Flight:
             case GiveUp(error):
                 return self._give_up(error)
 
+    def takes_next(self, incarnation: str, delta: RequestDelta) -> bool:
+        """Take a delta that brings the tokens which follow and nothing else, as nearly all do: they are for the client.
+
+        False, and nothing changed, for any other one: it is an event for `handle`, whose only effect would be an
+        EmitTokens for those that are taken here.
+        """
+        leg = self._legs.get(incarnation)
+        if leg is None or delta.outcome is not None or delta.timings is not None or delta.attempt != self._key:
+            return False
+        if self._machine.state is not FlightState.STREAMING or leg.outcome is not None or leg.lost:
+            return False
+        if not delta.token_ids or delta.sequence_index >= len(self._sequences):
+            return False
+        if delta.first_index + len(delta.token_ids) > self.request.sampling_params.max_tokens:
+            return False
+        if not self._sequences[delta.sequence_index].takes_next(delta):
+            return False
+        leg.taken = True
+        self._decode_flows = self._decode_flows or leg.leg is Leg.DECODE
+        return True
+
     def _place(self) -> Place:
         self._attempt += 1
         self._key = AttemptKey(self.request.request_id, self._attempt, self._flight_id)

@@ -54,6 +54,13 @@ class FlightSequence:
         self._num_attempt_tokens = num_known
         self._end = None
 
+    def takes_next(self, delta: RequestDelta) -> bool:
+        """Whether the delta's tokens simply follow: then they are out now. `take` is for all others."""
+        if self.is_closed or self._end is not None or not self._merge.append(delta.first_index, delta.token_ids):
+            return False
+        self._num_attempt_tokens = len(self._merge.token_ids)
+        return True
+
     def take(self, delta: RequestDelta) -> EmitTokens | None:
         """Take a delta of the running attempt; what became complete by it. Raises StreamDiverged."""
         run = None

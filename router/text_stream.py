@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from baton.engine.outputs import TokenLogprobs
 from baton.rpc.messages import Chunk
 from baton.text.detokenizer import Detokenizer
 from baton.text.stop_strings import StopStrings
-from router.flight_table import EmitTokens
 
 
 class TextCodec(Protocol):
@@ -24,6 +24,8 @@ class TextCodec(Protocol):
 class TextStream:
     """One request's text. Works token by token, so that the result does not depend on how tokens were grouped."""
 
+    __slots__ = ("_detokenizer", "_min_tokens", "_search", "num_tokens")
+
     def __init__(self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = codec.detokenizer() if codec is not None else None
         self._search = StopStrings(stop)
@@ -36,23 +38,34 @@ class TextStream:
         """The stop string that ended the text."""
         return self._search.found
 
-    def push(self, tokens: EmitTokens) -> Chunk:
-        """The chunk for these tokens; none of those behind a stop string."""
+    def push(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        *,
+        ends_with_stop_token: bool = False,
+    ) -> Chunk:
+        """The chunk for these tokens; none of those behind a stop string, and no text of a stop token at the end."""
+        detokenizer = self._detokenizer
+        if self._search.is_off and detokenizer is not None and not ends_with_stop_token:
+            self.num_tokens += len(token_ids)
+            return Chunk(first_index, token_ids, "".join(map(detokenizer.push, token_ids)), logprobs)
         text = []
         taken = 0
-        for offset, token in enumerate(tokens.token_ids):
+        for offset, token in enumerate(token_ids):
             if self.found is not None:
                 break
             taken += 1
-            is_stop_token = tokens.ends_with_stop_token and offset == len(tokens.token_ids) - 1
-            if self._detokenizer is None or is_stop_token:
+            is_stop_token = ends_with_stop_token and offset == len(token_ids) - 1
+            if detokenizer is None or is_stop_token:
                 continue
-            piece = self._detokenizer.push(token)
+            piece = detokenizer.push(token)
             # A text may not end before min_tokens, so a stop string that lies before them is plain text.
-            is_searched = tokens.first_index + taken > self._min_tokens
+            is_searched = first_index + taken > self._min_tokens
             text.append(self._search.push(piece) if is_searched else piece)
         self.num_tokens += taken
-        return Chunk(tokens.first_index, tuple(tokens.token_ids[:taken]), "".join(text), tuple(tokens.logprobs[:taken]))
+        return Chunk(first_index, token_ids[:taken], "".join(text), logprobs[:taken])
 
     def finish(self) -> str:
         """The text that was held back, when no token follows. May find a stop string."""

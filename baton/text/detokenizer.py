@@ -9,6 +9,8 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
 
 class Vocabulary(Protocol):
     """What a detokenizer asks of a tokenizer."""
@@ -20,6 +22,10 @@ class Vocabulary(Protocol):
     def decode_visible(self, token_ids: list[int]) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    def whole_text(self, token_id: int) -> str | None:
+        """Of a byte-level vocabulary: a token's text if its bytes are whole characters; empty for an invisible one."""
+        ...
 
 
 class Detokenizer(Protocol):
@@ -37,18 +43,25 @@ class Detokenizer(Protocol):
 class ByteLevelDetokenizer:
     """For byte-level vocabularies: every token is a string of bytes, and only an unfinished character waits."""
 
+    __slots__ = ("_decoder", "_vocabulary")
+
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
+        """Only while a character is unfinished."""
 
     def push(self, token_id: int) -> str:
-        if not self._vocabulary.is_visible(token_id):
-            return ""
-        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+        text = self._vocabulary.whole_text(token_id)
+        if text is not None and (self._decoder is None or not text):
+            return text
+        decoder = self._decoder or _UTF8(errors="replace")
+        text = decoder.decode(self._vocabulary.token_bytes(token_id))
+        self._decoder = decoder if decoder.getstate()[0] else None
+        return text
 
     def finish(self) -> str:
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
+        rest = "" if self._decoder is None else self._decoder.decode(b"", final=True)
+        self._decoder = None
         return rest
 
 

@@ -12,16 +12,20 @@ from collections.abc import Sequence
 class StopStrings:
     """One stream's search. Text that might be the beginning of a stop string is held back until it is not."""
 
+    __slots__ = ("_held", "_stops", "found", "is_off")
+
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None
+        self.is_off = not self._stops
+        """Nothing is searched: all text is given out as it comes."""
 
     def push(self, text: str) -> str:
         """What may be given out now. After a stop string was found: nothing."""
         if self.found is not None:
             return ""
-        if not self._stops or not text:
+        if self.is_off or not text:
             return text
         window = self._held + text
         hit = self._first_hit(window)

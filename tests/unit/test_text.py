@@ -16,6 +16,7 @@ from baton.errors import ConfigError
 from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
+from router.text_stream import TextStream
 
 CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4
 
@@ -76,6 +77,27 @@ def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.Dat
     assert so_far + detokenizer.finish() == tokenizer.decode(ids)
     assert detokenizer.finish() == ""
     assert tokenizer.decode(ids) == library_decode(kind, ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_text_does_not_depend_on_how_tokens_were_grouped(data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[data.draw(st.sampled_from(sorted(TOKENIZERS)))]
+    ids = tuple(data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24)))
+    stop = data.draw(st.sampled_from([(), ("the",), ("n", "ab")]))
+    single, grouped = TextStream(tokenizer, stop, 0), TextStream(tokenizer, stop, 0)
+    pieces = [single.push(place, (token,)).text for place, token in enumerate(ids)]
+    borders = sorted({0, len(ids), *data.draw(st.lists(st.integers(0, len(ids)), max_size=4))})
+    groups = [grouped.push(first, ids[first:last]) for first, last in itertools.pairwise(borders)]
+    assert "".join(pieces) == "".join(chunk.text for chunk in groups)
+    assert (single.found, single.num_tokens) == (grouped.found, grouped.num_tokens)
+    rest = single.finish()
+    assert rest == grouped.finish()
+    if not stop:
+        # A stream that is searched for what never comes goes the long way.
+        searched = TextStream(tokenizer, ("\x01",), 0)
+        text = "".join(searched.push(place, (token,)).text for place, token in enumerate(ids))
+        assert "".join(pieces) + rest == text + searched.finish()
 
 
 _BACKENDS = {name: make() for name, make in MAKERS.items()}

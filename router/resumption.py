@@ -68,6 +68,9 @@ class ResumedAnswer(Answer):
     def _give(self, index: int, chunk: Chunk) -> Sequence[GenerateEvent]:
         if not self._is_choice and chunk.next_position <= self._begin[index]:
             return ()
+        if not chunk.token_ids and not chunk.text:
+            # A piece behind a stop string.
+            return ()
         return super()._give(index, chunk)
 
     def _whole(self, chunks: Sequence[Chunk], place: int) -> Sequence[Chunk]:

@@ -1,0 +1,221 @@
+"""An answer that is continued from any position is the whole answer: text, tokens, log-probabilities, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.errors import InvalidRequest
+from baton.rpc.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings
+from router.answer import Answer
+from router.flight_record import FlightRecord
+from router.flight_sequence import FlightSequence
+from router.flight_table import EmitTokens, Finish, SequenceEnded
+from router.request import ValidRequest
+from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
+from tests.support.router_parts import decode, key, prefill
+
+
+class PairDetokenizer:
+    """Two tokens make a piece of text: the first one's waits, as an unfinished character does."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        letter = chr(token_id)
+        if not self._held:
+            self._held = letter
+            return ""
+        piece, self._held = self._held + letter, ""
+        return piece
+
+    def finish(self) -> str:
+        piece, self._held = self._held, ""
+        return piece
+
+
+class PairCodec:
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def detokenizer(self) -> PairDetokenizer:
+        return PairDetokenizer()
+
+
+@dataclass
+class Got:
+    """What a client has of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ends: set[tuple[str, int | str | None, int]] = field(default_factory=set)
+
+
+def collect(events: Sequence[GenerateEvent]) -> tuple[dict[int, Got], list[int]]:
+    """What they come to, and the positions behind them."""
+    found: dict[int, Got] = {}
+    positions: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Chunk):
+            assert event.first_index == positions.get(event.sequence_index, 0)
+            positions[event.sequence_index] = event.next_position
+            got = found.setdefault(event.sequence_index, Got())
+            got.token_ids += event.token_ids
+            got.text += event.text
+            got.logprobs += event.logprobs
+        elif isinstance(event, SequenceFinished):
+            got = found.setdefault(event.sequence_index, Got())
+            got.ends.add((event.finish_reason, event.stop_reason, event.completion_tokens))
+    return found, [positions.get(index, 0) for index in range(1 + max(positions, default=0))]
+
+
+class Script:
+    """What a flight's nodes say of a request, in any grouping."""
+
+    def __init__(
+        self, request: ValidRequest, outputs: Sequence[Sequence[int]], *, stop_token: bool, logprobs: bool = True
+    ) -> None:
+        self.request = request
+        self._outputs = outputs
+        self._stop_token = stop_token
+        self._logprobs = logprobs
+
+    def play(self, answer: Answer, rng: Random, longest: int) -> list[GenerateEvent]:
+        """Every event of the answer."""
+        events: list[GenerateEvent] = []
+        at = [0] * len(self._outputs)
+        live = list(range(len(self._outputs)))
+        while live:
+            index = rng.choice(live)
+            output = self._outputs[index]
+            last = min(len(output), at[index] + rng.randint(1, longest))
+            tokens = tuple(output[at[index] : last])
+            logprobs = tuple(TokenLogprobs(token, -0.1 * token, 1, ()) for token in tokens if self._logprobs)
+            is_end = last == len(output)
+            push = EmitTokens(at[index], tokens, logprobs, is_end and self._stop_token, index)
+            events += answer.push(push)
+            at[index] = last
+            if is_end or answer.found(index) is not None:
+                live.remove(index)
+                end = ("stop", answer.found(index)) if answer.found(index) else ("length", None)
+                if len(self._outputs) > 1:
+                    events += answer.end_sequence(SequenceEnded(index, *end))
+        return [*events, *answer.finish(Finish(*end, StageTimings(), Path("", "", 1, "")))]
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    n=st.integers(1, 4),
+    extra=st.integers(0, 2),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=2),
+    stop_token=st.booleans(),
+    min_tokens=st.integers(0, 4),
+)
+def test_wherever_it_is_cut_it_is_the_whole(
+    seed: int, n: int, extra: int, stops: list[str], stop_token: bool, min_tokens: int
+) -> None:
+    rng = Random(seed)
+    params = SamplingParams(seed=1, max_tokens=12, min_tokens=min_tokens, n=n + extra, logprobs=0)
+    request = ValidRequest("r", "m", (1,), params, tuple(stops), num_returned=n, wants_logprobs=True)
+    outputs = [[ord(rng.choice("ab")) for _ in range(rng.randint(1, 10))] for _ in range(n + extra)]
+    script = Script(request, outputs, stop_token=stop_token)
+    events = script.play(Answer(PairCodec(), request), rng, rng.choice([1, 3]))
+    whole, end = collect(events)
+    for cut in range(len(events) + 1):
+        had, positions = collect(events[:cut])
+        rest = script.play(ResumedAnswer(PairCodec(), request, positions), rng, rng.choice([1, 2, 5]))
+        assert merge(had, positions, rest) == whole
+    assert all(isinstance(e, SequenceFinished) for e in script.play(ResumedAnswer(PairCodec(), request, end), rng, 2))
+
+
+def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEvent]) -> dict[int, Got]:
+    """What the client has in the end."""
+    at = dict(enumerate(positions))
+    for event in rest:
+        if isinstance(event, Chunk):
+            assert event.first_index == at.get(event.sequence_index, 0), "missing, or repeated"
+            at[event.sequence_index] = event.next_position
+            got = had.setdefault(event.sequence_index, Got())
+            got.token_ids += event.token_ids
+            got.text += event.text
+            got.logprobs += event.logprobs
+        elif isinstance(event, SequenceFinished):
+            got = had.setdefault(event.sequence_index, Got())
+            got.ends.add((event.finish_reason, event.stop_reason, event.completion_tokens))
+    return had
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
+def test_a_live_flight_is_told_again_as_it_was(seed: int, stops: list[str]) -> None:
+    """In mid-stream, too: what follows goes on behind what was told."""
+    rng = Random(seed)
+    output = [ord(rng.choice("ab")) for _ in range(8)]
+    cut, position = rng.randint(1, 8), rng.randint(0, 8)
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8), tuple(stops))
+    sequence = FlightSequence(0)
+    sequence.take(RequestDelta(key(), 0, tuple(output[:cut])))
+    answer = ResumedAnswer(PairCodec(), request, [position])
+    events = list(told_again(answer, [sequence], ()))
+    if cut < 8 and answer.found(0) is None:
+        events += answer.push(EmitTokens(cut, tuple(output[cut:]), (), False))
+    events += answer.finish(Finish("length", None, StageTimings(), Path("", "", 1, "")))
+    whole = Script(request, [output], stop_token=False, logprobs=False).play(Answer(PairCodec(), request), rng, 1)
+    assert merge({}, [position], events) == merge({}, [position], [e for e in whole if is_behind(e, position)])
+
+
+def is_behind(event: GenerateEvent, position: int) -> bool:
+    return not isinstance(event, Chunk) or event.next_position > position
+
+
+def test_sequences_that_ended_are_told_to_have_ended() -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
+    first, second = FlightSequence(0), FlightSequence(1)
+    first.take(RequestDelta(key(), 0, (97, 98, 33), outcome=Outcome.STOP, stop_token_id=33))
+    first.close("stop", 33)
+    second.take(RequestDelta(key(), 0, (97, 98), sequence_index=1))
+    events = told_again(ResumedAnswer(PairCodec(), request, [2, 1]), [first, second], ())
+    assert events == [
+        Chunk(2, (33,), ""),
+        SequenceFinished(0, "stop", 33, 3),
+        Chunk(1, (98,), "ab", (), 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [([-1], "must be 0 to 9, not -1"), ([10], "must be 0 to 9, not 10"), ([0, 0, 0], "names 3 sequences; there are 2")],
+)
+def test_positions_that_nobody_can_have_reached_are_refused(positions: list[int], says: str) -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, max_tokens=8, n=2), num_returned=2)
+    check_positions(request, [9, 0])
+    check_positions(request, [])
+    with pytest.raises(InvalidRequest, match=f"next_token_index: {says}"):
+        check_positions(request, positions)
+
+
+def test_only_who_has_its_decode_node_can_ask_for_an_attempt() -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1))
+    record = FlightRecord(request, 7, 1, "p1.1", "d1.1", "router-0.a", 0.0)
+    both = {node.incarnation: node for node in (prefill("p1"), decode("d1"))}
+    found = where_it_runs(record, both)
+    assert found is not None
+    assert (found.prefill, found.decode) == (prefill("p1"), decode("d1"))
+    alone = where_it_runs(record, {"d1.1": decode("d1")})
+    assert alone is not None
+    assert alone.prefill is None
+    assert where_it_runs(record, {"p1.1": prefill("p1")}) is None
+    assert where_it_runs(record, {"d1.2": decode("d1", run=2)}) is None

@@ -1,0 +1,219 @@
+"""A client's answer over as many routers as it takes: each token once, in order, and the text with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.rota import DOUBT_S, Rota
+from baton.engine.outputs import TokenLogprobs
+from baton.errors import (
+    BatonError,
+    Draining,
+    DuplicateRequest,
+    EngineFault,
+    InvalidRequest,
+    NoCapacity,
+    RequestNotFound,
+    StreamDiverged,
+    Unreachable,
+)
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+
+FINISHED = Finished("length", None, 1, 9, 0, 0, 0, 0, 0, 0, 0, Path("", "d", 1, ""))
+ACCEPTED = Accepted("r", 1, 3)
+LOST = Unreachable("gone")
+
+
+def continuation(num_routers: int = 2, *, owns_id: bool = True) -> Continuation:
+    rng = Random(1)
+    return Continuation(Rota([f"h:{n}" for n in range(num_routers)], rng), rng, 0.0, 60.0, owns_id=owns_id)
+
+
+class Server:
+    """Routers that all say the same, each time in other pieces."""
+
+    def __init__(self, rng: Random, num_sequences: int) -> None:
+        self._rng = rng
+        self.texts = [
+            ["".join(rng.choice("xyz") for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 9))]
+            for _ in range(num_sequences)
+        ]
+        self.tails = [rng.choice(["", "tail"]) for _ in range(num_sequences)]
+
+    def events(self, call: Call) -> Iterator[GenerateEvent]:
+        """An answer from the call's positions on."""
+        yield ACCEPTED
+        at = [0] * len(self.texts)
+        if call.kind is CallKind.RESUME:
+            at = [*call.positions, *at][: len(at)]
+        live = list(range(len(self.texts)))
+        while live:
+            index = self._rng.choice(live)
+            count = len(self.texts[index])
+            if at[index] < count:
+                last = min(count, at[index] + self._rng.randint(1, 4))
+                pieces, tokens = self.texts[index][at[index] : last], tuple(range(at[index], last))
+                logprobs = tuple(TokenLogprobs(token, -1.0, 1, ()) for token in tokens)
+                yield Chunk(at[index], tokens, "".join(pieces), logprobs, index)
+                at[index] = last
+                continue
+            live.remove(index)
+            if self.tails[index] and at[index] == count:
+                yield Chunk(count, (), self.tails[index], (), index)
+            if len(self.texts) > 1:
+                yield SequenceFinished(index, "length", None, count)
+        yield FINISHED
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32), n=st.integers(1, 3), num_routers=st.integers(1, 3))
+def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_routers: int) -> None:
+    rng = Random(seed)
+    server, answer = Server(rng, n), continuation(num_routers)
+    tokens: list[list[int]] = [[] for _ in range(n)]
+    texts = [""] * n
+    seen: list[GenerateEvent] = []
+    now, breaks = 0.0, 30
+    is_over = False
+    while not is_over:
+        now += 0.1
+        call = answer.next_call()
+        error: BatonError = LOST
+        if call.kind is CallKind.RESUME and rng.random() < 0.4:
+            error = RequestNotFound("nobody knows it")
+        elif call.kind is CallKind.GENERATE and answer.num_calls > 1 and rng.random() < 0.3:
+            error = DuplicateRequest("is live")
+        else:
+            for event in server.events(call):
+                if breaks and rng.random() < 0.2 and ACCEPTED in seen:
+                    breaks -= 1
+                    break
+                fresh = answer.take(event, now)
+                if isinstance(fresh, Chunk):
+                    own = tokens[fresh.sequence_index]
+                    assert fresh.first_index == len(own)
+                    assert [position.token_id for position in fresh.logprobs] == list(fresh.token_ids)
+                    own += fresh.token_ids
+                    texts[fresh.sequence_index] += fresh.text
+                elif fresh is not None:
+                    assert fresh not in seen
+                    seen.append(fresh)
+                    is_over = isinstance(fresh, Finished)
+        if not is_over:
+            answer.failed(error, now)
+    assert tokens == [list(range(len(pieces))) for pieces in server.texts]
+    assert texts == ["".join(pieces) + tail for pieces, tail in zip(server.texts, server.tails, strict=True)]
+    assert len(seen) == 2 + (n if n > 1 else 0)
+
+
+def test_before_it_is_accepted_each_router_is_asked_once() -> None:
+    answer = continuation(3)
+    places = set()
+    for _ in range(2):
+        call = answer.next_call()
+        assert call.kind is CallKind.GENERATE
+        places.add(call.place)
+        assert answer.failed(LOST, 0.0) == 0.0
+    places.add(answer.next_call().place)
+    assert places == {0, 1, 2}
+    with pytest.raises(Unreachable):
+        answer.failed(LOST, 0.0)
+
+
+def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
+    for error in (NoCapacity("no node is up"), Draining("closing")):
+        answer = continuation(2)
+        first = answer.next_call().place
+        answer.failed(error, 0.0)
+        assert answer.next_call().place != first
+        with pytest.raises(type(error)):
+            answer.failed(error, 0.0)
+
+
+def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
+    answer = continuation(2)
+    answer.next_call()
+    answer.take(ACCEPTED, 10.0)
+    answer.take(Chunk(0, (5, 6), "ab"), 10.0)
+    waits = []
+    for step in range(12):
+        waits.append(answer.failed(LOST, 10.0 + step))
+        call = answer.next_call()
+        assert (call.kind, call.positions) == (CallKind.RESUME, [2])
+    assert waits[:2] == [0.0, 0.0]
+    assert all(0 < wait <= 1 for wait in waits[2:])
+    assert waits[-1] > 0.4
+    answer.failed(LOST, 70.0)
+    with pytest.raises(Unreachable):
+        answer.failed(LOST, 70.1)
+
+
+def test_what_nobody_knows_is_generated_again_and_compared() -> None:
+    answer = continuation(1)
+    answer.next_call()
+    answer.take(ACCEPTED, 0.0)
+    answer.take(Chunk(0, (5, 6), "ab"), 0.0)
+    answer.failed(LOST, 0.0)
+    answer.next_call()
+    answer.failed(RequestNotFound("who?"), 0.0)
+    assert answer.next_call().kind is CallKind.GENERATE
+    assert answer.take(ACCEPTED, 0.0) is None
+    assert answer.take(Chunk(0, (5,), "a"), 0.0) is None
+    assert answer.take(Chunk(1, (6, 7), "bc"), 0.0) == Chunk(2, (7,), "c")
+    answer.failed(LOST, 0.0)
+    answer.next_call()
+    answer.failed(RequestNotFound("who?"), 0.0)
+    answer.next_call()
+    with pytest.raises(StreamDiverged, match="from token 0 on other tokens came"):
+        answer.take(Chunk(0, (5, 9), "ax"), 0.0)
+    with pytest.raises(StreamDiverged, match="token 3 came where token 0 was due"):
+        answer.take(Chunk(3, (9,), "x"), 0.0)
+
+
+def test_what_a_router_says_of_the_request_is_final() -> None:
+    for error in (InvalidRequest("top_p", "is bad"), EngineFault("NaN"), StreamDiverged("other tokens")):
+        answer = continuation()
+        answer.next_call()
+        answer.take(ACCEPTED, 0.0)
+        with pytest.raises(type(error)):
+            answer.failed(error, 0.0)
+
+
+def test_an_id_that_somebody_else_may_have_chosen_is_not_resumed() -> None:
+    answer = continuation(owns_id=False)
+    answer.next_call()
+    with pytest.raises(DuplicateRequest):
+        answer.failed(DuplicateRequest("is live"), 0.0)
+    drawn = continuation()
+    drawn.next_call()
+    drawn.failed(DuplicateRequest("is live"), 0.0)
+    assert drawn.next_call().kind is CallKind.RESUME
+
+
+def test_a_request_is_made_repeatable() -> None:
+    made = repeatable(GenerateRequest("x"), Random(1))
+    assert made.request_id
+    assert made.seed is not None
+    chosen = GenerateRequest("x", request_id="mine", seed=0)
+    assert repeatable(chosen, Random(1)) == chosen
+
+
+def test_routers_share_the_load_and_the_dead_are_left_alone_for_a_while() -> None:
+    rota = Rota(["a", "b", "c"], Random(1))
+    assert {rota.first(0.0) for _ in range(50)} == {0, 1, 2}
+    rota.doubt(1, 0.0)
+    assert {rota.first(1.0) for _ in range(50)} == {0, 2}
+    assert (rota.after(0, 1.0), rota.after(2, 1.0)) == (2, 0)
+    assert {rota.first(DOUBT_S) for _ in range(50)} == {0, 1, 2}
+    for place in (0, 2):
+        rota.doubt(place, 1.0)
+    assert rota.after(0, 2.0) == 1
+    assert Rota(["a"], Random(1)).after(0, 0.0) == 0
+    with pytest.raises(ValueError, match="address"):
+        Rota([], Random(1))

@@ -119,7 +119,8 @@ class _Router:
         self._membership = membership
         self._timers = LoopTimers()
         self._view = ClusterView()
-        self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times)
+        incarnation = new_incarnation(config.router_id, rng)
+        self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times, incarnation)
         cards = _Cards(card, self._view)
         self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits)
         self._public = RpcServer((generation_service.SERVICE_NAME,))
@@ -140,7 +141,7 @@ class _Router:
         self._record = NodeRecord(
             name=config.router_id,
             role="router",
-            incarnation=new_incarnation(config.router_id, rng),
+            incarnation=incarnation,
             address=join_address(host, self._public.bind(config.host, config.grpc_port)),
             operator_address=join_address(host, self._private.bind(config.host, config.operator_port)),
             http_address=join_address(host, self._http.bind(config.host, config.http_port)),

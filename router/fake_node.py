@@ -125,7 +125,7 @@ class FakeClient:
         self._nodes = nodes
         self._address = address
 
-    async def attach(self, router_id: str, incarnation: str = "") -> FakeStream:
+    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> FakeStream:
         return await self._nodes.attach(self._address)
 
     async def close(self) -> None:

@@ -40,7 +40,7 @@ class NodeStream(Protocol):
 class NodeClient(Protocol):
     """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
 
-    async def attach(self, router_id: str, incarnation: str = "") -> NodeStream: ...
+    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> NodeStream: ...
 
     async def close(self) -> None: ...
 
@@ -75,9 +75,12 @@ class NodeLinks:
         timers: Timers,
         rng: Random,
         times: LinkTimes | None = None,
+        router_incarnation: str = "",
     ) -> None:
+        """`router_incarnation`: which run of the router this is; a node ends what an earlier stream of it asked for."""
         self._connect = connect
         self._router_id = router_id
+        self._router_incarnation = router_incarnation
         self._listener: LinkListener | None = None
         self._timers = timers
         self._rng = rng
@@ -140,7 +143,7 @@ class NodeLinks:
 
     async def attach(self, client: NodeClient, record: NodeRecord) -> NodeStream:
         """Open the stream within the bound; raises BatonError."""
-        attaching = asyncio.ensure_future(client.attach(self._router_id, record.incarnation))
+        attaching = asyncio.ensure_future(client.attach(self._router_id, record.incarnation, self._router_incarnation))
         bound = self._timers.call_at(self._timers.monotonic() + self._times.attach_s, lambda: _cancel(attaching))
         try:
             stream = await attaching

@@ -76,6 +76,9 @@ MAX_QUEUE_HELP = (
     "Requests that may wait at a router for a node that is not full; beyond it the least urgent are turned away."
 )
 MAX_RUNNING_HELP = "Requests of one router that may be on nodes at once; more wait at the router."
+ORPHAN_GRACE_HELP = (
+    "Seconds that requests run on, and what ended is kept, when their router is lost; another one can adopt them."
+)
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
 
@@ -130,6 +133,7 @@ class NodeConfig(_Process):
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
+    orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
@@ -176,6 +180,10 @@ class RouterConfig(_Process):
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
     max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
     max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
+    flight_record_s: Seconds = Field(
+        3600.0,
+        description="Seconds that the registry keeps what another router needs to go on with a request; 0: nothing.",
+    )
 
 
 class UpConfig(_Config):
@@ -213,6 +221,7 @@ class UpConfig(_Config):
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
+    orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from baton.ids import AttemptKey
-from baton.node.attempt_clock import AttemptClock
 from baton.rpc.messages import RouterMessage, StepReport
 
 MAX_QUEUED_REPORTS = 10_000
@@ -14,19 +13,23 @@ MAX_QUEUED_REPORTS = 10_000
 
 
 class Port:
-    """Owned by the loop. `live` holds the attempts that have not ended on this node."""
+    """Owned by the loop."""
 
     def __init__(
         self,
         client_index: int,
         router_id: str,
+        router_incarnation: str,
         receive: Callable[[Port, RouterMessage], None],
         give_up: Callable[[Port, AttemptKey, str], None],
         on_close: Callable[[Port], None],
     ) -> None:
         self.client_index = client_index
         self.router_id = router_id
-        self.live: dict[AttemptKey, AttemptClock] = {}
+        self.router_incarnation = router_incarnation
+        """Which run of the router; empty: it did not say."""
+        self.moved: set[AttemptKey] = set()
+        """Attempts of its that another router has adopted: it has nothing to say of them any more."""
         self.silent = False
         """No report since the last heartbeat."""
         self.watches_kv_cache = False
@@ -70,11 +73,11 @@ class Port:
             yield report
 
     def close(self) -> None:
-        """End the stream and give up everything the router asked for. Idempotent."""
+        """End the stream; what the router asked for has the node's grace to find another one. Idempotent."""
         if not self._closed:
             self._closed = True
             self._queue.put_nowait(None)
             self._on_close(self)
 
     def __repr__(self) -> str:
-        return f"<Port {self.router_id} live={len(self.live)} queued={self._queue.qsize()}>"
+        return f"<Port {self.router_id} queued={self._queue.qsize()}>"

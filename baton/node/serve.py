@@ -153,7 +153,7 @@ class Node:
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)
         description = self._describe(address, key_fields)
-        service = NodeService(description, role, driver, log, clock, stop.drain)
+        service = NodeService(description, role, driver, log, clock, stop.drain, config.orphan_grace_s)
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
 

@@ -1,9 +1,13 @@
-"""The node between its routers and its engine: submits, aborts, and each step's news back to whoever asked."""
+"""The node between its routers and its engine: submits, aborts, and each step's news back to whoever asked.
+
+What a router asked for outlives its stream by a grace, in which any router can adopt it (see attempts.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,6 +25,7 @@ from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import Draining
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
+from baton.node.attempts import Attempt, AttemptBook
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.kv_cache_updates import kv_cache_updates
@@ -38,6 +43,7 @@ from baton.rpc.messages import (
     Outcome,
     RequestDelta,
     RouterMessage,
+    StageTimings,
     StepFigures,
     StepReport,
     Submit,
@@ -68,13 +74,17 @@ class NodeService:
         log: EventLog,
         clock: Clock,
         on_drain: Callable[[], None],
+        orphan_grace_s: float = 0.0,
     ) -> None:
+        """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended."""
         self._description = description
         self._role = role
         self._driver = driver
         self._log = log
         self._clock = clock
         self._on_drain = on_drain
+        self._attempts = AttemptBook(orphan_grace_s)
+        self._sweep: asyncio.TimerHandle | None = None
         self._ports: dict[int, Port] = {}
         self._indices = itertools.count(1)
         self._load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
@@ -93,11 +103,17 @@ class NodeService:
     def report(self) -> NodeReport:
         return NodeReport(self._description, self._load, self._waiting_by_reason, self._role.handoff_report())
 
-    def open_port(self, router_id: str) -> Port:
-        """A router attached; raises Draining once the node has closed."""
+    def open_port(self, router_id: str, router_incarnation: str = "") -> Port:
+        """A router attached; raises Draining once the node has closed.
+
+        Another stream of the same run of it is over, with all that was asked for on it.
+        """
         if self._closed:
             raise Draining(f"node {self._description.node_id} has stopped")
-        port = Port(next(self._indices), router_id, self._receive, self._give_up, self._close_port)
+        if router_incarnation:
+            self._supersede(router_incarnation)
+        index = next(self._indices)
+        port = Port(index, router_id, router_incarnation, self._receive, self._give_up, self._close_port)
         self._ports[port.client_index] = port
         port.push(StepReport((), self._load, notice=self._notice or None))
         return port
@@ -118,7 +134,7 @@ class NodeService:
         self._send({})
 
     async def wait_idle(self) -> None:
-        """Return when no request runs or waits, and no block is leased or quarantined."""
+        """Return when no request runs or waits, no block is leased or quarantined, and nothing waits for adoption."""
         await self._idle.wait()
 
     async def heartbeat(self) -> None:
@@ -147,6 +163,13 @@ class NodeService:
         self._closed = True
         for port in list(self._ports.values()):
             port.close()
+        self._end_unwanted(self._attempts.expire(math.inf))
+        if self._sweep is not None:
+            self._sweep.cancel()
+
+    def running_for(self, port: Port) -> list[AttemptKey]:
+        """What this router asked for or adopted, and has not ended."""
+        return [attempt.key for attempt in self._attempts.running_for(port.client_index)]
 
     # Inside.
 
@@ -165,45 +188,103 @@ class NodeService:
             self._driver.watch_kv_cache()
             return
         if isinstance(message, Adopt):
-            self._reject(port, message.attempt, "nothing of it is here", Outcome.UNKNOWN)
-            return
-        owner = self._owner(message.attempt)
-        if isinstance(message, Abort):
-            if owner in (port, None):
-                self._abort(port, message)
-            return
-        if owner is port:
-            self._log.record("duplicate_submit", message.attempt)
-            return
-        problem = objection(message, self._description)
-        if self._draining:
-            self._reject(port, message.attempt, "the node is draining", Outcome.REFUSED)
-        elif owner is not None:
-            self._reject(port, message.attempt, f"attempt: runs here for router {owner.router_id}")
-        elif problem is not None:
-            self._reject(port, message.attempt, problem)
+            self._adopt(port, message.attempt)
+        elif isinstance(message, Abort):
+            self._abort(port, message)
         else:
-            # From here on it is the client who waits, whether in the engine's inbox or in its queue.
-            num_sequences = 1 if message.leg is Leg.PREFILL else message.sampling_params.n
-            port.live[message.attempt] = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
-            self._idle.clear()
-            # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
-            port.push(StepReport((RequestDelta(message.attempt),), self._load))
-            self._driver.submit(self._request(port, message))
+            self._submit(port, message)
 
-    def _owner(self, attempt: AttemptKey) -> Port | None:
-        """Whom the attempt runs for, while it does."""
-        return next((port for port in self._ports.values() if attempt in port.live), None)
+    def _submit(self, port: Port, submit: Submit) -> None:
+        running = self._attempts.running(submit.attempt)
+        if running is not None and running.owner == port.client_index:
+            self._log.record("duplicate_submit", submit.attempt)
+            return
+        problem = objection(submit, self._description)
+        if self._draining:
+            self._reject(port, submit.attempt, "the node is draining", Outcome.REFUSED)
+        elif running is not None:
+            self._reject(port, submit.attempt, f"attempt: runs here for {self._owner_name(running)}")
+        elif problem is not None:
+            self._reject(port, submit.attempt, problem)
+        else:
+            self._begin(port, submit)
+
+    def _begin(self, port: Port, submit: Submit) -> None:
+        # From here on it is the client who waits, whether in the engine's inbox or in its queue.
+        num_sequences = 1 if submit.leg is Leg.PREFILL else submit.sampling_params.n
+        clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
+        attempt = Attempt(submit.attempt, port.client_index, port.router_incarnation, clock, submit.output_token_ids)
+        self._attempts.begin(attempt)
+        port.moved.discard(submit.attempt)
+        self._idle.clear()
+        # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
+        port.push(StepReport((RequestDelta(submit.attempt),), self._load))
+        self._driver.submit(self._request(port, submit))
+
+    def _owner_name(self, attempt: Attempt) -> str:
+        owner = self._ports.get(attempt.owner) if attempt.owner is not None else None
+        return f"router {owner.router_id}" if owner is not None else "a router that is gone"
+
+    def _adopt(self, port: Port, key: AttemptKey) -> None:
+        known = self._attempts.get(str(key))
+        before = self._ports.get(known.owner) if known is not None and known.owner is not None else None
+        attempt = self._attempts.adopt(key, port.client_index, port.router_incarnation, self._clock.monotonic())
+        if attempt is None:
+            self._reject(port, key, "nothing of it is here", Outcome.UNKNOWN)
+            return
+        self._log.record("adopted", key, 0, port.router_id)
+        if before is not None and before is not port:
+            before.moved.add(key)
+            self._reject(before, key, f"router {port.router_id} has adopted it", Outcome.MOVED)
+        port.moved.discard(key)
+        for delta in attempt.told_again():
+            port.push(StepReport((delta,), self._load))
+        self._arm_sweep()
 
     def _abort(self, port: Port, abort: Abort) -> None:
+        attempt = self._attempts.get(str(abort.attempt))
+        is_anothers = attempt is not None and attempt.owner not in (None, port.client_index)
+        if is_anothers or abort.attempt in port.moved:
+            self._log.record("fenced_abort", abort.attempt, 0, port.router_id)
+            return
         self._log.record("abort", abort.attempt, 0, abort.reason)
         if abort.sequence_index is not None:
             self._driver.abort([lone_sequence_id(str(abort.attempt), abort.sequence_index)])
             return
-        if port.live.pop(abort.attempt, None) is not None:
-            self._driver.abort([str(abort.attempt)])
+        if attempt is not None:
+            runs = attempt.runs
+            self._attempts.aborted(attempt)
+            if runs:
+                self._driver.abort([str(abort.attempt)])
         # What ended here long ago may still be on offer.
         self._role.attempt_aborted(abort.attempt)
+
+    def _supersede(self, router_incarnation: str) -> None:
+        for port in list(self._ports.values()):
+            if port.router_incarnation == router_incarnation:
+                port.close()
+        self._end_unwanted(self._attempts.superseded(router_incarnation))
+
+    def _end_unwanted(self, attempts: Sequence[Attempt]) -> None:
+        """Whom they ran for is gone, and nobody else has come."""
+        self._driver.abort([str(attempt.key) for attempt in attempts])
+        for attempt in attempts:
+            self._log.record("abort", attempt.key, 0, "its router is gone")
+            self._role.attempt_aborted(attempt.key)
+
+    def _expire(self) -> None:
+        """Forget those whose grace is over."""
+        self._sweep = None
+        self._end_unwanted(self._attempts.expire(self._clock.monotonic()))
+        self._set_load(self._load)
+        self._arm_sweep()
+
+    def _arm_sweep(self) -> None:
+        due = self._attempts.next_deadline
+        # A timer that is set already comes early enough: later deadlines follow earlier ones.
+        if due is not None and self._sweep is None and not self._closed:
+            delay = max(0.0, due - self._clock.monotonic())
+            self._sweep = asyncio.get_running_loop().call_later(delay, self._expire)
 
     def _reject(self, port: Port, attempt: AttemptKey, error: str, outcome: Outcome = Outcome.ERROR) -> None:
         """Nothing of the attempt runs here, and the router is told why."""
@@ -211,7 +292,8 @@ class NodeService:
 
     def _give_up(self, port: Port, attempt: AttemptKey, error: str) -> None:
         """End the attempt, should it run for this router: it will hear nothing more of it."""
-        if attempt in port.live:
+        running = self._attempts.running(attempt)
+        if running is not None and running.owner == port.client_index:
             self._abort(port, Abort(attempt, error))
         self._reject(port, attempt, error)
 
@@ -230,39 +312,44 @@ class NodeService:
 
     def _close_port(self, port: Port) -> None:
         self._ports.pop(port.client_index, None)
-        self._driver.abort([str(attempt) for attempt in port.live])
-        for attempt in port.live:
-            self._role.attempt_aborted(attempt)
-        port.live.clear()
+        now = self._clock.monotonic()
+        self._attempts.detached(port.client_index, now)
+        self._end_unwanted(self._attempts.expire(now))
+        self._arm_sweep()
         if port.watches_kv_cache and not any(other.watches_kv_cache for other in self._ports.values()):
             self._driver.unwatch_kv_cache()
 
     def _note(self, event: EngineCoreEvent) -> None:
         request_id, sequence_index = split_sequence_id(event.request_id)
-        attempt = AttemptKey.parse(request_id)
+        attempt = self._attempts.get(request_id)
+        key = attempt.key if attempt is not None else AttemptKey.parse(request_id)
         detail = f"sequence {sequence_index}" if sequence_index else ""
-        self._log.record_at(event.time, event.type.value, attempt, event.value, detail)
+        self._log.record_at(event.time, event.type.value, key, event.value, detail)
         if sequence_index or event.type is EngineCoreEventType.CHUNK_COMPUTED:
             return
-        for port in self._ports.values():
-            clock = port.live.get(attempt)
-            if clock is not None:
-                clock.note(event)
+        if attempt is not None and attempt.runs:
+            attempt.clock.note(event)
 
     def _set_load(self, load: LoadReport) -> None:
         self._load = load
         busy = load.running or load.waiting or load.waiting_for_remote_kvs
-        busy = busy or load.leased_blocks or load.quarantined_blocks or any(port.live for port in self._ports.values())
+        busy = busy or load.leased_blocks or load.quarantined_blocks or self._attempts.num_awaited
         if busy:
             self._idle.clear()
         else:
             self._idle.set()
 
     def _send(self, outputs: Mapping[int, Sequence[EngineCoreOutput]], step: StepFigures | None = None) -> None:
+        deltas: dict[int | None, list[RequestDelta]] = {index: [] for index in self._ports}
+        for client_index, of_client in outputs.items():
+            for output in of_client:
+                owner, delta = self._delta(client_index, output)
+                if owner in deltas:
+                    deltas[owner].append(delta)
         for index, port in list(self._ports.items()):
-            deltas = [self._delta(port, output) for output in outputs.get(index, ())]
-            port.push(StepReport(deltas, self._load, step=step))
+            port.push(StepReport(deltas[index], self._load, step=step))
         if outputs:
+            self._arm_sweep()
             self._set_load(self._load)
 
     def _tell_kv_cache(self, news: KVEventBatch | KVSnapshot) -> None:
@@ -274,30 +361,52 @@ class NodeService:
                 for update in updates:
                     port.push(StepReport((), self._load, update))
 
-    def _delta(self, port: Port, output: EngineCoreOutput) -> RequestDelta:
-        request_id, sequence_index = split_sequence_id(output.request_id)
-        attempt = AttemptKey.parse(request_id)
-        clock = port.live.get(attempt)
+    def _delta(self, client_index: int, output: EngineCoreOutput) -> tuple[int | None, RequestDelta]:
+        """What a router is told, and the client index of that router; None: nobody is there to tell."""
+        request_id, sequence_index = output.request_id, 0
+        attempt = self._attempts.get(request_id)
+        if attempt is None:
+            request_id, sequence_index = split_sequence_id(request_id)
+            attempt = self._attempts.get(request_id)
         outcome = _OUTCOMES[output.finish_reason] if output.finish_reason else None
         if outcome is Outcome.ERROR and output.kv_lost:
             outcome = Outcome.KV_LOST
+        if attempt is None:
+            # It was aborted a moment ago: whoever began it hears of its end, unless it was not theirs any more.
+            key = AttemptKey.parse(request_id)
+            port = self._ports.get(client_index)
+            owner = client_index if port is not None and key not in port.moved else None
+            return owner, _delta(key, sequence_index, output, outcome)
         timings = None
-        if clock is not None and sequence_index == 0 and (outcome is not None or output.first_index <= 1):
-            moved = self._role.transfer_figures(attempt)
-            timings = clock.timings(output.num_cached_tokens, output.num_external_tokens, moved)
-        if outcome is not None and (clock is None or clock.ended(outcome)):
-            port.live.pop(attempt, None)
-        return RequestDelta(
-            attempt,
-            output.first_index,
-            output.new_token_ids,
-            output.new_logprobs,
-            outcome,
-            output.stop_reason,
-            output.error or "",
-            timings,
-            sequence_index,
-        )
+        if sequence_index == 0 and (outcome is not None or output.first_index - len(attempt.given) <= 1):
+            moved = self._role.transfer_figures(attempt.key)
+            timings = attempt.clock.timings(output.num_cached_tokens, output.num_external_tokens, moved)
+        delta = _delta(attempt.key, sequence_index, output, outcome, timings)
+        if attempt.runs:
+            attempt.note(delta)
+            if outcome is not None and attempt.clock.ended(outcome):
+                self._attempts.finished(attempt, self._clock.monotonic())
+        return attempt.owner, delta
+
+
+def _delta(
+    key: AttemptKey,
+    sequence_index: int,
+    output: EngineCoreOutput,
+    outcome: Outcome | None,
+    timings: StageTimings | None = None,
+) -> RequestDelta:
+    return RequestDelta(
+        key,
+        output.first_index,
+        output.new_token_ids,
+        output.new_logprobs,
+        outcome,
+        output.stop_reason,
+        output.error or "",
+        timings,
+        sequence_index,
+    )
 
 
 def _notice(handoff: HandoffReport) -> str:

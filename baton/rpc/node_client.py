@@ -52,7 +52,7 @@ class NodeStream:
         raise NodeLost(f"node {self.welcome.node_id} ended the stream")
 
     async def close(self) -> None:
-        """End the stream; the node aborts what it still runs for it. Idempotent."""
+        """End the stream; what the node still runs for it has the node's grace to be adopted. Idempotent."""
         self._call.cancel()
 
 
@@ -64,11 +64,15 @@ class NodeClient:
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = node_pb2_grpc.NodeStub(self._channel)
 
-    async def attach(self, router_id: str, incarnation: str = "") -> NodeStream:
-        """Open the stream; raises NodeLost, or the node's own refusal when it is another incarnation."""
+    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> NodeStream:
+        """Open the stream; raises NodeLost, or the node's own refusal when it is another incarnation.
+
+        `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over.
+        """
         call = self._stub.Attach()
+        hello = node.AttachHello(router_id=router_id, incarnation=incarnation, router_incarnation=router_incarnation)
         try:
-            await call.write(node.AttachRequest(hello=node.AttachHello(router_id=router_id, incarnation=incarnation)))
+            await call.write(node.AttachRequest(hello=hello))
             first = await call.read()
             if not isinstance(first, node.AttachResponse) or first.WhichOneof("message") != "welcome":
                 raise NodeLost(f"{self.address} did not say welcome")

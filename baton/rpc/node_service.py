@@ -46,7 +46,7 @@ class RouterPort(Protocol):
         ...
 
     def close(self) -> None:
-        """The router is gone: everything it asked for is aborted. Idempotent."""
+        """The router is gone. Idempotent."""
         ...
 
 
@@ -57,8 +57,8 @@ class NodeHandler(Protocol):
 
     def report(self) -> NodeReport: ...
 
-    def open_port(self, router_id: str) -> RouterPort:
-        """A router attaches; raises Draining."""
+    def open_port(self, router_id: str, router_incarnation: str) -> RouterPort:
+        """A router attaches; raises Draining. `router_incarnation`: which run of it; empty: it does not say."""
         ...
 
     def drain(self) -> None: ...
@@ -78,7 +78,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Attach(
         self, requests: AsyncIterator[node.AttachRequest], context: _Context
     ) -> AsyncIterator[node.AttachResponse]:
-        port = self._handler.open_port(await self._greet(requests))
+        hello = await self._greet(requests)
+        port = self._handler.open_port(hello.router_id, hello.router_incarnation)
         reader = asyncio.create_task(self._read(requests, port), name="attach-read")
         try:
             yield node.AttachResponse(welcome=description_to_pb(self._handler.describe()))
@@ -90,7 +91,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         if reader.done() and not reader.cancelled():
             reader.result()
 
-    async def _greet(self, requests: AsyncIterator[node.AttachRequest]) -> str:
+    async def _greet(self, requests: AsyncIterator[node.AttachRequest]) -> node.AttachHello:
         """The hello; raises InvalidRequest or ConfigError when the stream is not meant for this incarnation."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
@@ -98,7 +99,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         ours = self._handler.describe().incarnation
         if first.hello.incarnation not in ("", ours):
             raise ConfigError(f"this is {ours}, not {first.hello.incarnation}")
-        return first.hello.router_id
+        return first.hello
 
     @staticmethod
     async def _read(requests: AsyncIterator[node.AttachRequest], port: RouterPort) -> None:

@@ -266,8 +266,9 @@ async def test_nobody_there_is_unreachable() -> None:
 
 
 class FakePort:
-    def __init__(self, handler: NodeHandler, router_id: str) -> None:
+    def __init__(self, handler: NodeHandler, router_id: str, router_incarnation: str) -> None:
         self.router_id = router_id
+        self.router_incarnation = router_incarnation
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.refused: asyncio.Queue[tuple[AttemptKey, str]] = asyncio.Queue()
         self.closed = asyncio.Event()
@@ -307,10 +308,10 @@ class NodeHandler:
     def report(self) -> NodeReport:
         return NodeReport(self.description, LoadReport(running=3, total_blocks=8), {"capacity": 2})
 
-    def open_port(self, router_id: str) -> FakePort:
+    def open_port(self, router_id: str, router_incarnation: str) -> FakePort:
         if self.open_error is not None:
             raise self.open_error
-        port = FakePort(self, router_id)
+        port = FakePort(self, router_id, router_incarnation)
         self.ports.put_nowait(port)
         return port
 
@@ -342,10 +343,10 @@ async def node() -> AsyncIterator[Node]:
 
 
 async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
-    stream = await node.client.attach("router-1", node.handler.description.incarnation)
+    stream = await node.client.attach("router-1", node.handler.description.incarnation, "router-1.x")
     assert stream.welcome == node.handler.description
     port = await node.handler.ports.get()
-    assert port.router_id == "router-1"
+    assert (port.router_id, port.router_incarnation) == ("router-1", "router-1.x")
     await stream.send(SUBMIT)
     await stream.send(Abort(KEY, "enough"))
     assert [await port.received.get() for _ in range(2)] == [

@@ -395,12 +395,12 @@ class SimulatedNode:
 class _Stream:
     """The router's end of one attachment."""
 
-    def __init__(self, cluster: SimulatedCluster, node: SimulatedNode, router_id: str) -> None:
+    def __init__(self, cluster: SimulatedCluster, node: SimulatedNode, router_id: str, router_incarnation: str) -> None:
         self.welcome = node.description
         self._node = node
         self._up = cluster.network.pipe(ROUTER, node.incarnation)
         self._down = cluster.network.pipe(node.incarnation, ROUTER)
-        self._port = node.service.open_port(router_id)
+        self._port = node.service.open_port(router_id, router_incarnation)
         self._tasks = [
             asyncio.create_task(self._carry_up(), name=f"up-{node.incarnation}"),
             asyncio.create_task(self._carry_down(), name=f"down-{node.incarnation}"),
@@ -444,12 +444,12 @@ class _Client:
         self._cluster = cluster
         self._address = address
 
-    async def attach(self, router_id: str, incarnation: str = "") -> _Stream:
+    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> _Stream:
         for node in list(self._cluster.nodes.values()):
             if node.description.address == self._address:
                 await node.machine.running()
                 if not node.machine.is_gone:
-                    return self._cluster.add_stream(_Stream(self._cluster, node, router_id))
+                    return self._cluster.add_stream(_Stream(self._cluster, node, router_id, router_incarnation))
         raise NodeLost(f"nobody listens on {self._address}")
 
     async def close(self) -> None:

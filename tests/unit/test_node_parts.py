@@ -57,6 +57,7 @@ class PortRig:
         self.port = Port(
             1,
             "router-0",
+            "router-0.run1",
             lambda port, message: self.received.append(message),
             lambda port, attempt, error: self.given_up.append((attempt, error)),
             self.closed.append,

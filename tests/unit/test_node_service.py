@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.engine.beam_search import BeamSearch
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
-from baton.engine.core import EngineCore
-from baton.engine.request import KVSource, Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner, expected_beams, expected_tokens
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.request import Leg, SamplingParams
+from baton.engine.runner.scripted import expected_beams, expected_tokens
 from baton.engine.sequence_group import sequence_seed
 from baton.errors import Draining
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
-from baton.node.event_log import EventLog
-from baton.node.fake_role import FakeRole
-from baton.node.manual_driver import ManualDriver
 from baton.node.port import MAX_QUEUED_REPORTS, Port
-from baton.node.service import NodeService
 from baton.rpc.messages import (
     Abort,
     HandoffReport,
-    NodeDescription,
     Outcome,
     RefusedLink,
     RequestDelta,
@@ -38,92 +28,24 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
 )
+from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import run_virtually
-
-VOCAB = 1000
-PROMPT = (1, 2, 3, 4, 5, 6)
-KEY = AttemptKey("req", 1, 7)
-SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
-DESCRIPTION = NodeDescription(
-    node_id="decode-0",
-    incarnation="decode-0.run1",
-    role=Role.DECODE,
-    address="127.0.0.1:2",
-    pid=1,
-    version="0",
-    model="scripted",
-    model_fingerprint="scripted",
-    dtype="float32",
-    numerics="scripted",
-    bit_exact=True,
-    vocab_size=VOCAB,
-    max_model_len=128,
-    block_size=4,
-    num_blocks=32,
-    eos_token_ids=frozenset(),
-)
-
-
-class Rig:
-    """A node without a wire: what routers ask for comes in by `ask`, what they hear is in their ports."""
-
-    def __init__(self, role: Role = Role.DECODE) -> None:
-        runner = ScriptedRunner(33, 4, vocab_size=VOCAB)
-        self.clock = ManualClock(100.0)
-        self.role = FakeRole()
-        limits = SchedulerConfig(33, block_size=4, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=128)
-        fields = CacheKeyFields.of(runner.model, runner.layout)
-        self.scheduler = Scheduler(limits, fields, self.clock, self.role.connector)
-        self.crashes: list[BaseException] = []
-        self.driver = ManualDriver(
-            EngineCore(self.scheduler, runner), lambda news: self.service.on_step(news), self.crashes.append
-        )
-        self.drained = 0
-        self.log = EventLog()
-        description = replace(DESCRIPTION, role=role)
-        self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain)
-
-    def _drain(self) -> None:
-        self.drained += 1
-
-    def ask(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
-        port.receive(submit(key, **fields))
-
-
-def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
-    params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
-    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)
-
-
-async def heard(port: Port) -> list[StepReport]:
-    """Everything that is queued for the router now."""
-    stream = port.reports()
-    return [await anext(stream) for _ in range(port.num_queued)]
-
-
-async def deltas(port: Port) -> list[RequestDelta]:
-    """What came of the attempts; that they were taken is left out."""
-    return [delta for report in await heard(port) for delta in report.deltas if delta != RequestDelta(delta.attempt)]
-
-
-def tokens(of: Sequence[RequestDelta]) -> list[int]:
-    return [token for delta in of for token in delta.token_ids]
 
 
 async def test_a_request_ends_once_and_leaves_nothing() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     rig.driver.run()
     got = await deltas(port)
     assert tokens(got) == expected_tokens(PROMPT, 4, seed=3, vocab_size=VOCAB)
     assert [delta.outcome for delta in got] == [None, None, None, Outcome.LENGTH]
-    assert not port.live
+    assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
 
 async def test_each_router_hears_of_its_own_requests_alone() -> None:
-    rig = Rig()
+    rig = NodeRig()
     first, second = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     other = AttemptKey("req", 1, 8)
     rig.ask(first)
@@ -135,7 +57,7 @@ async def test_each_router_hears_of_its_own_requests_alone() -> None:
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     for _ in range(turns):
@@ -144,7 +66,7 @@ async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     rig.driver.run()
     assert (await deltas(port))[-1].outcome is Outcome.ABORTED
     assert rig.role.aborted == [KEY]
-    assert not port.live
+    assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
 
@@ -154,11 +76,11 @@ def several(n: int, **fields: Any) -> Submit:
 
 
 async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     port.receive(several(3))
     while rig.scheduler.requests or not port.num_queued:
-        assert KEY in port.live
+        assert KEY in rig.service.running_for(port)
         rig.driver.turn()
     rig.driver.run()
     got = await deltas(port)
@@ -169,19 +91,19 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
         assert own[-1].outcome is Outcome.LENGTH
     assert {delta.attempt for delta in got} == {KEY}
     assert [delta.timings is not None for delta in got if delta.sequence_index] == [False] * 8
-    assert not port.live
+    assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
 
 async def test_one_sequence_or_all_are_aborted() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     port.receive(several(3))
     for _ in range(3):
         rig.driver.turn()
     port.receive(Abort(KEY, "its text is over", 0))
     rig.driver.turn()
-    assert KEY in port.live
+    assert KEY in rig.service.running_for(port)
     assert len(rig.scheduler.requests) == 2
     got = await deltas(port)
     assert [delta.sequence_index for delta in got if delta.outcome is Outcome.ABORTED] == [0]
@@ -189,13 +111,13 @@ async def test_one_sequence_or_all_are_aborted() -> None:
     port.receive(Abort(KEY, "client left"))
     rig.driver.run()
     assert not rig.scheduler.requests
-    assert not port.live
+    assert not rig.service.running_for(port)
     assert rig.role.aborted == [KEY]
     await rig.service.wait_idle()
 
 
 async def test_a_beam_search_comes_as_its_best_sequences() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     params = SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3)
     port.receive(submit(sampling_params=params))
@@ -208,12 +130,12 @@ async def test_a_beam_search_comes_as_its_best_sequences() -> None:
     ]
     assert {delta.outcome for delta in got} == {Outcome.LENGTH}
     assert {event.attempt for event in rig.log.after(0)} == {KEY}
-    assert not port.live
+    assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
 
 async def test_an_aborted_beam_search_is_over() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     port.receive(submit(sampling_params=SamplingParams(temperature=0.0, max_tokens=50, n=2, beam_width=3)))
     for _ in range(4):
@@ -222,21 +144,21 @@ async def test_an_aborted_beam_search_is_over() -> None:
     rig.driver.run()
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.ABORTED]
     assert not rig.scheduler.requests
-    assert not port.live
+    assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
 
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
-    rig = Rig(Role.PREFILL)
+    rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
     port.receive(several(3, leg=Leg.PREFILL))
     rig.driver.run()
     assert [delta.outcome for delta in await deltas(port)] == [Outcome.HANDED_OFF]
-    assert not port.live
+    assert not rig.service.running_for(port)
 
 
 async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else() -> None:
-    rig = Rig(Role.PREFILL)
+    rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
     rig.ask(port, leg=Leg.PREFILL)
     rig.driver.run()
@@ -248,7 +170,7 @@ async def test_an_abort_after_the_end_reaches_the_role_and_changes_nothing_else(
 
 
 async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
-    rig = Rig(Role.PREFILL)
+    rig = NodeRig(Role.PREFILL)
     port = rig.service.open_port("router-0")
     rig.ask(port, leg=Leg.PREFILL)
     rig.driver.run()
@@ -261,14 +183,14 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
 
 
 async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     rig.driver.turn()
     rig.ask(port)
     rig.driver.turn()
     assert all(delta.outcome is None for delta in await deltas(port))
-    assert KEY in port.live
+    assert KEY in rig.service.running_for(port)
     port.close()
     rig.driver.run()
     assert rig.role.aborted == [KEY]
@@ -276,12 +198,10 @@ async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None
 
 
 async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
-    rig = Rig()
+    rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(owner)
     rig.driver.turn()
-    ("json_schema", {"sampling_params": replace(PARAMS, beam_width=3, json_schema="{}")}),
-    ("json_schema", {"sampling_params": replace(PARAMS, json_schema=" " * (64 * 1024 + 1))}),
     rig.ask(stranger)
     stranger.receive(Abort(KEY, "not mine"))
     stranger.close()
@@ -291,7 +211,7 @@ async def test_nobody_ends_or_takes_over_what_runs_for_another_router() -> None:
 
 
 async def test_a_stranger_who_submits_the_same_attempt_is_told_so() -> None:
-    rig = Rig()
+    rig = NodeRig()
     owner, stranger = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(owner)
     rig.ask(stranger)
@@ -301,7 +221,7 @@ async def test_a_stranger_who_submits_the_same_attempt_is_told_so() -> None:
 
 
 async def test_a_router_that_detaches_gives_up_what_it_asked_for() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(port)
     stays = AttemptKey("stays", 1, 9)
@@ -319,7 +239,7 @@ async def test_a_router_that_detaches_gives_up_what_it_asked_for() -> None:
 
 
 async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
-    rig = Rig()
+    rig = NodeRig()
     slow, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(slow)
     rig.driver.turn()
@@ -360,12 +280,14 @@ BAD = [
     ("n", {"sampling_params": replace(PARAMS, n=4, beam_width=3)}),
     ("beam_width", {"sampling_params": replace(PARAMS, beam_width=9)}),
     ("length_penalty", {"sampling_params": replace(PARAMS, beam_width=3, length_penalty=math.nan)}),
+    ("json_schema", {"sampling_params": replace(PARAMS, beam_width=3, json_schema="{}")}),
+    ("json_schema", {"sampling_params": replace(PARAMS, json_schema=" " * (64 * 1024 + 1))}),
 ]
 
 
 @pytest.mark.parametrize(("field", "values"), BAD)
 async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values: dict[str, Any]) -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, **values)
     (delta,) = await deltas(port)
@@ -373,13 +295,13 @@ async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values:
     assert delta.outcome is Outcome.ERROR
     assert delta.error.startswith(field)
     rig.driver.run()
-    assert not port.live
+    assert not rig.service.running_for(port)
     assert not rig.log.after(0), "it reached the engine"
     await rig.service.wait_idle()
 
 
 async def test_an_attempt_is_taken_before_the_engine_hears_of_it() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     assert (await heard(port))[-1].deltas == (RequestDelta(KEY),)
@@ -387,18 +309,18 @@ async def test_an_attempt_is_taken_before_the_engine_hears_of_it() -> None:
 
 
 async def test_a_prompt_that_can_never_fit_ends_ignored() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, prompt_token_ids=(1,) * 200)
     rig.driver.run()
     (delta,) = await deltas(port)
     assert delta.outcome is Outcome.IGNORED
     assert "200 tokens" in delta.error
-    assert not port.live
+    assert not rig.service.running_for(port)
 
 
 async def test_absurd_lengths_end_at_the_models_length() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, sampling_params=replace(PARAMS, max_tokens=2**32 - 1))
     rig.driver.run(limit=200)
@@ -408,7 +330,7 @@ async def test_absurd_lengths_end_at_the_models_length() -> None:
 
 
 async def test_draining_is_told_at_once_and_refuses_new_work() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     rig.driver.turn()
@@ -426,7 +348,7 @@ async def test_draining_is_told_at_once_and_refuses_new_work() -> None:
 
 
 async def test_a_node_that_has_closed_takes_no_more_routers() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.service.close()
     assert len([report async for report in port.reports()]) == 1
@@ -435,7 +357,7 @@ async def test_a_node_that_has_closed_takes_no_more_routers() -> None:
 
 
 async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
     other = AttemptKey("other", 1)
@@ -448,10 +370,10 @@ async def test_a_message_that_can_t_be_read_ends_its_own_attempt_alone() -> None
 
 async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
     """A step of half a second holds the inbox that long; to the client it is all the same queue."""
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port)
-    rig.clock.advance(0.5)
+    rig.manual_clock.advance(0.5)
     rig.driver.turn()
     timings = (await deltas(port))[0].timings
     assert timings is not None
@@ -459,7 +381,7 @@ async def test_the_wait_in_the_engines_inbox_counts_as_queueing() -> None:
 
 
 async def test_a_load_report_counts_each_request_once() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     for number in range(6):
         rig.ask(port, AttemptKey(f"r{number}", 1))
@@ -475,7 +397,7 @@ async def test_a_load_report_counts_each_request_once() -> None:
 
 
 async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     rig.ask(port)
     rig.driver.turn()
@@ -494,7 +416,7 @@ async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left()
 
 
 async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
@@ -506,14 +428,14 @@ async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     assert delta.error == "peer gone"
     assert delta.timings is not None
     assert (delta.timings.kv_bytes, delta.timings.transfer_ms) == (4096, 1.5)
-    assert not port.live
+    assert not rig.service.running_for(port)
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
     rig.driver.run()
     await rig.service.wait_idle()
 
 
 async def test_the_drain_call_asks_the_process_and_the_trace_tells_what_was() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router-0")
     rig.service.drain()
     assert rig.drained == 1
@@ -526,7 +448,7 @@ async def test_the_drain_call_asks_the_process_and_the_trace_tells_what_was() ->
 
 
 async def _refused_link() -> None:
-    rig = Rig()
+    rig = NodeRig()
     port = rig.service.open_port("router")
     beating = asyncio.create_task(rig.service.heartbeat())
 

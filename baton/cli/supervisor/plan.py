@@ -55,6 +55,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--kv-cache-memory": str(int(config.kv_cache_memory)),
         "--host-cache-memory": str(int(config.host_cache_memory)),
         "--preemption-mode": config.preemption_mode,
+        "--orphan-grace-s": f"{config.orphan_grace_s:g}",
         "--async-scheduling": config.async_scheduling,
         "--kv-digests": config.kv_digests,
         "--on-transfer-failure": config.on_transfer_failure,

@@ -1,0 +1,314 @@
+"""Whose attempt is whose, and what each one brought: so that a router can go on with what another one began.
+
+An attempt belongs to the router that submitted it until another one adopts it. When its router's stream ends it runs on
+as an orphan, for a grace. What ended of late is kept as long: nobody knows whether its last report arrived. Pure: time
+is an argument, and what follows for the engine is returned.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.outputs import TokenLogprobs
+from baton.ids import AttemptKey
+from baton.machine import Machine
+from baton.node.attempt_clock import AttemptClock
+from baton.rpc.messages import Outcome, RequestDelta, StageTimings
+
+MAX_ENDED = 4096
+"""So many attempts that have ended are kept at most..."""
+MAX_ENDED_ENTRIES = 4_000_000
+"""... and so many of their tokens and log-probabilities."""
+_TOLD_AT_ONCE = 2048
+"""Tokens in one delta: with 20 log-probabilities each, a message of half a megabyte."""
+_COME_WITH_A_TOKEN = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.HANDED_OFF})
+
+
+class AttemptState(enum.Enum):
+    """Where an attempt is on its node."""
+
+    RUNNING = enum.auto()
+    """For a router that is attached."""
+    ORPHANED = enum.auto()
+    """It runs on for whoever will adopt it."""
+    ENDED = enum.auto()
+    """Its router was attached then; kept, since the last report may be lost with that router."""
+    UNHEARD = enum.auto()
+    """It ended as an orphan: kept for whoever will adopt it."""
+    FORGOTTEN = enum.auto()
+
+
+class AttemptEvent(enum.Enum):
+    """What happens to it."""
+
+    DETACHED = enum.auto()
+    """Its router's stream has ended."""
+    ADOPTED = enum.auto()
+    FINISHED = enum.auto()
+    """The engine has ended all its sequences."""
+    ABORTED = enum.auto()
+    GRACE_OVER = enum.auto()
+
+
+ATTEMPT_TABLE = {
+    (AttemptState.RUNNING, AttemptEvent.ADOPTED): AttemptState.RUNNING,
+    (AttemptState.RUNNING, AttemptEvent.DETACHED): AttemptState.ORPHANED,
+    (AttemptState.RUNNING, AttemptEvent.FINISHED): AttemptState.ENDED,
+    (AttemptState.RUNNING, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
+    (AttemptState.ORPHANED, AttemptEvent.ADOPTED): AttemptState.RUNNING,
+    (AttemptState.ORPHANED, AttemptEvent.FINISHED): AttemptState.UNHEARD,
+    (AttemptState.ORPHANED, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
+    (AttemptState.ORPHANED, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
+    (AttemptState.ENDED, AttemptEvent.DETACHED): AttemptState.ENDED,
+    (AttemptState.ENDED, AttemptEvent.ADOPTED): AttemptState.ENDED,
+    (AttemptState.ENDED, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
+    (AttemptState.ENDED, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
+    (AttemptState.UNHEARD, AttemptEvent.ADOPTED): AttemptState.ENDED,
+    (AttemptState.UNHEARD, AttemptEvent.ABORTED): AttemptState.FORGOTTEN,
+    (AttemptState.UNHEARD, AttemptEvent.GRACE_OVER): AttemptState.FORGOTTEN,
+}
+_RUNS = frozenset({AttemptState.RUNNING, AttemptState.ORPHANED})
+_IS_AWAITED = _RUNS | {AttemptState.UNHEARD}
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What was told of one of its sequences."""
+
+    first_index: int
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    end: RequestDelta | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """How much of memory it is, in tokens and log-probabilities."""
+        per_token = 1 + len(self.logprobs[0].top) if self.logprobs else 0
+        return len(self.token_ids) + len(self.logprobs) * per_token
+
+
+class Attempt:
+    """One attempt and its history, which its request bounds."""
+
+    def __init__(
+        self, key: AttemptKey, owner: int, router: str, clock: AttemptClock, given: Sequence[int] = ()
+    ) -> None:
+        """`owner`: the client index of its router's port; `router`: that router's incarnation; `given`: output tokens
+        that it was submitted with.
+        """
+        self.key = key
+        self.owner: int | None = owner
+        """None once that port is closed."""
+        self.router = router
+        self.clock = clock
+        self.given = tuple(given)
+        self.timings: StageTimings | None = None
+        """As they were told last."""
+        self._machine = Machine(f"attempt {key}", AttemptState.RUNNING, ATTEMPT_TABLE)
+        self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def state(self) -> AttemptState:
+        return self._machine.state
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine has not ended it."""
+        return self._machine.state in _RUNS
+
+    def feed(self, event: AttemptEvent) -> None:
+        """Raises IllegalEvent, and changes nothing, for one that can't happen now."""
+        self._machine.feed(event)
+
+    def note(self, delta: RequestDelta) -> None:
+        """This was told of it, or would have been."""
+        sequence = self._sequences.get(delta.sequence_index)
+        if sequence is None:
+            sequence = self._sequences[delta.sequence_index] = _Sequence(delta.first_index)
+        sequence.token_ids.extend(delta.token_ids)
+        if delta.logprobs:
+            sequence.logprobs.extend(delta.logprobs)
+        if delta.timings is not None:
+            self.timings = delta.timings
+        if delta.outcome is not None:
+            sequence.end = delta
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens and log-probabilities that it keeps."""
+        return len(self.given) + sum(sequence.num_entries for sequence in self._sequences.values())
+
+    def told_again(self) -> Iterator[RequestDelta]:
+        """All that it brought so far, in order; tokens that it was given have no log-probabilities.
+
+        An end that comes with its token is told with it; others follow, as they did.
+        """
+        yield RequestDelta(self.key, timings=self.timings)
+        if self.given:
+            yield RequestDelta(self.key, 0, self.given)
+        for index, sequence in sorted(self._sequences.items()):
+            yield from self._sequence_again(index, sequence)
+
+    def _sequence_again(self, index: int, sequence: _Sequence) -> Iterator[RequestDelta]:
+        end, num_tokens = sequence.end, len(sequence.token_ids)
+        at_last = end is not None and end.outcome in _COME_WITH_A_TOKEN
+        for start in range(0, num_tokens, _TOLD_AT_ONCE):
+            stop = min(start + _TOLD_AT_ONCE, num_tokens)
+            is_last = stop == num_tokens and at_last
+            yield RequestDelta(
+                self.key,
+                sequence.first_index + start,
+                tuple(sequence.token_ids[start:stop]),
+                tuple(sequence.logprobs[start:stop]),
+                end.outcome if end is not None and is_last else None,
+                end.stop_token_id if end is not None and is_last else None,
+                timings=end.timings if end is not None and is_last else None,
+                sequence_index=index,
+            )
+        if end is not None and not (at_last and num_tokens):
+            yield RequestDelta(
+                self.key,
+                sequence.first_index + num_tokens,
+                outcome=end.outcome,
+                stop_token_id=end.stop_token_id,
+                error=end.error,
+                timings=end.timings,
+                sequence_index=index,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.key} {self.state.name} owner={self.owner}>"
+
+
+class AttemptBook:
+    """Every attempt of a node that is not forgotten."""
+
+    def __init__(self, grace_s: float, max_ended: int = MAX_ENDED, max_ended_entries: int = MAX_ENDED_ENTRIES) -> None:
+        self._grace_s = grace_s
+        self._max_ended = max_ended
+        self._max_ended_entries = max_ended_entries
+        self._attempts: dict[str, Attempt] = {}
+        self._deadlines: dict[str, float] = {}
+        """When those that nobody may want any more are forgotten, the earliest first."""
+        self._ended: dict[str, int] = {}
+        """How much of memory each that has ended is, the oldest first."""
+        self._num_ended_entries = 0
+        self._awaited: set[str] = set()
+
+    @property
+    def num_awaited(self) -> int:
+        """Those that run, and those that ended as orphans: a node that stops waits for them."""
+        return len(self._awaited)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        return next(iter(self._deadlines.values()), None)
+
+    def begin(self, attempt: Attempt) -> None:
+        """It runs from now on. One of the same name that has ended is forgotten."""
+        name = str(attempt.key)
+        known = self._attempts.get(name)
+        if known is not None:
+            if known.runs:
+                raise ValueError(f"{known!r} runs already")
+            self._forget(known, AttemptEvent.ABORTED)
+        self._attempts[name] = attempt
+        self._awaited.add(name)
+
+    def get(self, request_id: str) -> Attempt | None:
+        """By the request id that the engine sees."""
+        return self._attempts.get(request_id)
+
+    def running(self, key: AttemptKey) -> Attempt | None:
+        """If the engine has not ended it."""
+        attempt = self._attempts.get(str(key))
+        return attempt if attempt is not None and attempt.runs else None
+
+    def running_for(self, owner: int) -> list[Attempt]:
+        """Those of one router that have not ended."""
+        return [attempt for attempt in self._attempts.values() if attempt.owner == owner and attempt.runs]
+
+    def finished(self, attempt: Attempt, now: float) -> None:
+        """The engine has ended it, and that is noted."""
+        attempt.feed(AttemptEvent.FINISHED)
+        if self._grace_s <= 0:
+            self._forget(attempt, AttemptEvent.GRACE_OVER)
+            return
+        name = str(attempt.key)
+        if attempt.state is AttemptState.ENDED:
+            self._awaited.discard(name)
+            self._set_deadline(name, now)
+        # As an orphan it has a deadline already.
+        self._ended[name] = attempt.num_entries
+        self._num_ended_entries += self._ended[name]
+        self._keep_bounds()
+
+    def detached(self, owner: int, now: float) -> None:
+        """This router's stream has ended: what it asked for has the grace to find another one."""
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.owner == owner]:
+            attempt.owner = None
+            attempt.feed(AttemptEvent.DETACHED)
+            self._set_deadline(str(attempt.key), now)
+
+    def adopt(self, key: AttemptKey, owner: int, router: str, now: float) -> Attempt | None:
+        """It belongs to this router from now on; None when nothing of it is here."""
+        name = str(key)
+        attempt = self._attempts.get(name)
+        if attempt is None:
+            return None
+        attempt.feed(AttemptEvent.ADOPTED)
+        attempt.owner, attempt.router = owner, router
+        self._deadlines.pop(name, None)
+        if attempt.runs:
+            return attempt
+        self._awaited.discard(name)
+        self._set_deadline(name, now)
+        return attempt
+
+    def aborted(self, attempt: Attempt) -> None:
+        """Nobody wants it any more."""
+        self._forget(attempt, AttemptEvent.ABORTED)
+
+    def superseded(self, router: str) -> list[Attempt]:
+        """This run of a router is attached anew, and has tried elsewhere what it had asked for: forget it all.
+
+        Returns those that run, which are to be aborted.
+        """
+        left = [attempt for attempt in self._attempts.values() if attempt.owner is None and attempt.router == router]
+        running = [attempt for attempt in left if attempt.runs]
+        for attempt in left:
+            self._forget(attempt, AttemptEvent.ABORTED)
+        return running
+
+    def expire(self, now: float) -> list[Attempt]:
+        """Forget those whose grace is over; returns those that run, which are to be aborted."""
+        due: list[Attempt] = []
+        for name, deadline in self._deadlines.items():
+            if deadline > now:
+                break
+            due.append(self._attempts[name])
+        running = [attempt for attempt in due if attempt.runs]
+        for attempt in due:
+            self._forget(attempt, AttemptEvent.GRACE_OVER)
+        return running
+
+    def _set_deadline(self, name: str, now: float) -> None:
+        # Behind all others: the grace is one for all, so this is the order of the deadlines.
+        self._deadlines.pop(name, None)
+        self._deadlines[name] = now + self._grace_s
+
+    def _keep_bounds(self) -> None:
+        while len(self._ended) > self._max_ended or self._num_ended_entries > self._max_ended_entries:
+            self._forget(self._attempts[next(iter(self._ended))], AttemptEvent.GRACE_OVER)
+
+    def _forget(self, attempt: Attempt, event: AttemptEvent) -> None:
+        attempt.feed(event)
+        name = str(attempt.key)
+        del self._attempts[name]
+        self._deadlines.pop(name, None)
+        self._num_ended_entries -= self._ended.pop(name, 0)
+        self._awaited.discard(name)

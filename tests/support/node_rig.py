@@ -1,0 +1,95 @@
+"""A node without a wire, over a real engine that is turned by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from baton.clock import Clock, ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.engine.runner.scripted import ScriptedRunner, prompt_slots
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.ids import AttemptKey
+from baton.node.event_log import EventLog
+from baton.node.fake_role import FakeRole
+from baton.node.manual_driver import ManualDriver
+from baton.node.port import Port
+from baton.node.service import NodeService
+from baton.rpc.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
+
+VOCAB = 1000
+PROMPT = (1, 2, 3, 4, 5, 6)
+KEY = AttemptKey("req", 1, 7)
+SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
+DESCRIPTION = NodeDescription(
+    node_id="decode-0",
+    incarnation="decode-0.run1",
+    role=Role.DECODE,
+    address="127.0.0.1:2",
+    pid=1,
+    version="0",
+    model="scripted",
+    model_fingerprint="scripted",
+    dtype="float32",
+    numerics="scripted",
+    bit_exact=True,
+    vocab_size=VOCAB,
+    max_model_len=128,
+    block_size=4,
+    num_blocks=32,
+    eos_token_ids=frozenset(),
+)
+
+
+class NodeRig:
+    """What routers ask for comes in by `ask`, what they hear is in their ports."""
+
+    def __init__(self, role: Role = Role.DECODE, clock: Clock | None = None, **service: Any) -> None:
+        self.runner = runner = ScriptedRunner(33, 4, vocab_size=VOCAB)
+        self.manual_clock = ManualClock(100.0)
+        self.clock = clock if clock is not None else self.manual_clock
+        self.role = FakeRole()
+        limits = SchedulerConfig(33, block_size=4, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=128)
+        fields = CacheKeyFields.of(runner.model, runner.layout)
+        self.scheduler = Scheduler(limits, fields, self.clock, self.role.connector)
+        self.crashes: list[BaseException] = []
+        self.driver = ManualDriver(
+            EngineCore(self.scheduler, runner), lambda news: self.service.on_step(news), self.crashes.append
+        )
+        self.drained = 0
+        self.log = EventLog()
+        description = replace(DESCRIPTION, role=role)
+        self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain, **service)
+
+    def fill(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:
+        """Write the right KV of a prompt where a load waits for it."""
+        self.runner.write_slots(block_ids, prompt_slots(prompt))
+
+    def _drain(self) -> None:
+        self.drained += 1
+
+    def ask(self, port: Port, key: AttemptKey = KEY, **fields: Any) -> None:
+        port.receive(submit(key, **fields))
+
+
+def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
+    params = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
+    return replace(Submit(key, Leg.WHOLE, PROMPT, params), **fields)
+
+
+async def heard(port: Port) -> list[StepReport]:
+    """Everything that is queued for the router now."""
+    stream = port.reports()
+    return [await anext(stream) for _ in range(port.num_queued)]
+
+
+async def deltas(port: Port) -> list[RequestDelta]:
+    """What came of the attempts; that they were taken is left out."""
+    return [delta for report in await heard(port) for delta in report.deltas if delta != RequestDelta(delta.attempt)]
+
+
+def tokens(of: Sequence[RequestDelta]) -> list[int]:
+    return [token for delta in of for token in delta.token_ids]

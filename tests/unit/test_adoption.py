@@ -1,0 +1,392 @@
+"""Requests that outlive their router: orphans, adoption, and what the router that lost them can still do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from baton.engine.beam_search import BeamSearch
+from baton.engine.connector import ArrivedKV, KVTransferOutput
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import Leg, SamplingParams
+from baton.engine.runner.scripted import expected_beams, expected_tokens
+from baton.engine.sequence_group import sequence_seed
+from baton.ids import AttemptKey
+from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.rpc.messages import Abort, Adopt, Outcome, RequestDelta, Role, StepReport
+from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens
+from tests.support.virtual_time import LoopClock, run_virtually
+
+GRACE_S = 10.0
+LONG = SamplingParams(temperature=0.0, seed=3, max_tokens=12)
+
+
+def rig_with_grace(role: Role = Role.DECODE) -> NodeRig:
+    return NodeRig(role, orphan_grace_s=GRACE_S)
+
+
+def attach(rig: NodeRig, name: str, run: int = 1) -> Port:
+    return rig.service.open_port(name, f"{name}.run{run}")
+
+
+def turn(rig: NodeRig, times: int) -> None:
+    for _ in range(times):
+        rig.driver.turn()
+
+
+def whole(num_tokens: int, index: int = 0, seed: int = 3) -> list[int]:
+    return expected_tokens(PROMPT, num_tokens, seed=sequence_seed(seed, index), vocab_size=VOCAB)
+
+
+def of(sequence_index: int, told: list[RequestDelta]) -> list[RequestDelta]:
+    """One sequence's, checked to be without gaps."""
+    own = [delta for delta in told if delta.sequence_index == sequence_index]
+    for before, after in pairwise(own):
+        if after.token_ids:
+            assert after.first_index == before.first_index + len(before.token_ids)
+    return own
+
+
+@pytest.mark.parametrize("turns", [0, 1, 4])
+async def test_an_orphan_runs_on_and_is_told_from_the_beginning_to_who_adopts_it(turns: int) -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=LONG)
+    turn(rig, turns)
+    first.close()
+    turn(rig, 2)
+    assert rig.role.aborted == []
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    told = await deltas(second)
+    assert tokens(of(0, told)) == whole(12)
+    assert told[0].first_index == 0
+    assert [delta.outcome for delta in told if delta.outcome is not None] == [Outcome.LENGTH]
+    assert any(delta.timings is not None for delta in told)
+    assert not rig.service.running_for(second)
+    await rig.service.wait_idle()
+
+
+async def test_what_ended_as_an_orphan_or_just_before_is_told_as_well() -> None:
+    for closes_after in (True, False):
+        rig = rig_with_grace()
+        first, second = attach(rig, "router-0"), attach(rig, "router-1")
+        rig.ask(first)
+        if not closes_after:
+            first.close()
+        rig.driver.run()
+        first.close()
+        second.receive(Adopt(KEY))
+        told = await deltas(second)
+        assert tokens(of(0, told)) == whole(4)
+        assert told[-1].outcome is Outcome.LENGTH
+        assert told[-1].token_ids, "a stop token is told with its end: nobody may take it for text"
+        assert told[-1].timings is not None
+        await rig.service.wait_idle()
+
+
+async def test_its_router_is_told_that_it_moved_and_its_aborts_change_nothing() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=LONG)
+    turn(rig, 3)
+    await deltas(first)
+    second.receive(Adopt(KEY))
+    (moved,) = await deltas(first)
+    assert (moved.attempt, moved.outcome) == (KEY, Outcome.MOVED)
+    first.receive(Abort(KEY, "it was lost, I thought"))
+    first.receive(Abort(KEY, "its text is over", 0))
+    rig.driver.run()
+    assert tokens(of(0, await deltas(second))) == whole(12)
+    assert await deltas(first) == []
+    first.receive(Abort(KEY, "the other leg died"))
+    assert rig.role.aborted == [], "what is on offer is the new router's"
+
+
+async def test_a_fence_outlives_what_it_protects() -> None:
+    """The prefill leg ended long ago and its node has forgotten it, but its blocks may still be read."""
+    rig = NodeRig(Role.PREFILL, orphan_grace_s=0.0)
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, leg=Leg.PREFILL)
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    second.receive(Adopt(KEY))
+    assert (await deltas(second))[-1].outcome is Outcome.UNKNOWN
+    first.receive(Abort(KEY, "late"))
+    assert rig.role.aborted == []
+    second.receive(Abort(KEY, "its decode leg died"))
+    assert rig.role.aborted == [KEY]
+
+
+async def test_the_owner_may_have_it_told_again() -> None:
+    rig = rig_with_grace()
+    port = attach(rig, "router-0")
+    rig.ask(port, sampling_params=LONG)
+    turn(rig, 3)
+    await deltas(port)
+    port.receive(Adopt(KEY))
+    rig.driver.run()
+    assert tokens(of(0, await deltas(port))) == whole(12)
+
+
+@pytest.mark.parametrize("reason", ["never heard of", "aborted", "ended long ago"])
+async def test_what_is_not_here_is_unknown(reason: str) -> None:
+    rig = NodeRig(orphan_grace_s=0.0 if reason == "ended long ago" else GRACE_S)
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    if reason != "never heard of":
+        rig.ask(first)
+        turn(rig, 2)
+    if reason == "aborted":
+        first.receive(Abort(KEY, "client left"))
+    rig.driver.run()
+    second.receive(Adopt(KEY))
+    (answer,) = await deltas(second)
+    assert (answer.attempt, answer.outcome) == (KEY, Outcome.UNKNOWN)
+    second.receive(Abort(KEY, "so I tried elsewhere"))
+
+
+async def test_an_adopted_attempt_is_its_new_routers_to_abort() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=LONG)
+    turn(rig, 2)
+    second.receive(Adopt(KEY))
+    await deltas(first)
+    second.receive(Abort(KEY, "client left"))
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert not rig.scheduler.requests
+    assert await deltas(first) == [], "not its business any more"
+    await rig.service.wait_idle()
+
+
+async def test_a_chain_of_lost_routers() -> None:
+    rig = rig_with_grace()
+    ports = [attach(rig, f"router-{index}") for index in range(4)]
+    rig.ask(ports[0], sampling_params=LONG)
+    for before, after in pairwise(ports):
+        turn(rig, 2)
+        before.close()
+        turn(rig, 1)
+        after.receive(Adopt(KEY))
+    rig.driver.run()
+    assert tokens(of(0, await deltas(ports[-1]))) == whole(12)
+    await rig.service.wait_idle()
+
+
+async def test_sequences_and_those_of_them_that_are_over_come_again() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=replace(LONG, n=3))
+    turn(rig, 5)
+    first.receive(Abort(KEY, "its text is over", 1))
+    turn(rig, 1)
+    first.close()
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    told = await deltas(second)
+    for index in range(3):
+        own = of(index, told)
+        got = tokens(own)
+        assert got == whole(12, index)[: len(got)]
+        ends = [delta for delta in own if delta.outcome is not None]
+        assert [end.outcome for end in ends] == [Outcome.ABORTED if index == 1 else Outcome.LENGTH]
+        assert bool(ends[0].token_ids) == (index != 1)
+    await rig.service.wait_idle()
+
+
+async def test_a_beam_search_can_be_adopted() -> None:
+    best = expected_beams(PROMPT, BeamSearch(3, frozenset(), 5), vocab_size=VOCAB)
+    for turns in (3, 50):
+        rig = rig_with_grace()
+        first, second = attach(rig, "router-0"), attach(rig, "router-1")
+        rig.ask(first, sampling_params=SamplingParams(temperature=0.0, max_tokens=5, n=2, beam_width=3))
+        turn(rig, turns)
+        first.close()
+        second.receive(Adopt(KEY))
+        rig.driver.run()
+        told = await deltas(second)
+        assert [tokens(of(index, told)) for index in range(2)] == best[:2]
+
+
+async def test_logprobs_come_again_with_their_tokens() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=replace(LONG, logprobs=2, seed=0))
+    turn(rig, 4)
+    first.close()
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    for delta in await deltas(second):
+        assert [position.token_id for position in delta.logprobs] == list(delta.token_ids)
+
+
+async def test_who_adopts_a_decode_leg_needs_nobody_else_for_the_first_token() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    undisturbed = whole(12, seed=0)
+    drawn = undisturbed[0]
+    rig.ask(first, leg=Leg.DECODE, kv_source=SOURCE, sampling_params=replace(LONG, logprobs=0, seed=0))
+    turn(rig, 1)
+    first.close()
+    load = rig.role.connector.loads[str(KEY)]
+    rig.fill(load.block_ids, PROMPT)
+    arrived = ArrivedKV((drawn,), (TokenLogprobs(drawn, -0.5, 1, ()),))
+    rig.driver.tell_transfer(KVTransferOutput(arrived={str(KEY): arrived}))
+    turn(rig, 3)
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    told = await deltas(second)
+    assert tokens(of(0, told)) == undisturbed
+    assert [position.token_id for delta in told for position in delta.logprobs] == undisturbed
+
+
+async def test_nobody_else_submits_an_orphan() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first)
+    turn(rig, 1)
+    first.close()
+    rig.ask(second)
+    (refused,) = await deltas(second)
+    assert refused.outcome is Outcome.ERROR
+    assert "a router that is gone" in refused.error
+    second.receive(Abort(KEY, "nobody wants it"))
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_router_that_attaches_again_has_given_up_what_it_asked_for(is_open: bool) -> None:
+    rig = rig_with_grace()
+    first, other = attach(rig, "router-0"), attach(rig, "router-1")
+    stays, moved = AttemptKey("stays", 1, 9), AttemptKey("moved", 1, 9)
+    rig.ask(first)
+    rig.ask(first, moved)
+    rig.ask(other, stays)
+    turn(rig, 1)
+    other.receive(Adopt(moved))
+    if not is_open:
+        first.close()
+    again = attach(rig, "router-0")
+    rig.driver.run()
+    assert rig.role.aborted == [KEY]
+    assert {delta.attempt for delta in await deltas(other) if delta.outcome is Outcome.LENGTH} == {stays, moved}
+    again.receive(Adopt(KEY))
+    assert (await deltas(again))[-1].outcome is Outcome.UNKNOWN
+    assert first.num_queued == 0 or [report async for report in first.reports()], "its stream has ended"
+    await rig.service.wait_idle()
+
+
+async def test_a_later_run_of_the_router_may_adopt_what_the_earlier_one_left() -> None:
+    rig = rig_with_grace()
+    first = attach(rig, "router-0", run=1)
+    rig.ask(first, sampling_params=LONG)
+    turn(rig, 2)
+    first.close()
+    second = attach(rig, "router-0", run=2)
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    assert tokens(of(0, await deltas(second))) == whole(12)
+
+
+async def test_a_router_that_does_not_read_loses_what_it_asked_for_to_whoever_does() -> None:
+    rig = rig_with_grace()
+    slow, other = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(slow, sampling_params=LONG)
+    turn(rig, 1)
+    for _ in range(MAX_QUEUED_REPORTS):
+        slow.push(StepReport((), rig.service.report().load))
+    turn(rig, 1)
+    other.receive(Adopt(KEY))
+    rig.driver.run()
+    assert tokens(of(0, await deltas(other))) == whole(12)
+
+
+async def test_a_node_that_closes_ends_everything_at_once() -> None:
+    rig = rig_with_grace()
+    port, gone = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(port)
+    rig.ask(gone, AttemptKey("orphan", 1, 9))
+    turn(rig, 1)
+    gone.close()
+    rig.service.close()
+    rig.driver.run()
+    assert sorted(rig.role.aborted) == [AttemptKey("orphan", 1, 9), KEY]
+    assert not rig.scheduler.requests
+
+
+# In virtual time: what the grace is.
+
+
+def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        await test(NodeRig(clock=LoopClock(), orphan_grace_s=GRACE_S))
+
+    run_virtually(main())
+
+
+async def _nobody_comes(rig: NodeRig) -> None:
+    port = attach(rig, "router-0")
+    rig.ask(port, sampling_params=LONG)
+    turn(rig, 2)
+    port.close()
+    idle = asyncio.create_task(rig.service.wait_idle())
+    await asyncio.sleep(GRACE_S - 0.5)
+    assert rig.role.aborted == []
+    assert not idle.done()
+    await asyncio.sleep(1)
+    assert rig.role.aborted == [KEY]
+    rig.driver.run()
+    assert not rig.scheduler.requests
+    await idle
+
+
+def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace() -> None:
+    in_time(_nobody_comes)
+
+
+async def _ends_as_an_orphan(rig: NodeRig) -> None:
+    port, other = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(port)
+    turn(rig, 1)
+    port.close()
+    rig.service.refuse_new_work()
+    idle = asyncio.create_task(rig.service.wait_idle())
+    await asyncio.sleep(GRACE_S / 2)
+    rig.driver.run()
+    await asyncio.sleep(GRACE_S / 4)
+    assert not idle.done(), "nobody has heard of its end"
+    other.receive(Adopt(KEY))
+    assert tokens(of(0, [delta for delta in await deltas(other) if delta.outcome is not Outcome.REFUSED])) == whole(4)
+    await idle
+    await asyncio.sleep(GRACE_S + 1)
+    other.receive(Adopt(KEY))
+    assert (await deltas(other))[-1].outcome is Outcome.UNKNOWN
+    assert rig.role.aborted == [], "it ended by itself"
+
+
+def test_a_node_that_drains_waits_until_somebody_has_heard_of_an_orphans_end() -> None:
+    in_time(_ends_as_an_orphan)
+
+
+async def _ended_before(rig: NodeRig) -> None:
+    port, other = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(port)
+    rig.driver.run()
+    await rig.service.wait_idle()
+    await asyncio.sleep(GRACE_S - 1)
+    port.close()
+    await rig.service.wait_idle()
+    await asyncio.sleep(GRACE_S - 1)
+    other.receive(Adopt(KEY))
+    assert tokens(of(0, await deltas(other))) == whole(4)
+
+
+def test_a_last_report_that_may_be_lost_is_kept_from_the_loss_of_its_router_on() -> None:
+    in_time(_ended_before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription, Role
@@ -23,6 +23,12 @@ class Candidate:
     """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
     is_full: bool = False
     """It could only queue more, see `router.admission`."""
+    uncomputed_tokens: int = 0
+    """Of prompts that wait or are being computed there, as it reported."""
+    context_tokens: int = 0
+    """What its running sequences have in the cache."""
+    attached_at: float = 0.0
+    """Seconds on the router's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,6 @@ class Placement:
     prefill: NodeDescription | None
     decode: NodeDescription
     reason: str
-    candidates: Sequence[Candidate]
 
 
 def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
@@ -52,8 +57,7 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     asked again when there is nobody else: they take work now, so they may only have been away. A pair must agree on
     everything that KV depends on. One node alone runs the request only when the other kind is missing.
     """
-    able = [c for c in candidates if _fits(c.node, demand)]
-    fitting = [c for c in able if c.node.incarnation not in exclude] or able
+    fitting = fitting_nodes(candidates, demand, exclude)
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
     decodes = sorted((c for c in fitting if c.node.role is Role.DECODE), key=_order)
     best_prefill = _best_by_kv(prefills)
@@ -61,10 +65,22 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     pairs = [(best_prefill[words], decode) for words, decode in best_decode.items() if words in best_prefill]
     if pairs:
         prefill, decode = min(pairs, key=lambda pair: (pair[0].load + pair[1].load, _order(pair[1]), _order(pair[0])))
-        return Placement(prefill.node, decode.node, "least loaded pair", candidates)
-    alone = decodes or prefills
-    if alone:
-        return Placement(None, alone[0].node, _why_alone(candidates, prefills, decodes, exclude), candidates)
+        return Placement(prefill.node, decode.node, "least loaded pair")
+    alone = (decodes or prefills)[0]
+    return Placement(None, alone.node, why_alone(candidates, prefills, decodes, exclude))
+
+
+def take_turns(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = frozenset()) -> Placement:
+    """The pair of nodes that were not chosen for longest, however loaded they are; otherwise as `choose`."""
+    placement = choose([replace(candidate, load=0.0) for candidate in candidates], demand, exclude)
+    return placement if placement.prefill is None else replace(placement, reason="in turn")
+
+
+def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
+    """Nodes on which the request fits, but for those in `exclude` unless there is nobody else; raises as `choose`."""
+    able = [c for c in candidates if _fits(c.node, demand)]
+    if able:
+        return [c for c in able if c.node.incarnation not in exclude] or able
     if any(c.node.model == demand.model for c in candidates):
         tokens = demand.num_prompt_tokens + demand.max_tokens
         raise InvalidRequest("prompt", f"with max_tokens comes to {tokens} tokens, more than any node's KV cache holds")
@@ -82,11 +98,12 @@ def _best_by_kv(best_first: Sequence[Candidate]) -> dict[tuple[str, str, str, in
     """Of the nodes that can exchange KV with each other, the best one."""
     best: dict[tuple[str, str, str, int], Candidate] = {}
     for candidate in best_first:
-        best.setdefault(_kv_words(candidate.node), candidate)
+        best.setdefault(kv_words(candidate.node), candidate)
     return best
 
 
-def _kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
+def kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
+    """What two nodes must agree on to exchange KV."""
     return (node.model_fingerprint, node.numerics, node.dtype, node.block_size)
 
 
@@ -96,9 +113,9 @@ def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> st
     Such a pair is never chosen, so that no link between them is ever opened, or refused.
     """
     partners = [other for other in others if other.role is not node.role]
-    if not partners or any(_kv_words(other) == _kv_words(node) for other in partners):
+    if not partners or any(kv_words(other) == kv_words(node) for other in partners):
         return ""
-    pairs = zip(_KV_FIELDS, _kv_words(node), _kv_words(partners[0]), strict=True)
+    pairs = zip(_KV_FIELDS, kv_words(node), kv_words(partners[0]), strict=True)
     different = [(name, ours, theirs) for name, ours, theirs in pairs if ours != theirs]
     here = " ".join(f"{name}={ours}" for name, ours, _ in different)
     there = " ".join(f"{name}={theirs}" for name, _, theirs in different)
@@ -110,14 +127,15 @@ def _order(candidate: Candidate) -> tuple[float, int, str]:
     return (candidate.load, candidate.last_chosen, candidate.node.incarnation)
 
 
-def _why_alone(
+def why_alone(
     candidates: Sequence[Candidate],
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     exclude: Set[str],
 ) -> str:
+    """Why there is no pair."""
     if prefills and decodes:
-        return f"no pair agrees on its KV: {_kv_words(prefills[0].node)} and {_kv_words(decodes[0].node)}"
+        return f"no pair agrees on its KV: {kv_words(prefills[0].node)} and {kv_words(decodes[0].node)}"
     missing = Role.PREFILL if decodes else Role.DECODE
     failed = sum(1 for c in candidates if c.node.role is missing and c.node.incarnation in exclude)
     note = f" ({failed} failed this request)" if failed else ""

@@ -39,6 +39,11 @@ class _Node:
     """Sequences of other routers on it, as far as its last report shows."""
     in_flight: dict[AttemptKey, int] = field(default_factory=dict)
     """How many sequences each of our legs on it computes."""
+    ours: int = 0
+    """Their sum."""
+    attached_at: float = 0.0
+    candidate: Candidate | None = None
+    """What placement sees of it; None while that is to be put together anew."""
     last_chosen: int = 0
     last_message: float = 0.0
     lost_at: float | None = None
@@ -47,10 +52,10 @@ class _Node:
     notice: str = ""
     """What the node wants operators to know."""
 
-    @property
-    def ours(self) -> int:
-        """Sequences that we sent there and whose legs are not over."""
-        return sum(self.in_flight.values())
+    def forget_ours(self) -> None:
+        """Nothing that we sent there runs any more."""
+        self.in_flight.clear()
+        self.ours = 0
 
 
 class ClusterView:
@@ -58,6 +63,7 @@ class ClusterView:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
+        self._ordered: list[_Node] | None = None
         self._chosen = 0
 
     def registered(self, records: Iterable[NodeRecord]) -> None:
@@ -70,12 +76,14 @@ class ClusterView:
             else:
                 node.record = record
                 node.registered = True
+                node.candidate = None
         for incarnation, node in self._nodes.items():
             node.registered = incarnation in current
         names = {record.name for record in current.values()}
         for incarnation, node in list(self._nodes.items()):
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
+        self._ordered = None
 
     def attached(self, description: NodeDescription, now: float) -> None:
         """The stream to this incarnation is open."""
@@ -85,12 +93,13 @@ class ClusterView:
             return
         node.description = description
         node.attached = True
-        node.last_message = now
+        node.last_message = node.attached_at = now
         node.lost_at = None
         node.detail = node.notice = ""
-        node.in_flight.clear()
+        node.forget_ours()
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         node.others = 0
+        node.candidate = None
 
     def reported(self, incarnation: str, load: LoadReport, now: float) -> None:
         """The node said how busy it is."""
@@ -101,6 +110,7 @@ class ClusterView:
         # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
         node.last_message = now
+        node.candidate = None
 
     def noticed(self, incarnation: str, notice: str) -> None:
         """The node has something to say to operators; empty: no more."""
@@ -114,7 +124,8 @@ class ClusterView:
         if node is None:
             return
         node.attached = False
-        node.in_flight.clear()
+        node.candidate = None
+        node.forget_ours()
         node.detail = reason
         if node.lost_at is None:
             node.lost_at = now
@@ -125,14 +136,17 @@ class ClusterView:
         if node is None:
             return
         self._chosen += 1
+        node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences
         node.last_chosen = self._chosen
+        node.candidate = None
 
     def released(self, incarnation: str, attempt: AttemptKey) -> None:
         """The leg is over. Idempotent."""
         node = self._nodes.get(incarnation)
-        if node is not None:
-            node.in_flight.pop(attempt, None)
+        if node is not None and attempt in node.in_flight:
+            node.ours -= node.in_flight.pop(attempt)
+            node.candidate = None
 
     def forget_lost(self, now: float) -> None:
         """Drop nodes that are neither registered nor attached and have been shown long enough."""
@@ -141,19 +155,29 @@ class ClusterView:
                 continue
             if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
                 del self._nodes[incarnation]
+                self._ordered = None
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
-        return tuple(
-            Candidate(
-                node.description,
-                float(node.others + node.ours),
-                node.last_chosen,
-                self._is_full(node),
-            )
-            for _, node in sorted(self._nodes.items())
-            if node.description is not None and self._state(node) is NodeState.READY
+        if self._ordered is None:
+            self._ordered = [node for _, node in sorted(self._nodes.items())]
+        return tuple(candidate for node in self._ordered if (candidate := node.candidate or self._candidate(node)))
+
+    def _candidate(self, node: _Node) -> Candidate | None:
+        """What placement sees of a node, until something of it changes; None if it takes no work."""
+        if node.description is None or self._state(node) is not NodeState.READY:
+            return None
+        load = node.load
+        node.candidate = Candidate(
+            node.description,
+            float(node.others + node.ours),
+            node.last_chosen,
+            self._is_full(node),
+            load.uncomputed_tokens,
+            load.context_tokens,
+            node.attached_at,
         )
+        return node.candidate
 
     def is_full(self, incarnation: str) -> bool:
         """Whether it could only queue more, see `router.admission`; so does one that is not there."""

@@ -49,7 +49,7 @@ def node(name: str) -> NodeDescription:
 
 
 def placed(first: str, second: str) -> Placed:
-    return Placed(Placement(None if first == "-" else node(first), node(second), "because", ()))
+    return Placed(Placement(None if first == "-" else node(first), node(second), "because"))
 
 
 def parse_delta(words: Sequence[str]) -> Delta:
@@ -240,7 +240,7 @@ def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(policy: str, goe
     flight = Flight(request(max_tokens=8))
     flight.start()
     decodes = replace(decode("d1"), on_transfer_failure=policy)
-    flight.handle(Placed(Placement(prefill("p1"), decodes, "because", ())))
+    flight.handle(Placed(Placement(prefill("p1"), decodes, "because")))
     effects = flight.handle(NodeGone("p1.1", "died"))
     assert (flight.state is F.PREFILLING) is goes_on
     assert isinstance(effects[-1], LegEnded if goes_on else Place)

@@ -24,6 +24,8 @@ from baton.ids import new_incarnation
 from baton.observe.metrics import render
 from baton.observe.ready import Ready, announce
 from baton.registry import Lease, Membership, NodeRecord, require
+from baton.registry.flights import LIFETIME_S, FlightRecords
+from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry
 from baton.rpc import generation_service, operator_service
 from baton.rpc.generation_service import GenerationServicer
@@ -35,6 +37,7 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from router.dispatcher import Dispatcher, DispatchLimits
+from router.flight_journal import FlightJournal
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
 from router.http.model import ServedModel
@@ -74,6 +77,8 @@ class RouterConfig:
     """How long running requests may go on once the router is to stop."""
     lease_s: float = LEASE_S
     """How long the registry keeps a crashed router."""
+    flight_record_s: float = LIFETIME_S
+    """How long what another router needs to go on with a request is kept in the registry; 0: not at all."""
     limits: DispatchLimits = field(default_factory=DispatchLimits)
     link_times: LinkTimes = field(default_factory=LinkTimes)
 
@@ -110,6 +115,7 @@ class _Router:
         self,
         config: RouterConfig,
         membership: Membership,
+        records: FlightRecords | None,
         codec: Tokenizer | None,
         template: ChatTemplate | None,
         card: ModelCard,
@@ -122,7 +128,8 @@ class _Router:
         incarnation = new_incarnation(config.router_id, rng)
         self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times, incarnation)
         cards = _Cards(card, self._view)
-        self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits)
+        journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
+        self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits, journal)
         self._public = RpcServer((generation_service.SERVICE_NAME,))
         self._private = RpcServer((operator_service.SERVICE_NAME,))
         handler = GenerationHandler(self._dispatcher, codec, cards)
@@ -248,6 +255,7 @@ async def run_router(
     ready: Callable[[RouterAddresses], None],
     stop: asyncio.Event,
     membership: Membership | None = None,
+    records: FlightRecords | None = None,
 ) -> None:
     """Run a router until `stop` is set, then drain it. `ready` is called once, when the ports answer.
 
@@ -260,8 +268,13 @@ async def run_router(
         if membership is None:
             membership = Registry.connect(config.registry_url, config.cluster)
             stack.push_async_callback(membership.close)
+            if config.flight_record_s:
+                records = RedisFlightRecords.connect(
+                    config.registry_url, config.cluster, lifetime_s=config.flight_record_s
+                )
+                stack.push_async_callback(records.close)
         await require(membership)
-        await _Router(config, membership, codec, template, card).run(ready, stop)
+        await _Router(config, membership, records, codec, template, card).run(ready, stop)
 
 
 def _card_without_nodes(config: RouterConfig) -> ModelCard:
@@ -322,6 +335,7 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         await_nodes=config.await_nodes,
         drain_s=config.drain_s,
         lease_s=config.lease_s,
+        flight_record_s=config.flight_record_s,
         limits=DispatchLimits(
             min_priority=config.min_priority,
             priority_ageing_s=config.priority_ageing_s,

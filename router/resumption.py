@@ -101,4 +101,4 @@ def where_it_runs(record: FlightRecord, attached: Mapping[str, NodeDescription])
     decode = attached.get(record.decode)
     if decode is None:
         return None
-    return Placement(attached.get(record.prefill), decode, "adopted from another router", ())
+    return Placement(attached.get(record.prefill), decode, "adopted from another router")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
 from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.rpc.messages import (
     Abort,
     Accepted,
+    Adopt,
     Chunk,
     Finished,
     GenerateEvent,
@@ -25,6 +27,7 @@ from baton.rpc.messages import (
 )
 from router.dispatcher import Dispatcher, DispatchLimits
 from router.fake_node import FakeNode, FakeNodes
+from router.flight_journal import FlightJournal
 from router.node_links import NodeLinks
 from router.timers import ManualTimers
 from router.view import ClusterView
@@ -55,13 +58,13 @@ class LetterDetokenizer:
 class Reader:
     """A client: reads its stream to the end in a task of its own."""
 
-    def __init__(self, dispatcher: Dispatcher, raw: GenerateRequest, timeout_s: float | None) -> None:
+    def __init__(self, events: AsyncGenerator[GenerateEvent, None]) -> None:
         self.events: list[GenerateEvent] = []
         self._changed = asyncio.Event()
-        self.task = asyncio.create_task(self._read(dispatcher, raw, timeout_s))
+        self.task = asyncio.create_task(self._read(events))
 
-    async def _read(self, dispatcher: Dispatcher, raw: GenerateRequest, timeout_s: float | None) -> Finished:
-        async for event in dispatcher.generate(raw, timeout_s):
+    async def _read(self, events: AsyncGenerator[GenerateEvent, None]) -> Finished:
+        async for event in events:
             self.events.append(event)
             self._changed.set()
         last = self.events[-1]
@@ -112,8 +115,15 @@ class RouterRig:
         self.fakes = FakeNodes()
         self.links = NodeLinks(self.fakes.connect, "router-1", self.timers, Random(7))
         card = ModelCard(MODEL, 64, 300)
-        self.dispatcher = Dispatcher(self.view, self.links, Letters(), lambda: card, self.timers, Random(7), limits)
+        self.store = MemoryFlightStore()
+        self.dispatcher = Dispatcher(
+            self.view, self.links, Letters(), lambda: card, self.timers, Random(7), limits, self.journal("router-1.a")
+        )
         self.nodes: dict[str, FakeNode] = {}
+
+    def journal(self, router: str) -> FlightJournal:
+        """What a router of this cluster leaves and finds."""
+        return FlightJournal(MemoryFlightRecords(self.store, "c"), router, self.timers.monotonic)
 
     def register(self, *descriptions: NodeDescription) -> None:
         """These nodes are in the registry from now on, and no others."""
@@ -131,7 +141,17 @@ class RouterRig:
             await self.dispatcher.changed.wait()
 
     def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
-        return Reader(self.dispatcher, GenerateRequest(prompt, **fields), timeout_s)  # type: ignore[arg-type]
+        return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
+
+    def resume(self, request_id: str, *positions: int, timeout_s: float | None = None) -> Reader:
+        """A client that comes back."""
+        return Reader(self.dispatcher.resume(request_id, positions, timeout_s))
+
+    async def adopted(self, name: str) -> AttemptKey:
+        """The next message to that node, which must ask for an attempt that another router began."""
+        message = await self.nodes[name].inbox.get()
+        assert isinstance(message, Adopt), message
+        return message.attempt
 
     async def submitted(self, name: str) -> Submit:
         """The next message to that node, which must be work."""

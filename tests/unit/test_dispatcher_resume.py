@@ -1,0 +1,357 @@
+"""A client that lost its stream comes back to a router: to the live run, to what its nodes kept, or to begin again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.request import Leg, SamplingParams
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    RequestNotFound,
+)
+from baton.ids import AttemptKey
+from baton.registry.flights import ENDED_S, LIFETIME_S
+from baton.rpc.messages import Accepted, Chunk, GenerateRequest, ModelCard, NodeDescription, Outcome, SequenceFinished
+from router.placement import Placement
+from router.request import ValidRequest
+from tests.support.router_parts import MODEL, decode, prefill
+from tests.support.router_rig import Reader, RouterRig, router_rig
+
+PARAMS = SamplingParams(seed=5, max_tokens=6)
+REQUEST = ValidRequest("r", MODEL, (5, 6, 7), PARAMS)
+CARD = ModelCard(MODEL, 64, 300)
+THEIRS = AttemptKey("r", 2, 99)
+
+
+def left_behind(
+    rig: RouterRig,
+    first: NodeDescription | None,
+    second: NodeDescription,
+    request: ValidRequest = REQUEST,
+    router: str = "router-0.a",
+) -> None:
+    """Another router left word of its second attempt on these nodes."""
+    rig.journal(router).placed(request, THEIRS, Placement(first, second, "because"))
+
+
+async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
+    reader = rig.ask(request_id="r", **fields)  # type: ignore[arg-type]
+    attempt = (await rig.submitted("p1")).attempt
+    await rig.submitted("d1")
+    return reader, attempt
+
+
+# The live run.
+
+
+async def test_another_stream_takes_a_live_run_over() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        old, attempt = await begun(rig, max_tokens=4, seed=5)
+        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "o")
+        await old.tokens_read(2)
+        new = rig.resume("r", 1)
+        with pytest.raises(Cancelled, match="continued elsewhere"):
+            await old.finished()
+        rig.tell("d1", attempt, 2, "rd", Outcome.LENGTH)
+        finished = await new.finished()
+        assert new.accepted == old.accepted == Accepted("r", 5, 5)
+        assert (new.chunks[0].first_index, new.text) == (1, "ord")
+        assert (finished.completion_tokens, finished.path.attempts) == (4, 1)
+        assert rig.nodes["d1"].inbox.empty(), "nothing was aborted, nothing asked for again"
+        assert rig.dispatcher.counters.resumed == 1
+
+
+async def test_one_that_is_over_but_unread_is_told_again() -> None:
+    async with router_rig(decode()) as rig:
+        stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=2, n=2))
+        assert isinstance(await anext(stream), Accepted)
+        attempt = (await rig.submitted("d1")).attempt
+        for index in range(2):
+            rig.tell("d1", attempt, 0, "ab", Outcome.LENGTH, sequence_index=index)
+        await rig.nodes["d1"].all_read()
+        new = rig.resume("r", 1, 2)
+        finished = await new.finished()
+        assert new.events[1:-1] == [
+            Chunk(1, (98,), "b"),
+            SequenceFinished(0, "length", None, 2),
+            SequenceFinished(1, "length", None, 2),
+        ]
+        assert finished.completion_tokens == 4
+        await stream.aclose()
+
+
+async def test_a_failed_one_fails_again() -> None:
+    async with router_rig(decode()) as rig:
+        stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r"))
+        await anext(stream)
+        rig.tell("d1", (await rig.submitted("d1")).attempt, outcome=Outcome.ERROR)
+        await rig.nodes["d1"].all_read()
+        with pytest.raises(EngineFault):
+            await rig.resume("r").finished()
+        await stream.aclose()
+
+
+async def test_the_new_stream_has_a_deadline_of_its_own_and_ends_the_run_when_it_goes() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        old, attempt = await begun(rig, timeout_s=1.0)
+        new = rig.resume("r", timeout_s=5.0)
+        with pytest.raises(Cancelled):
+            await old.finished()
+        rig.timers.advance(2.0)
+        for name in ("p1", "d1"):
+            rig.nodes[name].report()
+            await rig.nodes[name].all_read()
+        assert not new.task.done()
+        third = rig.resume("r")
+        with pytest.raises(Cancelled):
+            await new.finished()
+        rig.timers.advance(4.0)
+        for name in ("p1", "d1"):
+            rig.nodes[name].report()
+            await rig.nodes[name].all_read()
+        await third.accepted_now()
+        third.task.cancel()
+        assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
+
+
+async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        old, attempt = await begun(rig, max_tokens=2)
+        with pytest.raises(DeadlineExceeded):
+            await rig.resume("r", timeout_s=0.0).finished()
+        with pytest.raises(InvalidRequest, match="next_token_index"):
+            await rig.resume("r", 4).finished()
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "b", Outcome.LENGTH)
+        await old.finished()
+
+
+async def test_logprobs_are_told_again_too() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        old, attempt = await begun(rig, max_tokens=3, logprobs=0)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)
+        rig.tell("d1", attempt, 1, "b", logprob=-0.2)
+        await old.tokens_read(2)
+        new = rig.resume("r", 1)
+        rig.tell("d1", attempt, 2, "c", Outcome.LENGTH, logprob=-0.3)
+        await new.finished()
+        told = [position.logprob for chunk in new.chunks for position in chunk.logprobs]
+        assert told == [-0.2, -0.3]
+        with pytest.raises(Cancelled):
+            await old.finished()
+
+
+# What another router began.
+
+
+async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        reader = rig.resume("r", 2)
+        assert await rig.adopted("p1") == await rig.adopted("d1") == THEIRS
+        assert rig.in_flight() == 2
+        rig.tell("d1", THEIRS, 0, "abc")
+        rig.tell("p1", THEIRS, outcome=Outcome.UNKNOWN)
+        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        finished = await reader.finished()
+        assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
+        assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
+        assert rig.dispatcher.counters.adopted == 1
+
+
+@pytest.mark.parametrize("first", ["p1", "d1"])
+async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(first: str) -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        reader = rig.resume("r")
+        for name in ("p1", "d1"):
+            await rig.adopted(name)
+        for name in (first, "d1" if first == "p1" else "p1"):
+            if name == "p1":
+                rig.tell("p1", THEIRS, outcome=Outcome.UNKNOWN)
+            else:
+                rig.tell("d1", THEIRS, 0, "abc")
+            await rig.nodes[name].all_read()
+        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 2
+
+
+@pytest.mark.parametrize("case", ["nobody", "decode", "prefill first", "prefill last"])
+async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case: str) -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        reader = rig.resume("r", 2)
+        for name in ("p1", "d1"):
+            await rig.adopted(name)
+        # A prefill node that never heard of it is as bad, while the decode node has nothing to tell.
+        words: dict[str, list[tuple[str, Outcome | None]]] = {
+            "nobody": [("p1", Outcome.UNKNOWN), ("d1", Outcome.UNKNOWN)],
+            "decode": [("d1", Outcome.UNKNOWN)],
+            "prefill first": [("p1", Outcome.UNKNOWN), ("d1", None)],
+            "prefill last": [("d1", None), ("p1", Outcome.UNKNOWN)],
+        }
+        for name, outcome in words[case]:
+            rig.tell(name, THEIRS, outcome=outcome)
+            await rig.nodes[name].all_read()
+        for name, lost in (("p1", "UNKNOWN"), ("d1", "UNKNOWN")):
+            if (name, Outcome[lost]) not in words[case]:
+                assert (await rig.aborted(name)).attempt == THEIRS
+        to_prefill = await rig.submitted("p1")
+        again = to_prefill.attempt
+        assert (await rig.submitted("d1")).attempt == again
+        assert (again.request_id, again.attempt) == ("r", 3)
+        assert again.flight != THEIRS.flight
+        assert (to_prefill.leg, to_prefill.sampling_params, list(to_prefill.prompt_token_ids)) == (
+            Leg.PREFILL,
+            PARAMS,
+            [5, 6, 7],
+        )
+        rig.tell("p1", again, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", again, 1, "bcdef", Outcome.LENGTH)
+        finished = await reader.finished()
+        assert (reader.text, finished.path.attempts) == ("cdef", 3)
+
+
+async def test_without_its_nodes_it_begins_again_at_once() -> None:
+    async with router_rig(prefill("p2"), decode("d2")) as rig:
+        left_behind(rig, prefill("p1"), decode("d1"))
+        reader = rig.resume("r", 1)
+        again = (await rig.submitted("p2")).attempt
+        assert again.attempt == 3
+        await rig.submitted("d2")
+        rig.tell("p2", again, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d2", again, 1, "bcdef", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "bcdef"
+
+
+async def test_a_decode_node_alone_is_asked_alone() -> None:
+    async with router_rig(decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        reader = rig.resume("r", 5)
+        assert await rig.adopted("d1") == THEIRS
+        rig.tell("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "f"
+
+
+async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
+    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
+        left_behind(rig, prefill(), decode("d1"))
+        reader = rig.resume("r", 1)
+        for name in ("p1", "d1"):
+            await rig.adopted(name)
+        rig.tell("p1", THEIRS, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", THEIRS, 1, "b")
+        await reader.tokens_read(1)
+        rig.nodes["d1"].die()
+        assert (await rig.aborted("p1")).attempt == THEIRS
+        ours = (await rig.submitted("p1")).attempt
+        assert (ours.attempt, ours.flight == THEIRS.flight) == (3, False)
+        assert (await rig.submitted("d2")).attempt == ours
+        rig.tell("p1", ours, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d2", ours, 1, "bcdef", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "bcdef"
+
+
+async def test_moved_is_the_quiet_end_of_a_flight() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await begun(rig)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, outcome=Outcome.MOVED)
+        with pytest.raises(Cancelled, match="continued at another router"):
+            await reader.finished()
+        assert rig.nodes["p1"].inbox.empty(), "an abort could harm its new owner"
+        assert rig.nodes["d1"].inbox.empty()
+        assert rig.store.lifetime_s("c", "r") == LIFETIME_S, "the record is another router's by now"
+        assert (rig.dispatcher.counters.moved, rig.dispatcher.counters.failed) == (1, 0)
+
+
+# Who is not known, and what is left behind.
+
+
+async def test_nobody_knows_it() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        for request_id in ("r", "", "no id \n at all", "x" * 65):
+            with pytest.raises(RequestNotFound):
+                await rig.resume(request_id).finished()
+        left_behind(rig, prefill(), decode(), replace(REQUEST, model="another"))
+        with pytest.raises(RequestNotFound):
+            await rig.resume("r").finished()
+        rig.store.up = False
+        left_behind(rig, prefill(), decode())
+        with pytest.raises(RequestNotFound):
+            await rig.resume("r").finished()
+
+
+async def test_a_closing_router_takes_nothing_over() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        rig.dispatcher.drain()
+        with pytest.raises(Draining):
+            await rig.resume("r").finished()
+
+
+async def test_each_attempt_is_noted_and_its_end_too() -> None:
+    async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
+        reader, first = await begun(rig, seed=7)
+        noted = await rig.journal("router-2.a").find("r", CARD)
+        assert noted is not None
+        assert (noted.key, noted.prefill, noted.decode, noted.router) == (first, "p1.1", "d1.1", "router-1.a")
+        assert noted.request.sampling_params.seed == 7
+        rig.nodes["d1"].die()
+        await rig.aborted("p1")
+        second = (await rig.submitted("p1")).attempt
+        noted = await rig.journal("router-2.a").find("r", CARD)
+        assert noted is not None
+        assert (noted.key, noted.decode) == (second, "d2.1")
+        assert rig.store.lifetime_s("c", "r") == LIFETIME_S
+        reader.task.cancel()
+        await rig.aborted("p1")
+        assert rig.store.lifetime_s("c", "r") == ENDED_S
+
+
+async def test_who_was_cancelled_by_a_broken_connection_may_come_back() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await begun(rig, seed=7, max_tokens=2)
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await reader.tokens_read(1)
+        reader.task.cancel()
+        for name in ("p1", "d1"):
+            await rig.aborted(name)
+        back = rig.resume("r", 1)
+        for name in ("p1", "d1"):
+            assert await rig.adopted(name) == attempt
+            rig.tell(name, attempt, outcome=Outcome.UNKNOWN)
+        again = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("p1", again, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", again, 1, "b", Outcome.LENGTH)
+        await back.finished()
+        assert back.text == "b"
+
+
+async def test_two_that_come_back_at_once_share_one_flight() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        readers = [rig.resume("r", 1), rig.resume("r", 0)]
+        for name in ("p1", "d1"):
+            await rig.adopted(name)
+        rig.tell("d1", THEIRS, 0, "abcdef", Outcome.LENGTH)
+        ends: list[object] = []
+        for reader in readers:
+            try:
+                ends.append((await reader.finished()).finish_reason)
+            except BatonError as error:
+                ends.append(type(error))
+        assert ends == [Cancelled, "length"]
+        assert readers[1].text == "abcdef"

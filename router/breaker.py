@@ -124,10 +124,11 @@ class Breakers(Generic[K]):
     def __len__(self) -> int:
         return len(self._breakers)
 
-    def allows(self, key: K, now: float) -> bool:
-        """Whether it may take a request."""
-        breaker = self._breakers.get(key)
-        return breaker is None or breaker.allows(now)
+    def not_allowed(self, now: float) -> frozenset[K]:
+        """Those that are to be passed over."""
+        if not self._breakers:
+            return frozenset()
+        return frozenset(key for key, breaker in self._breakers.items() if not breaker.allows(now))
 
     def state(self, key: K, now: float) -> BreakerState:
         """As of now."""

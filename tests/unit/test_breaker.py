@@ -91,10 +91,10 @@ def test_who_never_failed_has_none_and_who_recovered_needs_none() -> None:
     breakers = Breakers[str](FAILURES)
     breakers.succeeded("a", 0)
     breakers.chosen("a", 0)
-    assert (len(breakers), breakers.allows("a", 0), breakers.state("a", 0)) == (0, True, CLOSED)
+    assert (len(breakers), breakers.not_allowed(0), breakers.state("a", 0)) == (0, frozenset(), CLOSED)
     for _ in range(FAILURES):
         breakers.failed("b", 0)
-    assert (breakers.allows("b", 0), breakers.num_open(0), breakers.state("b", 0)) == (False, 1, OPEN)
-    assert breakers.allows("b", 1)
+    assert (breakers.not_allowed(0), breakers.num_open(0), breakers.state("b", 0)) == ({"b"}, 1, OPEN)
+    assert not breakers.not_allowed(1)
     breakers.succeeded("b", 1)
     assert len(breakers) == 0

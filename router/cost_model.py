@@ -1,0 +1,306 @@
+"""What a request is predicted to cost on each pair of nodes, or on one alone, and which is the cheapest. Pure.
+
+All in milliseconds. On a pair a request costs
+
+    queue      what the prefill node has to compute first, and the step that it is in
+  + prefill    the prompt's tokens that the prefill node has not cached, in as many steps as they take
+  + handoff    the bytes that are still to move when the prompt is computed: the decode node's cached blocks never move,
+               and the others have moved while the prompt was computed, but for those of the last chunk
+  + decode     the output, at the decode node's time per token with one more sequence in its batch
+
+and where one node does it all
+
+    queue, prefill and decode, there
+  + stall      what its streams lose: every token of a prompt lengthens a decode step for all of them
+
+The least sum wins among those that are predicted to meet the request's service level, if any are. Of those that cost
+about the same the longest unchosen one wins. A pair is found in two steps, first the prefill node and then the decode
+node for it, since nothing but the hand-off depends on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from baton.rpc.messages import NodeDescription, Role
+from router.placement import Candidate, Demand, kv_words
+from router.rates import StepRates
+
+HANDOFF_MS = 2.0
+"""Of a hand-off besides the bytes: a subscription, a confirmation, and the step that the request joins."""
+_DEFAULT_CHUNK = 512
+_OUTPUT_TOKENS = 128
+"""What an output is taken to be at most: few are as long as they may."""
+_NEWCOMER_S = 5.0
+"""A node's share grows to its full size in so many seconds."""
+_LEAST_SHARE = 0.1
+_SAME_MS = 0.25
+_SAME_SHARE = 0.02
+"""Costs that differ by less are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """What a request hopes for, in milliseconds from now."""
+
+    first_token_ms: float = math.inf
+    token_ms: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCosts:
+    """What one more request meets on a node."""
+
+    candidate: Candidate
+    queue_ms: float
+    step_ms: float
+    """A step's time without the prompt tokens in it."""
+    token_ms: float
+    """Of each of those."""
+    chunk: int
+    """Prompt tokens of one step."""
+    streams: float
+    """Sequences that every step keeps waiting."""
+    decode_ms: float
+    """Per output token, with one more sequence."""
+    ms_per_byte: float
+    """Of KV that comes in."""
+    pending_tokens: int = 0
+    """Of prompts that were sent there and that it had not reported."""
+
+    @property
+    def node(self) -> NodeDescription:
+        return self.candidate.node
+
+    def prefill_ms(self, tokens: int) -> float:
+        """Computing so many tokens of a prompt, from its turn on."""
+        return -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The parts of one way's cost."""
+
+    prefill: str
+    """The node's name; empty where the decode node does it all."""
+    decode: str
+    queue_ms: float
+    cached_tokens: int
+    """Of the prompt, where it is computed."""
+    prefill_ms: float
+    decode_cached_tokens: int
+    handoff_ms: float
+    decode_ms: float
+    stall_ms: float
+    token_ms: float
+    """Predicted time per output token."""
+
+    @property
+    def first_token_ms(self) -> float:
+        return self.queue_ms + self.prefill_ms
+
+    @property
+    def total_ms(self) -> float:
+        return self.queue_ms + self.prefill_ms + self.handoff_ms + self.decode_ms + self.stall_ms
+
+
+def node_costs(
+    candidate: Candidate,
+    pending_tokens: int,
+    rates: StepRates,
+    ms_per_byte: float,
+    share: float = 1.0,
+    *,
+    prefills_only: bool = False,
+) -> NodeCosts:
+    """`pending_tokens`: of prompts that were sent there and that it has not reported yet. `share`: of what others get, see
+    `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting.
+    """
+    streams = 0.0 if prefills_only else candidate.load / share
+    context = 0.0 if prefills_only else candidate.context_tokens / share
+    chunk = candidate.node.max_num_batched_tokens or _DEFAULT_CHUNK
+    step_ms = rates.overhead_ms(streams, context)
+    queued = (candidate.uncomputed_tokens + pending_tokens) / share
+    # With nothing queued it may still be somewhere in a step.
+    queue_ms = (
+        math.ceil(queued / chunk) * step_ms + queued * rates.token_ms if queued else step_ms / 2 * (candidate.load > 0)
+    )
+    return NodeCosts(
+        candidate=candidate,
+        queue_ms=queue_ms,
+        step_ms=step_ms,
+        token_ms=rates.token_ms,
+        chunk=chunk,
+        streams=streams,
+        decode_ms=rates.overhead_ms(streams + 1, context),
+        ms_per_byte=ms_per_byte,
+        pending_tokens=pending_tokens,
+    )
+
+
+def newcomers_share(age_s: float) -> float:
+    """What a node gets of its full share so many seconds after it came: its caches are cold, its rates unknown."""
+    return min(1.0, max(_LEAST_SHARE, age_s / _NEWCOMER_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request and all that is known when its nodes are chosen."""
+
+    demand: Demand
+    costs: Sequence[NodeCosts]
+    """Of the nodes that it fits on."""
+    cached: Mapping[str, int]
+    """How many of the prompt's first tokens each incarnation has."""
+    level: ServiceLevel
+    alone_tokens: int
+    """A decode node computes at most so many tokens of a prompt where a prefill node could."""
+    passed_over: Set[str] = frozenset()
+    """Incarnations that are taken only if nobody else of their kind is left."""
+    pairs_passed_over: Set[tuple[str, str]] = frozenset()
+    """Names of a prefill and a decode node."""
+
+    def pair_terms(self, prefill: NodeCosts, decode: NodeCosts) -> Terms:
+        """The cost of a pair."""
+        tokens = self.demand.num_prompt_tokens
+        there, here = self._cached(prefill), self._cached(decode, at_most=tokens)
+        left = tokens - there
+        prefill_ms = prefill.prefill_ms(left)
+        return Terms(
+            prefill=prefill.node.node_id,
+            decode=decode.node.node_id,
+            queue_ms=prefill.queue_ms,
+            cached_tokens=there,
+            prefill_ms=prefill_ms,
+            decode_cached_tokens=here,
+            handoff_ms=self._handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
+            decode_ms=self._output_tokens * decode.decode_ms,
+            stall_ms=0.0,
+            token_ms=decode.decode_ms,
+        )
+
+    def alone_terms(self, node: NodeCosts) -> Terms:
+        """The cost of a node that does it all."""
+        there = self._cached(node)
+        left = self.demand.num_prompt_tokens - there
+        return Terms(
+            prefill="",
+            decode=node.node.node_id,
+            queue_ms=node.queue_ms,
+            cached_tokens=there,
+            prefill_ms=node.prefill_ms(left),
+            decode_cached_tokens=there,
+            handoff_ms=0.0,
+            decode_ms=self._output_tokens * node.decode_ms,
+            stall_ms=node.streams * node.token_ms * left,
+            token_ms=node.decode_ms,
+        )
+
+    def uncached(self, node: NodeCosts) -> int:
+        """Tokens that the node would compute."""
+        return self.demand.num_prompt_tokens - self._cached(node)
+
+    @property
+    def _output_tokens(self) -> int:
+        return min(self.demand.max_tokens, _OUTPUT_TOKENS)
+
+    def _cached(self, node: NodeCosts, at_most: int | None = None) -> int:
+        """The last token of a prompt is computed in any case: the first one of the output follows from it."""
+        most = self.demand.num_prompt_tokens - 1 if at_most is None else at_most
+        return min(self.cached.get(node.node.incarnation, 0), most)
+
+    def _handoff_ms(self, decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
+        node = decode.node
+        token_ms = decode.ms_per_byte * node.block_bytes / node.block_size
+        in_all, at_least = tokens * token_ms, min(tokens, last_chunk) * token_ms
+        return HANDOFF_MS + max(at_least, in_all - prefill_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The cheapest way."""
+
+    prefill: NodeCosts | None
+    decode: NodeCosts
+    terms: Terms
+    reason: str
+    """Empty where there was no pair to choose."""
+
+
+def cheapest(question: Question) -> Found | None:
+    """None when there is no node at all. Who is passed over is taken when there is nobody else of its kind."""
+    prefills = _allowed(question, Role.PREFILL)
+    decodes = _allowed(question, Role.DECODE)
+    pair = _cheapest_pair(question, prefills, decodes)
+    alone = _cheapest_alone(question, decodes or prefills, pair is not None)
+    if pair is None or alone is None:
+        return pair or alone
+    pair_key, alone_key = _key(question, pair.terms), _key(question, alone.terms)
+    return alone if alone_key < pair_key else pair
+
+
+def ways_beside(question: Question, found: Found) -> list[Terms]:
+    """The way that was found, and for every other node the one that has it in place of one of those."""
+    prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
+    decodes = [cost for cost in question.costs if cost.node.role is Role.DECODE]
+    prefill = found.prefill or (_cheapest_pair(question, prefills, decodes) or found).prefill
+    decode = found.decode
+    pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
+    if prefill is not None:
+        pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
+    ways = [question.pair_terms(p, d) for p, d in pairs.values() if kv_words(p.node) == kv_words(d.node)]
+    ways += [question.alone_terms(cost) for cost in decodes or prefills]
+    return sorted(ways, key=lambda terms: terms.total_ms)
+
+
+def _allowed(question: Question, role: Role) -> list[NodeCosts]:
+    able = [cost for cost in question.costs if cost.node.role is role]
+    return [cost for cost in able if cost.node.incarnation not in question.passed_over] or able
+
+
+def _key(question: Question, terms: Terms) -> tuple[int, float]:
+    """What the service level misses, then the cost."""
+    level = question.level
+    missed = (terms.first_token_ms > level.first_token_ms) + (terms.token_ms > level.token_ms)
+    return missed, terms.total_ms
+
+
+def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Found | None:
+    by_kv: dict[tuple[str, str, str, int], list[NodeCosts]] = {}
+    for decode in decodes:
+        by_kv.setdefault(kv_words(decode.node), []).append(decode)
+    able = [cost for cost in prefills if kv_words(cost.node) in by_kv]
+    if not able:
+        return None
+    prefill = _best(able, lambda cost: _prefill_key(question, cost))
+    partners = by_kv[kv_words(prefill.node)]
+    if question.pairs_passed_over:
+        name, bad = prefill.node.node_id, question.pairs_passed_over
+        partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
+    decode = _best(partners, lambda cost: _key(question, question.pair_terms(prefill, cost)))
+    return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
+
+
+def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bool) -> Found | None:
+    if has_pair:
+        nodes = [cost for cost in nodes if question.uncached(cost) <= question.alone_tokens]
+    if not nodes:
+        return None
+    node = _best(nodes, lambda cost: _key(question, question.alone_terms(cost)))
+    return Found(None, node, question.alone_terms(node), "cheaper on one node" if has_pair else "")
+
+
+def _prefill_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
+    first_token_ms = cost.queue_ms + cost.prefill_ms(question.uncached(cost))
+    return first_token_ms > question.level.first_token_ms, first_token_ms
+
+
+def _best(nodes: Sequence[NodeCosts], key: Callable[[NodeCosts], tuple[int, float]]) -> NodeCosts:
+    """Of those that cost about the same, the longest unchosen."""
+    keys = [key(cost) for cost in nodes]
+    missed, least = min(keys)
+    bound = (missed, least + _SAME_MS + _SAME_SHARE * least)
+    near = [cost for cost, its in zip(nodes, keys, strict=True) if its <= bound]
+    return min(near, key=lambda cost: (cost.candidate.last_chosen, cost.node.incarnation))

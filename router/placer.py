@@ -1,0 +1,395 @@
+"""One object that places and learns: it hears what nodes say, answers where a request goes, and remembers why.
+
+The deciding is elsewhere (`placement`, `cost_model`); here is what decisions are made from: rates (`rates`), caches
+(`cache_view`), breakers (`breaker`), and what was sent a moment ago and is in no report yet. No I/O, no clock, no task:
+the dispatcher calls it on the loop.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+
+from baton.errors import NoCapacity
+from baton.observe.metrics import Figure
+from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from router.breaker import FAILURES, PAIR_FAILURES, Breakers
+from router.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.cost_model import (
+    Found,
+    NodeCosts,
+    Question,
+    ServiceLevel,
+    cheapest,
+    newcomers_share,
+    node_costs,
+    ways_beside,
+)
+from router.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
+from router.placement import Candidate, Demand, Placement, choose, fitting_nodes, take_turns, why_alone
+from router.rates import FleetRates, StepRates
+from router.request import ValidRequest
+
+ALONE_TOKENS = 512
+_EXPECTED_BLOCKS = 64
+"""Of a prompt that nobody has: so many are taken to be where it goes, so that others with its beginning go there too."""
+_JUDGE_EVERY_S = 0.05
+
+_Given = tuple[StepRates, float, int, float, bool]
+
+
+class Policy(enum.Enum):
+    """How nodes are chosen."""
+
+    COST = "cost"
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """What an operator says of it."""
+
+    policy: Policy = Policy.COST
+    require_disaggregation: bool = False
+    """No node ever does all of a request alone."""
+    alone_tokens: int = ALONE_TOKENS
+    """The cost model lets a decode node compute at most so many tokens of a prompt while there are prefill nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement and what it was made from."""
+
+    placement: Placement
+    request: ValidRequest
+    attempt: int
+    question: Question | None = None
+    found: Found | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """The running attempt of a request."""
+
+    attempt: int
+    placement: Placement
+    expected: Sequence[tuple[str, Sequence[bytes]]] = ()
+    """Blocks that nodes are about to have, by incarnation."""
+
+
+class Placer:
+    """Hears of nodes and requests in the order in which things happen. Seconds on the router's clock."""
+
+    def __init__(self, settings: PlacementSettings | None = None, log: DecisionLog | None = None) -> None:
+        self._settings = settings or PlacementSettings()
+        self.log = log or DecisionLog()
+        self._rates = FleetRates()
+        self._caches = CacheView()
+        self._nodes = Breakers[str](FAILURES)
+        self._pairs = Breakers[tuple[str, str]](PAIR_FAILURES)
+        self._names: dict[str, str] = {}
+        """Of attached nodes, by incarnation."""
+        self._live: dict[str, _Live] = {}
+        self._prompts: dict[str, PromptKeys] = {}
+        self._pending: dict[str, dict[tuple[str, int], int]] = {}
+        """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
+        self._known: dict[str, tuple[NodeCosts, _Given]] = {}
+        """What each node costs, and what that was made from beside its candidate."""
+        self._judged_at = -math.inf
+
+    @property
+    def _predicts(self) -> bool:
+        return self._settings.policy is Policy.COST
+
+    # What nodes say.
+
+    def on_attached(self, description: NodeDescription) -> bool:
+        """A node is there. True: it is to be asked what it has cached."""
+        incarnation = description.incarnation
+        self._names[incarnation] = description.node_id
+        if not self._predicts or cache_keys_of(description) is None:
+            return False
+        self._caches.watch(incarnation)
+        return True
+
+    def on_report(self, incarnation: str, report: StepReport, now: float) -> bool:
+        """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
+        if report.step is not None:
+            self._rates.stepped(incarnation, report.step)
+        pending = self._pending.get(incarnation)
+        for delta in report.deltas:
+            if pending:
+                pending.pop((delta.attempt.request_id, delta.attempt.attempt), None)
+            if delta.outcome is not None:
+                self._ended(incarnation, delta, now)
+        if report.kv_cache is not None and self._caches.updated(incarnation, report.kv_cache):
+            self._caches.watch(incarnation)
+            return True
+        return False
+
+    def on_lost(self, incarnation: str, now: float) -> None:
+        """A node is gone, or its stream is."""
+        name = self._names.pop(incarnation, None)
+        lost = (live for live in self._live.values() if incarnation in _incarnations(live.placement))
+        if name is not None and next(lost, None) is not None:
+            self._nodes.failed(name, now)
+        self._caches.forget(incarnation)
+        self._rates.forget(incarnation)
+        self._pending.pop(incarnation, None)
+        self._known.pop(incarnation, None)
+
+    def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
+        live = self._live.get(delta.attempt.request_id)
+        name = self._names.get(incarnation)
+        if live is None or name is None or live.attempt != delta.attempt.attempt:
+            return
+        prefill, decode = live.placement.prefill, live.placement.decode
+        pair = (prefill.node_id, decode.node_id) if prefill is not None else None
+        match delta.outcome:
+            case Outcome.REFUSED | Outcome.ERROR:
+                self._nodes.failed(name, now)
+            case Outcome.KV_LOST if pair is not None:
+                self._pairs.failed(pair, now)
+            case Outcome.HANDED_OFF:
+                self._nodes.succeeded(name, now)
+            case Outcome.STOP | Outcome.LENGTH:
+                self._nodes.succeeded(name, now)
+                if pair is not None and incarnation == decode.incarnation:
+                    self._pairs.succeeded(pair, now)
+        if delta.timings is not None and pair is not None and incarnation == decode.incarnation:
+            self._rates.transferred(incarnation, delta.timings)
+
+    # Where requests go.
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        exclude: Set[str],
+        attempt: int,
+        waited_s: float,
+        now: float,
+    ) -> Choice:
+        """Where an attempt of the request would go now. `waited_s`: since the request came.
+
+        Raises NoCapacity with the reason when there is nobody, InvalidRequest when nobody is large enough.
+        """
+        demand = Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
+        if self._predicts:
+            choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
+        else:
+            pick = choose if self._settings.policy is Policy.LEAST_LOADED else take_turns
+            choice = Choice(pick(candidates, demand, exclude), request, attempt)
+        if choice.placement.prefill is None and self._settings.require_disaggregation:
+            raise NoCapacity(f"{choice.placement.reason}, and disaggregation is required")
+        return choice
+
+    def placed(self, choice: Choice, now: float, wall: float) -> None:
+        """The attempt goes there."""
+        request, placement = choice.request, choice.placement
+        self._release(request.request_id)
+        live = self._live[request.request_id] = _Live(choice.attempt, placement)
+        prefill, decode = placement.prefill, placement.decode
+        for node in (prefill, decode):
+            if node is not None:
+                self._nodes.chosen(node.node_id, now)
+        if prefill is not None:
+            self._pairs.chosen((prefill.node_id, decode.node_id), now)
+        if choice.found is not None:
+            left = len(request.prompt_token_ids) - choice.found.terms.cached_tokens
+            pending = self._pending.setdefault((prefill or decode).incarnation, {})
+            pending[request.request_id, choice.attempt] = left
+            live.expected = self._expect(request, placement)
+        self.log.record(_decision(choice, self._settings.policy, wall))
+
+    def over(self, request_id: str) -> None:
+        """The request is over, or nothing of it runs any more. Idempotent."""
+        self._release(request_id)
+        self._prompts.pop(request_id, None)
+
+    def finished(self, request_id: str, timings: StageTimings, first_token_ms: float, now: float) -> None:
+        """The request ended well; before `over`."""
+        live = self._live.get(request_id)
+        decision = self.log.last(request_id, live.attempt) if live is not None else None
+        if live is None or decision is None:
+            return
+        decision.actual = Actual(timings, first_token_ms)
+        if decision.question is None or now < self._judged_at + _JUDGE_EVERY_S:
+            return
+        self._judged_at = now
+        self.log.regretted(self._judge(decision)[1])
+
+    def explain(self, request_id: str) -> Sequence[Explanation]:
+        """Why a request went where it went, attempt by attempt; nothing for one that is unknown or long ago."""
+        return [self._explain(decision) for decision in self.log.of(request_id)]
+
+    def figures(self, now: float) -> Iterable[Figure]:
+        """For the metrics page."""
+        yield from self.log.figures()
+        text = "Breakers that are not closed."
+        yield Figure("router_breakers_open", text, self._nodes.num_open(now), {"of": "node"})
+        yield Figure("router_breakers_open", text, self._pairs.num_open(now), {"of": "pair"})
+        yield Figure("router_cached_blocks", "Blocks of which nodes told, over all nodes.", self._caches.num_keys, {})
+
+    # Inside.
+
+    def _cheapest(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        demand: Demand,
+        exclude: Set[str],
+        attempt: int,
+        waited_s: float,
+        now: float,
+    ) -> Choice:
+        fitting = fitting_nodes(candidates, demand, exclude)
+        question = self._question(fitting, request, demand, waited_s, now)
+        found = cheapest(question)
+        if found is None:
+            raise NoCapacity(f"no node that serves {demand.model} is up")
+        reason = found.reason or why_alone(candidates, *_by_role(fitting), exclude)
+        placement = Placement(found.prefill.node if found.prefill else None, found.decode.node, reason)
+        return Choice(placement, request, attempt, question, found)
+
+    def _question(
+        self, fitting: Sequence[Candidate], request: ValidRequest, demand: Demand, waited_s: float, now: float
+    ) -> Question:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            prompt = self._prompts[request.request_id] = PromptKeys(request.prompt_token_ids, request.cache_salt)
+        nodes = [candidate.node for candidate in fitting]
+        roles = {node.role for node in nodes}
+        prefills_only = len(roles) > 1
+        return Question(
+            demand=demand,
+            costs=[self._costs(candidate, now, prefills_only) for candidate in fitting],
+            cached=self._caches.cached_tokens(prompt, nodes),
+            level=_level(request, waited_s),
+            alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
+            passed_over=self._passed_over(nodes, now),
+            pairs_passed_over=self._pairs.not_allowed(now),
+        )
+
+    def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
+        """Put together anew only when something of it has changed: most nodes say nothing between two requests."""
+        node = candidate.node
+        rates, ms_per_byte = self._rates.steps(node.incarnation), self._rates.ms_per_byte(node.incarnation)
+        pending = self._pending.get(node.incarnation)
+        pending_tokens = sum(pending.values()) if pending else 0
+        share = newcomers_share(now - candidate.attached_at)
+        known = self._known.get(node.incarnation)
+        given = (rates, ms_per_byte, pending_tokens, share, prefills_only)
+        if known is not None and known[0].candidate is candidate and known[1] == given:
+            return known[0]
+        costs = node_costs(
+            candidate,
+            pending_tokens,
+            rates,
+            ms_per_byte,
+            share,
+            prefills_only=prefills_only and node.role is Role.PREFILL,
+        )
+        self._known[node.incarnation] = (costs, given)
+        return costs
+
+    def _passed_over(self, nodes: Sequence[NodeDescription], now: float) -> Set[str]:
+        bad = self._nodes.not_allowed(now)
+        return {node.incarnation for node in nodes if node.node_id in bad} if bad else bad
+
+    def _expect(self, request: ValidRequest, placement: Placement) -> Sequence[tuple[str, Sequence[bytes]]]:
+        """The prompt's first blocks are going to be on its nodes, and whoever has the same should follow."""
+        prompt = self._prompts.get(request.request_id)
+        expected: list[tuple[str, Sequence[bytes]]] = []
+        for node in (placement.prefill, placement.decode):
+            fields = cache_keys_of(node) if node is not None else None
+            if node is not None and fields is not None and prompt is not None and len(self._names) > 2:
+                keys = prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields))))
+                self._caches.expect(node.incarnation, keys)
+                expected.append((node.incarnation, keys))
+        return expected
+
+    def _release(self, request_id: str) -> None:
+        """What was held for the attempt so far."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        for incarnation, keys in live.expected:
+            self._caches.expect_no_more(incarnation, keys)
+        for incarnation in _incarnations(live.placement):
+            pending = self._pending.get(incarnation)
+            if pending:
+                pending.pop((request_id, live.attempt), None)
+
+    def _judge(self, decision: Decision) -> tuple[Found, float]:
+        """The cheapest way as it looks now, and the regret. The decision has a question and an end."""
+        assert decision.question is not None
+        assert decision.found is not None
+        assert decision.actual is not None
+        question = replace(decision.question, costs=[self._renewed(costs) for costs in decision.question.costs])
+        best = cheapest(question)
+        assert best is not None
+        by_incarnation = {costs.node.incarnation: costs for costs in question.costs}
+        decode, prefill = by_incarnation[decision.found.decode.node.incarnation], decision.found.prefill
+        if prefill is None:
+            taken = question.alone_terms(decode)
+        else:
+            taken = question.pair_terms(by_incarnation[prefill.node.incarnation], decode)
+        return best, regret_ms(taken, decision.actual, best)
+
+    def _renewed(self, costs: NodeCosts) -> NodeCosts:
+        """What was known of a node's load then, at the rates of now."""
+        incarnation = costs.node.incarnation
+        rates, ms_per_byte = self._rates.steps(incarnation), self._rates.ms_per_byte(incarnation)
+        is_prefill = costs.node.role is Role.PREFILL
+        return node_costs(costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill)
+
+    def _explain(self, decision: Decision) -> Explanation:
+        if decision.question is None or decision.found is None:
+            return Explanation(decision)
+        ways = ways_beside(decision.question, decision.found)
+        if decision.actual is None:
+            return Explanation(decision, ways)
+        best, regret = self._judge(decision)
+        return Explanation(decision, ways, best.terms, regret)
+
+
+def _by_role(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Prefill nodes and decode nodes."""
+    return (
+        [candidate for candidate in candidates if candidate.node.role is Role.PREFILL],
+        [candidate for candidate in candidates if candidate.node.role is Role.DECODE],
+    )
+
+
+def _incarnations(placement: Placement) -> list[str]:
+    return [node.incarnation for node in (placement.prefill, placement.decode) if node is not None]
+
+
+def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:
+    first, each = request.ttft_slo_ms, request.tpot_slo_ms
+    return ServiceLevel(
+        first_token_ms=math.inf if first is None else first - waited_s * 1e3,
+        token_ms=math.inf if each is None else each,
+    )
+
+
+def _decision(choice: Choice, policy: Policy, wall: float) -> Decision:
+    placement = choice.placement
+    alone = "decode_only" if placement.decode.role is Role.DECODE else "prefill_only"
+    return Decision(
+        request_id=choice.request.request_id,
+        attempt=choice.attempt,
+        at=wall,
+        policy=policy.value,
+        decision="pair" if placement.prefill is not None else alone,
+        reason=placement.reason,
+        prompt_tokens=len(choice.request.prompt_token_ids),
+        prefill=placement.prefill.node_id if placement.prefill is not None else "",
+        decode=placement.decode.node_id,
+        found=choice.found,
+        question=choice.question,
+    )

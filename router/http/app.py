@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from random import Random
@@ -52,7 +53,7 @@ class HttpFront:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One exchange. Never raises, except when it is cancelled."""
+        """One exchange. Never raises."""
         request_id = ""
         try:
             check_headers(scope)
@@ -61,7 +62,8 @@ class HttpFront:
             # With this, a wrong method is raised, and not answered in starlette's own way.
             scope["app"] = self
             await self._routes(scope, receive, send)
-        except ClientGone:
+        except (ClientGone, asyncio.CancelledError):
+            # Nobody is there any more, or the server stops and cuts what is left: either way this task ends here.
             return
         except BatonError as error:
             await self._refuse(send, error, request_id)

@@ -10,7 +10,7 @@ from baton.errors import BatonError
 from baton.rpc.messages import Chunk, Finished
 from router.http.errors import error_body
 from router.http.logprobs import Spelling
-from router.http.position import event_id, position_behind
+from router.http.position import event_id
 from router.http.shapes import Shape, quote
 
 DONE = b"data: [DONE]\n\n"
@@ -93,7 +93,7 @@ class EventWriter:
     def chunk(self, chunk: Chunk) -> bytes:
         """Tokens and their text. The rest of a text waits for the event that ends it, so nothing is returned for it."""
         index = chunk.sequence_index
-        self._positions[index] = position_behind(chunk)
+        self._positions[index] = chunk.next_position
         if not chunk.token_ids:
             self._rests[index] += chunk.text
             return b""

@@ -25,6 +25,11 @@ class FakeCall:
         for event in events:
             self._events.put_nowait(event)
 
+    @property
+    def num_untold(self) -> int:
+        """What its client has not taken."""
+        return self._events.qsize()
+
     async def stream(self) -> AsyncGenerator[GenerateEvent, None]:
         try:
             yield Accepted(self.request_id, 1, 3)

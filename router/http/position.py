@@ -1,7 +1,7 @@
 """How far a client has read a stream: the `id:` of its events and, when it comes back, its `Last-Event-ID`.
 
-For each sequence of the request one number, joined by dots: how many of its tokens the client has. A rest of text that
-comes without tokens at a sequence's end counts as one more. So an id says all that is needed to go on, at any router.
+For each sequence of the request its position (`Chunk.next_position`), joined by dots: how many of its tokens the client
+has, and one more for a rest of text that came without any. So an id says all that is needed to go on, at any router.
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ from collections.abc import Sequence
 
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest
-from baton.rpc.messages import Chunk
 
 _PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*\Z")
-
-
-def position_behind(chunk: Chunk) -> int:
-    """Where in its sequence a client stands that has this chunk."""
-    return chunk.first_index + max(1, len(chunk.token_ids))
 
 
 def event_id(positions: Sequence[int]) -> str:

@@ -27,6 +27,8 @@ class Exchange:
         self.headers: dict[str, str] = {}
         self.body = b""
         self.is_complete = False
+        self.is_stuck = asyncio.Event()
+        """Something was to be sent since `pause`, and waits."""
         self._changed = asyncio.Event()
         self._may_send = asyncio.Event()
         self._may_send.set()
@@ -49,7 +51,9 @@ class Exchange:
         self.task = asyncio.create_task(app(scope, self._to_read.get, self._take))  # type: ignore[arg-type]
 
     async def _take(self, message: Message) -> None:
-        await self._may_send.wait()
+        if not self._may_send.is_set():
+            self.is_stuck.set()
+            await self._may_send.wait()
         if message["type"] == "http.response.start":
             assert not self.status, "two answers"
             self.status = message["status"]
@@ -67,6 +71,7 @@ class Exchange:
 
     def pause(self) -> None:
         """Take nothing more for now."""
+        self.is_stuck.clear()
         self._may_send.clear()
 
     def go_on(self) -> None:

@@ -1,0 +1,186 @@
+"""The HTTP front on real sockets: the openai client, connections that are cut or take nothing, and its own end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from baton.errors import ConfigError, EngineFault, QueueFull
+from baton.rpc.messages import Chunk
+from router.http.server import HttpServer
+from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig, chunk, finished
+from tests.support.router_parts import MODEL
+
+PROMPT = {"model": MODEL, "prompt": "ab"}
+STREAM = json.dumps({**PROMPT, "stream": True}).encode()
+
+
+class Served:
+    """A rig that listens."""
+
+    def __init__(self, rig: HttpRig, server: HttpServer, port: int) -> None:
+        self.rig = rig
+        self.server = server
+        self.port = port
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="any") as client:
+            yield client
+
+    async def connect(self, **settings: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection of our own."""
+        return await asyncio.open_connection("127.0.0.1", self.port, **settings)
+
+    async def post(self, writer: asyncio.StreamWriter, body: bytes) -> None:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def served(stall_s: float = 30.0) -> AsyncIterator[Served]:
+    rig = HttpRig()
+    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s)
+    port = server.bind("127.0.0.1", 0)
+    before = asyncio.all_tasks()
+    await server.start()
+    try:
+        yield Served(rig, server, port)
+    finally:
+        await server.stop(1.0)
+    assert asyncio.all_tasks() == before
+
+
+async def test_the_openai_client_tries_again_when_it_is_told_to() -> None:
+    async with served() as one, one.client() as client:
+        answer = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab"))
+        (await one.rig.called()).tell(QueueFull("no room", 0.01))
+        (await one.rig.called()).tell(chunk(0, "cd"), finished())
+        assert (await answer).choices[0].text == "cd"
+
+
+async def test_the_openai_client_does_not_try_again_when_it_is_told_not_to() -> None:
+    async with served() as one, one.client() as client:
+        answer = asyncio.create_task(client.completions.create(model=MODEL, prompt="ab"))
+        (await one.rig.called()).tell(EngineFault("NaN"))
+        with pytest.raises(openai.InternalServerError) as caught:
+            await answer
+        assert caught.value.type == "server_error"
+        assert one.rig.handler.calls.empty()
+
+
+async def test_the_openai_client_hears_of_an_error_in_mid_stream() -> None:
+    async with served() as one, one.client() as client:
+        messages = [{"role": "user", "content": "hi"}]
+        asked = client.chat.completions.create(model=MODEL, messages=messages, stream=True)  # type: ignore[call-overload]
+        stream = asyncio.create_task(asked)
+        (await one.rig.called()).tell(chunk(0, "c"), EngineFault("NaN"))
+        events = aiter(await stream)
+        assert [(await anext(events)).choices[0].delta.content for _ in range(2)] == ["", "c"]
+        with pytest.raises(openai.APIError, match="NaN"):
+            await anext(events)
+
+
+async def test_a_connection_that_is_closed_ends_its_request() -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        await one.post(writer, STREAM)
+        call = await one.rig.called()
+        call.tell(chunk(0, "c"))
+        await reader.readuntil(b'"text":"c"')
+        writer.close()
+        await call.is_closed.wait()
+
+
+async def test_a_connection_that_takes_nothing_is_cut_and_holds_up_nobody() -> None:
+    async with served(stall_s=1.0) as one, one.client() as client:
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", one.port))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        await loop.sock_sendall(slow, head + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM)
+        stuck = await one.rig.called()
+        for place in range(400):
+            stuck.tell(Chunk(place, (97,), "a" * 4096))
+        answer = asyncio.create_task(client.completions.create(**PROMPT))  # type: ignore[call-overload]
+        (await one.rig.called()).tell(chunk(0, "cd"), finished())
+        assert (await answer).choices[0].text == "cd"
+        assert not stuck.is_closed.is_set()
+        # Most of it still waits at the core, where it is counted.
+        assert stuck.num_untold > 200
+        await stuck.is_closed.wait()
+        slow.close()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000 + b"\r\n\r\n", b"4"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 8192 + b"\r\n\r\n", b"431"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"HEAD /livez HTTP/1.0\r\n\r\n", b"200"),
+    ],
+)
+async def test_requests_of_all_kinds_are_answered(request_bytes: bytes, status: bytes) -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        writer.write(request_bytes)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        writer.close()
+
+
+async def test_a_body_that_is_too_long_is_refused_while_it_comes() -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 20)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        writer.close()
+
+
+async def test_what_runs_may_end_when_the_server_stops() -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        await one.post(writer, STREAM)
+        call = await one.rig.called()
+        call.tell(chunk(0, "c"))
+        await reader.readuntil(b'"text":"c"')
+        stopping = asyncio.create_task(one.server.stop(30.0))
+        call.tell(finished())
+        assert b"[DONE]" in await reader.read()
+        await stopping
+        writer.close()
+        with pytest.raises(ConnectionError):
+            await one.connect()
+
+
+async def test_what_does_not_end_is_cut_when_the_server_stops(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as one:
+        reader, writer = await one.connect()
+        await one.post(writer, STREAM)
+        call = await one.rig.called()
+        call.tell(chunk(0, "c"))
+        await reader.readuntil(b'"text":"c"')
+        await one.server.stop(0.01)
+        await call.is_closed.wait()
+        assert b"[DONE]" not in await reader.read()
+        writer.close()
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    async with served() as one:
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{one.port} for HTTP.*--http-port"):
+            HttpServer(one.rig.front(one.rig.handler, 1.0, "")).bind("127.0.0.1", one.port)

@@ -1,0 +1,152 @@
+"""The openai client against a running cluster, as its users write it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.process.shell import Shell, refusal
+from tests.support.process_cluster import ProcessCluster
+
+MODEL = "tiny"
+CHAT = [{"role": "user", "content": "hello"}]
+GREEDY = {"model": MODEL, "prompt": "hello", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+def client(cluster: ProcessCluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://{cluster.state.http_address}/v1", api_key="any", max_retries=0) as opened:
+        yield opened
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_a_completion_is_what_the_command_prints(client: OpenAI, shell: Shell, cluster: ProcessCluster) -> None:
+    answer = client.completions.create(**GREEDY, extra_body={"return_token_ids": True})
+    ask = ("generate", "hello", "--temperature", 0, "--max-tokens", 8, "-o", "json")
+    printed = json.loads(shell.baton(*ask, "--run-dir", cluster.run_dir).stdout)
+    (choice,) = answer.choices
+    assert choice.text == printed["text"]
+    assert choice.token_ids == printed["token_ids"]  # type: ignore[attr-defined]
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 8)
+    assert answer.usage.prompt_tokens == printed["usage"]["prompt_tokens"]
+
+
+def test_a_streamed_completion_is_the_whole_one(client: OpenAI) -> None:
+    whole = client.completions.create(**GREEDY, logprobs=2)
+    events = list(client.completions.create(**GREEDY, logprobs=2, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+    logprobs = [event.choices[0].logprobs for event in events if event.choices and event.choices[0].logprobs]
+    assert [token for piece in logprobs for token in piece.tokens] == whole.choices[0].logprobs.tokens
+    assert [value for piece in logprobs for value in piece.token_logprobs] == whole.choices[0].logprobs.token_logprobs
+    assert events[-2].choices[0].finish_reason == "length"
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
+    asked = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 6, "seed": 5, "n": 2}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    texts = ["", ""]
+    for event in client.chat.completions.create(**asked, stream=True):
+        texts[event.choices[0].index] += event.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert [len(choice.logprobs.content) for choice in whole.choices] == [6, 6]
+    assert all(len(token.top_logprobs) == 3 for token in whole.choices[0].logprobs.content)
+    # What was answered can be sent back as it is.
+    again = [*CHAT, whole.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "more"}]}]
+    assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=3).usage.completion_tokens == 3
+
+
+def test_errors_are_the_client_s_own(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="another", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model=MODEL, prompt="x", temperature=3)
+    assert (bad.value.param, bad.value.type) == ("temperature", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.completions.create(model=MODEL, prompt="x", extra_body={"max_tokenz": 1})
+    assert unknown.value.param == "max_tokenz"
+    late = {"x-request-timeout-ms": "1"}
+    with pytest.raises(openai.InternalServerError) as deadline:
+        client.completions.create(**GREEDY, extra_headers=late)
+    assert deadline.value.status_code == 504
+
+
+def test_a_stream_that_was_cut_goes_on_behind_its_last_event(cluster: ProcessCluster) -> None:
+    url = f"http://{cluster.state.http_address}/v1/chat/completions"
+    body = {"messages": CHAT, "max_tokens": 12, "n": 2, "seed": 5, "stream": True, "return_token_ids": True}
+    whole = sse(url, body, {"x-request-id": "whole"})
+    for cut in (1, 5, 13, len(whole) - 2):
+        name = {"x-request-id": f"cut-{cut}"}
+        first = sse(url, body, name, limit=cut)
+        rest = sse(url, body, {**name, "last-event-id": first[-1][0]})
+        for index in (0, 1):
+            assert tokens_of(first, index) + tokens_of(rest, index) == tokens_of(whole, index)
+            assert text_of(first, index) + text_of(rest, index) == text_of(whole, index)
+        assert rest[-1][1] == "[DONE]"
+
+
+def sse(url: str, body: dict[str, object], headers: dict[str, str], limit: int | None = None) -> list[tuple[str, Any]]:
+    """A stream's events as (id, data), up to a limit; then the connection is closed."""
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+    events: list[tuple[str, Any]] = []
+    last_id = ""
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        for line in answer:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "id":
+                last_id = value
+            elif name == "data":
+                events.append((last_id, value if value == "[DONE]" else json.loads(value)))
+            if len(events) == limit:
+                break
+    return events
+
+
+def choices_of(events: list[tuple[str, Any]], index: int) -> list[dict[str, Any]]:
+    found = [choice for _, data in events if data != "[DONE]" for choice in data["choices"]]
+    return [choice for choice in found if choice["index"] == index]
+
+
+def tokens_of(events: list[tuple[str, Any]], index: int) -> list[int]:
+    return [token for choice in choices_of(events, index) for token in choice.get("token_ids", ())]
+
+
+def text_of(events: list[tuple[str, Any]], index: int) -> str:
+    return "".join(choice["delta"].get("content", "") for choice in choices_of(events, index))
+
+
+async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cluster: ProcessCluster) -> None:
+    asked = {"model": MODEL, "prompt": "hello", "max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(**asked) as stream:
+        assert next(iter(stream)).choices[0].index == 0
+    async with cluster.session() as session:
+        await session.idle()
+
+
+def test_pages_of_a_running_router(cluster: ProcessCluster, shell: Shell) -> None:
+    def page(path: str) -> str:
+        with urllib.request.urlopen(f"http://{cluster.state.http_address}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    assert page("/livez") == page("/readyz") == page("/health") == "ok\n"
+    figures = page("/metrics")
+    for name in ("num_requests_running", "num_requests_waiting", "request_success_total", "node_up"):
+        assert f"\nbaton_{name}{{" in figures
+    assert cluster.state.http_address in shell.baton("get", "nodes", "-o", "wide", "--run-dir", cluster.run_dir).stdout
+
+
+def test_a_second_router_is_told_how_to_have_another_port(shell: Shell, cluster: ProcessCluster) -> None:
+    port = cluster.state.http_address.rpartition(":")[2]
+    said = refusal(shell.baton("up", "--grpc-port", 0, "--http-port", port, "--run-dir", shell.home / "another"), 78)
+    assert said == f"port {port} on 127.0.0.1 is in use: choose another with --http-port, 0 takes a free one"

@@ -1,0 +1,91 @@
+"""The HTTP front over the router's own core and scripted nodes: what a client does reaches the nodes at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.rpc.messages import Outcome
+from router.dispatcher import DispatchLimits
+from router.front import GenerationHandler
+from tests.support.http_client import AsgiClient
+from tests.support.http_rig import CARD, DEFAULT_TEMPLATE, HttpRig
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import Letters, RouterRig, router_rig
+
+COMPLETIONS = "/v1/completions"
+PROMPT = {"prompt": "hello", "max_tokens": 4}
+
+
+@asynccontextmanager
+async def rigs(limits: DispatchLimits | None = None) -> AsyncIterator[tuple[RouterRig, AsgiClient]]:
+    async with router_rig(prefill("p1"), decode("d1"), limits=limits) as rig:
+        handler = GenerationHandler(rig.dispatcher, Letters(), lambda: CARD)
+        yield rig, AsgiClient(HttpRig().front(handler, 1000.0, DEFAULT_TEMPLATE))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool) -> None:
+    async with rigs() as (rig, client):
+        exchange = client.post(COMPLETIONS, PROMPT | {"stream": stream})
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("p1", attempt, 0, "a")
+        await rig.nodes["p1"].all_read()
+        exchange.leave()
+        assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
+        await exchange.task
+        assert rig.dispatcher.num_live == 0
+
+
+async def test_a_stop_string_is_cut_and_named() -> None:
+    async with rigs() as (rig, client):
+        exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "stop": "cd", "max_tokens": 8})
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "bc")
+        rig.tell("d1", attempt, 3, "de")
+        *events, done = (await exchange.end()).events
+        assert "".join(event.text for event in events) == "ab"
+        assert (events[-1].choice["finish_reason"], events[-1].choice["stop_reason"]) == ("stop", "cd")
+        assert done.is_done
+        await rig.aborted("d1")
+
+
+async def test_a_reader_that_takes_nothing_is_given_up_and_frees_the_nodes() -> None:
+    limits = DispatchLimits(max_backlog_tokens=2, stall_s=30.0)
+    async with rigs(limits) as (rig, client):
+        exchange = client.post(COMPLETIONS, PROMPT | {"stream": True, "max_tokens": 16})
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await exchange.events_read(1)
+        exchange.pause()
+        rig.tell("d1", attempt, 1, "b")
+        await exchange.is_stuck.wait()
+        rig.tell("d1", attempt, 2, "cde")
+        await rig.nodes["d1"].all_read()
+        rig.timers.advance(31.0)
+        await rig.aborted("d1")
+        exchange.go_on()
+        await exchange.end()
+        assert exchange.events[-1].json["error"]["code"] == "slow_reader"
+
+
+async def test_a_field_out_of_bounds_is_named_before_any_node_hears_of_it() -> None:
+    async with rigs() as (rig, client):
+        for path, body, param in (
+            (COMPLETIONS, PROMPT | {"temperature": 3}, "temperature"),
+            (COMPLETIONS, PROMPT | {"max_tokens": 1000}, "max_tokens"),
+            (COMPLETIONS, {"prompt": [1, 999]}, "prompt"),
+            (COMPLETIONS, PROMPT | {"n": 9}, "n"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
+        ):
+            exchange = await client.post(path, body).end()
+            assert (exchange.status, exchange.error["param"]) == (400, param)
+        exchange = await client.post(COMPLETIONS, PROMPT | {"model": "another"}).end()
+        assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
+        assert all(node.inbox.empty() for node in rig.nodes.values())

@@ -18,8 +18,8 @@ from router.block_index import BlockIndex
 
 _FIRST_BLOCKS = 64
 _MOST_BLOCKS = 4096
-"""Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is behind
-them is taken to be computed, everywhere alike."""
+"""Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is
+behind them is taken to be computed, everywhere alike."""
 
 CacheKeys = tuple[str, str, str, int]
 """What keys depend on: model, dtype, layout and block size."""

@@ -115,8 +115,8 @@ def node_costs(
     *,
     prefills_only: bool = False,
 ) -> NodeCosts:
-    """`pending_tokens`: of prompts that were sent there and that it has not reported yet. `share`: of what others get, see
-    `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting.
+    """`pending_tokens`: of prompts that were sent there and that it has not reported yet. `share`: of what others get;
+    see `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting.
     """
     streams = 0.0 if prefills_only else candidate.load / share
     context = 0.0 if prefills_only else candidate.context_tokens / share

@@ -37,7 +37,7 @@ class Decision:
     request_id: str
     attempt: int
     at: float
-    """Seconds on the wall's clock."""
+    """Seconds on the router's clock."""
     policy: str
     decision: str
     """pair, decode_only or prefill_only."""

@@ -41,6 +41,7 @@ from baton.rpc.messages import (
     NodeDescription,
     RequestDelta,
     StepReport,
+    WatchKVCache,
 )
 from router.admission import AdmissionQueue, Hope, Ticket
 from router.answer import Answer
@@ -69,7 +70,8 @@ from router.flight_table import (
     SubmitLeg,
 )
 from router.node_links import NodeLinks
-from router.placement import Candidate, Demand, Placement, choose
+from router.placement import Candidate, Placement
+from router.placer import Choice, PlacementSettings, Placer, Policy
 from router.request import ValidRequest
 from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
 from router.schemas import SchemaCheck
@@ -167,11 +169,6 @@ class _Run:
         self.is_noted = False
         """There is a record of it."""
 
-    @property
-    def demand(self) -> Demand:
-        request = self.request
-        return Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
-
     def hope(self) -> Hope:
         """`deadline` is to be known by now."""
         slo_ms, params = self.request.ttft_slo_ms, self.request.sampling_params
@@ -201,9 +198,13 @@ class Dispatcher:
         rng: Random,
         limits: DispatchLimits | None = None,
         journal: FlightJournal | None = None,
+        placer: Placer | None = None,
     ) -> None:
-        """Without a journal no other router can go on with a flight of this one, nor this one with another's."""
+        """Without a journal no other router can go on with a flight of this one, nor this one with another's. Without a
+        placer the least loaded nodes are taken.
+        """
         self._journal = journal
+        self.placer = placer or Placer(PlacementSettings(Policy.LEAST_LOADED))
         self._view = view
         self._links = links
         self._codec = codec
@@ -218,6 +219,8 @@ class Dispatcher:
         self._num_placed = 0
         self._num_tokenizing = 0
         self._runs: dict[str, _Run] = {}
+        self._adopting: set[_Run] = set()
+        """Those whose nodes have yet to tell what they brought for another router."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -311,7 +314,7 @@ class Dispatcher:
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
         run = self._open(record.request, answer, started, timeout_s)
-        placement = where_it_runs(record, {node.incarnation: node for node in self._view.descriptions()})
+        placement = where_it_runs(record, positions, {node.incarnation: node for node in self._view.descriptions()})
         if placement is None:
             run.begin = partial(run.flight.start, record.attempt)
         else:
@@ -322,9 +325,8 @@ class Dispatcher:
         self.counters.adopted += 1
         self._num_placed += 1
         run.placed_at = run.started
-        effects = run.flight.adopt(record.key, placement)
-        self._note(run, placement)
-        return effects
+        self._adopting.add(run)
+        return run.flight.adopt(record.key, placement)
 
     def _take_over(self, run: _Run, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
         """Another stream of the same client goes on with a live run."""
@@ -370,11 +372,16 @@ class Dispatcher:
     def on_attached(self, description: NodeDescription) -> None:
         """A node is there: whoever waited for one may go on."""
         self._view.attached(description, self._timers.monotonic())
+        if self.placer.on_attached(description):
+            self._links.send(description.incarnation, WatchKVCache())
         self.changed.set()
         self._serve_queue()
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
         """One engine step of a node."""
+        now = self._timers.monotonic()
+        if self.placer.on_report(incarnation, report, now):
+            self._links.send(incarnation, WatchKVCache())
         for delta in report.deltas:
             run = self._runs.get(delta.attempt.request_id)
             if run is None:
@@ -383,7 +390,9 @@ class Dispatcher:
                 self._relay(run, delta)
             else:
                 self._feed(run, Delta(incarnation, delta))
-        self._view.reported(incarnation, report.load, self._timers.monotonic())
+        if self._adopting:
+            self._settle(incarnation, report)
+        self._view.reported(incarnation, report.load, now)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
@@ -391,9 +400,19 @@ class Dispatcher:
         if self._queue and not self._view.is_full(incarnation):
             self._serve_queue()
 
+    def _settle(self, incarnation: str, report: StepReport) -> None:
+        told = {delta.attempt for delta in report.deltas}
+        for run in list(self._adopting):
+            if run.flight.key not in told:
+                self._guarded(run, partial(run.flight.settle, incarnation))
+            if not run.flight.is_adopting:
+                self._adopting.discard(run)
+
     def on_lost(self, incarnation: str, reason: str) -> None:
         """A node is gone: every flight on it moves at once."""
-        self._view.detached(incarnation, reason, self._timers.monotonic())
+        now = self._timers.monotonic()
+        self._view.detached(incarnation, reason, now)
+        self.placer.on_lost(incarnation, now)
         self.changed.set()
         for run in list(self._runs.values()):
             self._feed(run, NodeGone(incarnation, reason))
@@ -457,6 +476,7 @@ class Dispatcher:
         if not run.flight.is_over:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
+        self._adopting.discard(run)
         self._leave_queue(run)
         self._num_placed -= run.placed_at is not None
         del self._runs[run.request.request_id]
@@ -527,13 +547,14 @@ class Dispatcher:
         run.wanted = place
         ticket = run.ticket or self._new_ticket(run, place)
         try:
-            placement = self._find_nodes(ticket, place)
+            choice = self._find_nodes(ticket, place)
         except InvalidRequest as error:
             return run.flight.handle(GiveUp(error))
         except Overloaded as error:
             return self._wait(ticket, error)
         run.wanted = None
         self._leave_queue(run)
+        self.placer.placed(choice, self._timers.monotonic())
         if place.attempt > 1:
             self.counters.retried += 1
             _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
@@ -542,34 +563,39 @@ class Dispatcher:
             self._num_placed += 1
             self.counters.queued += 1
             self.counters.queue_time_s += run.placed_at - run.started
-        effects = run.flight.handle(Placed(placement))
-        self._note(run, placement)
+        effects = run.flight.handle(Placed(choice.placement))
+        self._note(run, choice.placement)
         return effects
 
     def _note(self, run: _Run, placement: Placement) -> None:
         """Leave word of the running attempt, for another router."""
         if self._journal is not None:
-            self._journal.placed(run.request, run.flight.key, placement)
+            self._journal.placed(run.request, run.flight.key, placement, run.flight.num_given)
             run.is_noted = True
 
-    def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Placement:
+    def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Choice:
         """Raises InvalidRequest when no node is large enough, Overloaded when there is none or all are full."""
         run, candidates = ticket.item, self._view.candidates()
         if ticket.is_retry:
             # Its client is in mid-stream: whatever a node has to do, this comes first.
-            return choose(candidates, run.demand, place.exclude)
+            return self._choose(candidates, run, place)
         if (first := self._queue.first()) is not None and not self._queue.is_next(ticket):
             raise _again(first.item.why_waiting)
         if self._num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
         try:
-            placement = choose(_with_room(candidates), run.demand, place.exclude)
+            choice = self._choose(_with_room(candidates), run, place)
         except (InvalidRequest, NoCapacity):
-            placement = choose(candidates, run.demand, place.exclude)
+            choice = self._choose(candidates, run, place)
+        placement = choice.placement
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
         if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
             raise Overloaded("every node is full")
-        return placement
+        return choice
+
+    def _choose(self, candidates: Sequence[Candidate], run: _Run, place: Place) -> Choice:
+        now = self._timers.monotonic()
+        return self.placer.choose(candidates, run.request, place.exclude, place.attempt, now - run.started, now)
 
     def _new_ticket(self, run: _Run, place: Place) -> Ticket[_Run]:
         is_retry = place.attempt > 1
@@ -679,6 +705,7 @@ class Dispatcher:
         run.finish = (finish, finished)
         run.queue.put(finished)
         self.counters.finished += 1
+        self.placer.finished(run.request.request_id, timings, finished.ttft_ms, now)
         if run.placed_at is not None:
             placed, num_tokens = run.placed_at, run.flight.num_output_tokens
             self._queue.times.ended(first - placed, now - placed, num_tokens)
@@ -688,6 +715,7 @@ class Dispatcher:
         """The flight is over: nothing of it may fire any more, though its client may still read."""
         run.wanted = None
         self._leave_queue(run)
+        self.placer.over(run.request.request_id)
         run.cancel_timers()
         run.queue.end(error)
         if run.is_noted and self._journal is not None:

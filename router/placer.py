@@ -34,7 +34,7 @@ from router.request import ValidRequest
 
 ALONE_TOKENS = 512
 _EXPECTED_BLOCKS = 64
-"""Of a prompt that nobody has: so many are taken to be where it goes, so that others with its beginning go there too."""
+"""Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 _JUDGE_EVERY_S = 0.05
 
 _Given = tuple[StepRates, float, int, float, bool]
@@ -187,7 +187,7 @@ class Placer:
             raise NoCapacity(f"{choice.placement.reason}, and disaggregation is required")
         return choice
 
-    def placed(self, choice: Choice, now: float, wall: float) -> None:
+    def placed(self, choice: Choice, now: float) -> None:
         """The attempt goes there."""
         request, placement = choice.request, choice.placement
         self._release(request.request_id)
@@ -203,7 +203,7 @@ class Placer:
             pending = self._pending.setdefault((prefill or decode).incarnation, {})
             pending[request.request_id, choice.attempt] = left
             live.expected = self._expect(request, placement)
-        self.log.record(_decision(choice, self._settings.policy, wall))
+        self.log.record(_decision(choice, self._settings.policy, now))
 
     def over(self, request_id: str) -> None:
         """The request is over, or nothing of it runs any more. Idempotent."""
@@ -377,13 +377,13 @@ def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:
     )
 
 
-def _decision(choice: Choice, policy: Policy, wall: float) -> Decision:
+def _decision(choice: Choice, policy: Policy, now: float) -> Decision:
     placement = choice.placement
     alone = "decode_only" if placement.decode.role is Role.DECODE else "prefill_only"
     return Decision(
         request_id=choice.request.request_id,
         attempt=choice.attempt,
-        at=wall,
+        at=now,
         policy=policy.value,
         decision="pair" if placement.prefill is not None else alone,
         reason=placement.reason,

@@ -1,0 +1,101 @@
+"""A gRPC server without a network: bytes in, a status and bytes out, through the barrier that all servicers have."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from baton.rpc.fault_barrier import FaultBarrier
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(slots=True)
+class Reply:
+    """What the caller got."""
+
+    code: str = "OK"
+    details: str = ""
+    messages: list[bytes] = field(default_factory=list)
+    trailer: dict[str, str | bytes] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> set[str]:
+        """Named as wrong."""
+        told = status_pb2.Status.FromString(self.trailer["grpc-status-details-bin"])  # type: ignore[arg-type]
+        bad = error_details_pb2.BadRequest()
+        return {violation.field for detail in told.details if detail.Unpack(bad) for violation in bad.field_violations}
+
+
+class _Context:
+    """One call, as a servicer sees it."""
+
+    def __init__(self, reply: Reply, timeout_s: float | None) -> None:
+        self._reply = reply
+        self._timeout_s = timeout_s
+        self.serialize: Callable[[Any], bytes] = bytes
+
+    def time_remaining(self) -> float | None:
+        return self._timeout_s
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        self._reply.trailer |= dict(metadata)
+
+    async def write(self, message: Any) -> None:
+        self._reply.messages.append(self.serialize(message))
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:
+        self._reply.code, self._reply.details = code.name, details
+        self._reply.trailer |= dict(trailing_metadata)
+        raise grpc.aio.AbortError
+
+
+class LocalServer:
+    """What servicers are added to."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}
+        self._barrier = FaultBarrier()
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        return
+
+    def add_registered_method_handlers(self, name: str, handlers: dict[str, Any]) -> None:
+        self._handlers |= {f"/{name}/{method}": handler for method, handler in handlers.items()}
+
+    async def call(
+        self, path: str, request: bytes, timeout_s: float | None = None, leave_after: int | None = None
+    ) -> Reply:
+        """Call a method; the caller goes away after so many messages, if that is given."""
+        reply = Reply()
+        context = _Context(reply, timeout_s)
+
+        async def find(_: Any) -> Any:
+            return self._handlers[path]
+
+        handler = await self._barrier.intercept_service(find, SimpleNamespace(method=path))  # type: ignore[arg-type]
+        context.serialize = handler.response_serializer
+        behaviour = handler.unary_stream or handler.unary_unary
+        answer = behaviour(handler.request_deserializer(request), context)
+        try:
+            if inspect.isasyncgen(answer):
+                async with aclosing(answer):
+                    async for message in answer:
+                        await context.write(message)
+                        if len(reply.messages) == leave_after:
+                            break
+            elif (message := await answer) is not None:
+                await context.write(message)
+        except grpc.aio.AbortError:
+            pass
+        return reply

@@ -326,7 +326,8 @@ class Dispatcher:
         self._num_placed += 1
         run.placed_at = run.started
         self._adopting.add(run)
-        return run.flight.adopt(record.key, placement)
+        run.is_noted = True
+        return run.flight.adopt(record.key, placement, record.num_given)
 
     def _take_over(self, run: _Run, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
         """Another stream of the same client goes on with a live run."""

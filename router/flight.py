@@ -122,9 +122,12 @@ class Flight:
         self._legs: dict[str, _Leg] = {}
         self._decode_flows = False
         self._given: Sequence[int] = ()
-        """Tokens that the running attempt was given with the prompt."""
+        """Tokens that the running attempt is given with the prompt."""
+        self._num_given = 0
+        self._is_adopting = False
+        """Not all has been told of the attempt that another router began."""
         self._unless_it_flows = ""
-        """Why the attempt is lost if the first word of its decode leg brings no token."""
+        """Why that attempt is lost if its decode leg has no token yet."""
 
     @property
     def state(self) -> FlightState:
@@ -150,6 +153,11 @@ class Flight:
         return self._sequences
 
     @property
+    def num_given(self) -> int:
+        """How many of its tokens the nodes of the running attempt were given."""
+        return self._num_given
+
+    @property
     def key(self) -> AttemptKey:
         """The running attempt's name."""
         return self._key
@@ -159,15 +167,34 @@ class Flight:
         self._attempt = attempts
         return [self._place()]
 
-    def adopt(self, key: AttemptKey, placement: Placement) -> list[FlightEffect]:
+    def adopt(self, key: AttemptKey, placement: Placement, num_given: int = 0) -> list[FlightEffect]:
         """The first effects of a flight that another router began, in place of `start`.
 
-        `key` is the attempt that runs on these nodes, which tell it from its first token on. Later attempts are this
-        flight's own.
+        `key` is the attempt that runs on these nodes, which tell it from its first token on, and were given so many of
+        its tokens. Later attempts are this flight's own.
         """
         self._attempt, self._key = key.attempt, key
         legs = self._begin_attempt(placement)
+        self._is_adopting, self._num_given = True, num_given
         return [AdoptLeg(leg.node.incarnation, Adopt(key), leg.num_sequences) for leg in legs]
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether `settle` is wanted."""
+        return self._is_adopting and not self.is_over
+
+    def settle(self, incarnation: str) -> list[FlightEffect]:
+        """The node spoke of other things: if it took an adoption, it has told all that it had.
+
+        A decode node that has no token may wait for a prefill node that never heard of the request.
+        """
+        leg = self._legs.get(incarnation)
+        if not self.is_adopting or leg is None or not leg.taken or leg.leg is Leg.PREFILL:
+            return []
+        self._is_adopting = False
+        if not self._unless_it_flows or self._has_all_of_prefill:
+            return []
+        return self._not_taken(None, FlightStep.LEG_LOST, self._unless_it_flows)
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
         """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen now."""
@@ -232,8 +259,8 @@ class Flight:
         for sequence in self._sequences:
             sequence.begin_attempt(len(given))
         self._decode_flows = False
-        self._given = given
-        self._unless_it_flows = ""
+        self._given, self._num_given = given, len(given)
+        self._is_adopting = False
         prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
         pair = [_Leg(prefill, Leg.PREFILL, 1), _Leg(decode, Leg.DECODE, num_sequences)] if prefill else []
         legs = pair or [_Leg(decode, Leg.WHOLE, num_sequences)]
@@ -284,13 +311,7 @@ class Flight:
                 effects += self._release(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
                 effects += self._on_outcome(leg, delta)
-        if self.is_over:
-            return effects
-        if self._unless_it_flows and leg.leg is Leg.DECODE:
-            cause, self._unless_it_flows = self._unless_it_flows, ""
-            if not self._has_all_of_prefill and leg.is_running:
-                return effects + self._not_taken(None, FlightStep.LEG_LOST, cause)
-        return effects + self._finish_if_complete(sequence)
+        return effects if self.is_over else effects + self._finish_if_complete(sequence)
 
     def _on_outcome(self, leg: _Leg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
@@ -319,13 +340,12 @@ class Flight:
     def _on_unknown(self, leg: _Leg) -> list[FlightEffect]:
         """There was nothing to adopt. A prefill leg that ended long ago is not missed when its decode leg flows."""
         cause = f"node {leg.node.node_id} has nothing of the attempt"
-        if leg.leg is not Leg.PREFILL:
-            return self._not_taken(None, FlightStep.LEG_LOST, cause)
-        decode = next(other for other in self._legs.values() if other.leg is Leg.DECODE)
-        if not decode.taken:
+        if leg.leg is Leg.PREFILL and self._has_all_of_prefill:
+            return []
+        if leg.leg is Leg.PREFILL and self._is_adopting:
             self._unless_it_flows = cause
             return []
-        return [] if self._has_all_of_prefill else self._not_taken(None, FlightStep.LEG_LOST, cause)
+        return self._not_taken(None, FlightStep.LEG_LOST, cause)
 
     def _on_moved(self) -> list[FlightEffect]:
         """Whoever has it now speaks for it: an abort of ours could only do harm."""
@@ -356,7 +376,7 @@ class Flight:
 
     @property
     def _has_all_of_prefill(self) -> bool:
-        return self._decode_flows and self._sequences[0].num_tokens > len(self._given)
+        return self._decode_flows and self._sequences[0].num_tokens > self._num_given
 
     def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
         if leg.taken:

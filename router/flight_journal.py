@@ -21,11 +21,17 @@ class FlightJournal:
         self._router = router
         self._wall = wall
 
-    def placed(self, request: ValidRequest, key: AttemptKey, placement: Placement) -> None:
-        """An attempt begins on these nodes."""
-        prefill = placement.prefill.incarnation if placement.prefill else ""
+    def placed(self, request: ValidRequest, key: AttemptKey, placement: Placement, num_given: int = 0) -> None:
+        """An attempt begins on these nodes, which were given so many tokens of the output."""
         record = FlightRecord(
-            request, key.flight, key.attempt, prefill, placement.decode.incarnation, self._router, self._wall()
+            request=request,
+            flight_id=key.flight,
+            attempt=key.attempt,
+            prefill=placement.prefill.incarnation if placement.prefill else "",
+            decode=placement.decode.incarnation,
+            num_given=num_given,
+            router=self._router,
+            written_at=self._wall(),
         )
         self._records.put(request.request_id, record.to_json())
 

@@ -28,6 +28,8 @@ class FlightRecord:
     prefill: str
     """Incarnation of the node that computes the prompt; empty: the next one does it all."""
     decode: str
+    num_given: Annotated[int, Field(ge=0)]
+    """Tokens that its nodes were given with the prompt: they know no log-probabilities of those."""
     router: str
     """Incarnation of the router that wrote it."""
     written_at: float

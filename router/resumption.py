@@ -83,22 +83,39 @@ def told_again(
     """The events of a new answer for all that a live flight has brought so far, but for its end."""
     events: list[GenerateEvent] = []
     for sequence in sequences:
-        if sequence.num_tokens:
-            ends = sequence.is_closed and isinstance(sequence.stop_reason, int)
-            own = logprobs[sequence.index] if logprobs else ()
-            events += answer.push(EmitTokens(0, tuple(sequence.token_ids), own, ends, sequence.index))
+        events += _told_tokens(answer, sequence, logprobs[sequence.index] if logprobs else ())
         if sequence.is_closed and len(sequences) > 1:
             ended = SequenceEnded(sequence.index, sequence.finish_reason, sequence.stop_reason)
             events += answer.end_sequence(ended)
     return events
 
 
-def where_it_runs(record: FlightRecord, attached: Mapping[str, NodeDescription]) -> Placement | None:
-    """The nodes of the record's attempt, by incarnation; None where there is nobody to ask for it.
+def _told_tokens(
+    answer: Answer, sequence: FlightSequence, logprobs: Sequence[TokenLogprobs]
+) -> Sequence[GenerateEvent]:
+    tokens = tuple(sequence.token_ids)
+    events: list[GenerateEvent] = []
+    ends = sequence.is_closed and isinstance(sequence.stop_reason, int)
+    # Those of the first tokens may be missing: an attempt that was adopted did not know them.
+    at = len(tokens) - len(logprobs) if logprobs else 0
+    if at:
+        events += answer.push(EmitTokens(0, tokens[:at], (), False, sequence.index))
+    if tokens[at:]:
+        events += answer.push(EmitTokens(at, tokens[at:], logprobs, ends, sequence.index))
+    return events
+
+
+def where_it_runs(
+    record: FlightRecord, positions: Sequence[int], attached: Mapping[str, NodeDescription]
+) -> Placement | None:
+    """The nodes of the record's attempt, by incarnation; None where nobody can be asked for all that is missing.
 
     Without its prefill node the decode node is asked alone: it knows whether it needs that any more.
     """
     decode = attached.get(record.decode)
     if decode is None:
+        return None
+    wants_logprobs = record.request.sampling_params.logprobs is not None
+    if wants_logprobs and min(positions, default=0) < record.num_given:
         return None
     return Placement(attached.get(record.prefill), decode, "adopted from another router")

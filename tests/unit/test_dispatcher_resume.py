@@ -178,7 +178,9 @@ async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(fi
             if name == "p1":
                 rig.tell("p1", THEIRS, outcome=Outcome.UNKNOWN)
             else:
+                rig.tell("d1", THEIRS)
                 rig.tell("d1", THEIRS, 0, "abc")
+                rig.nodes["d1"].report()
             await rig.nodes[name].all_read()
         rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
         assert (await reader.finished()).path.attempts == 2
@@ -201,6 +203,8 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
         for name, outcome in words[case]:
             rig.tell(name, THEIRS, outcome=outcome)
             await rig.nodes[name].all_read()
+        # Whatever else it says: it has told all that it had.
+        rig.nodes["d1"].report()
         for name, lost in (("p1", "UNKNOWN"), ("d1", "UNKNOWN")):
             if (name, Outcome[lost]) not in words[case]:
                 assert (await rig.aborted(name)).attempt == THEIRS

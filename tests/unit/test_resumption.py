@@ -209,13 +209,24 @@ def test_positions_that_nobody_can_have_reached_are_refused(positions: list[int]
 
 def test_only_who_has_its_decode_node_can_ask_for_an_attempt() -> None:
     request = ValidRequest("r", "m", (1,), SamplingParams(seed=1))
-    record = FlightRecord(request, 7, 1, "p1.1", "d1.1", "router-0.a", 0.0)
+    record = FlightRecord(request, 7, 1, "p1.1", "d1.1", 0, "router-0.a", 0.0)
     both = {node.incarnation: node for node in (prefill("p1"), decode("d1"))}
-    found = where_it_runs(record, both)
+    found = where_it_runs(record, [], both)
     assert found is not None
     assert (found.prefill, found.decode) == (prefill("p1"), decode("d1"))
-    alone = where_it_runs(record, {"d1.1": decode("d1")})
+    alone = where_it_runs(record, [], {"d1.1": decode("d1")})
     assert alone is not None
     assert alone.prefill is None
-    assert where_it_runs(record, {"p1.1": prefill("p1")}) is None
-    assert where_it_runs(record, {"d1.2": decode("d1", run=2)}) is None
+    assert where_it_runs(record, [], {"p1.1": prefill("p1")}) is None
+    assert where_it_runs(record, [], {"d1.2": decode("d1", run=2)}) is None
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "position", "may_be_asked"), [(None, 0, True), (0, 4, False), (0, 5, True), (2, 9, True)]
+)
+def test_nodes_know_no_logprobs_of_tokens_that_they_were_given(
+    logprobs: int | None, position: int, may_be_asked: bool
+) -> None:
+    request = ValidRequest("r", "m", (1,), SamplingParams(seed=1, logprobs=logprobs))
+    record = FlightRecord(request, 7, 2, "", "d1.1", 5, "router-0.a", 0.0)
+    assert (where_it_runs(record, [position], {"d1.1": decode("d1")}) is not None) is may_be_asked

@@ -44,6 +44,7 @@ from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
 from router.metrics import figures
 from router.node_links import LinkTimes, NodeLinks
+from router.placer import PlacementSettings, Placer, Policy
 from router.timers import LoopTimers, sleep_until
 from router.view import ClusterView
 
@@ -80,6 +81,7 @@ class RouterConfig:
     flight_record_s: float = LIFETIME_S
     """How long what another router needs to go on with a request is kept in the registry; 0: not at all."""
     limits: DispatchLimits = field(default_factory=DispatchLimits)
+    placement: PlacementSettings = field(default_factory=PlacementSettings)
     link_times: LinkTimes = field(default_factory=LinkTimes)
 
 
@@ -129,7 +131,10 @@ class _Router:
         self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times, incarnation)
         cards = _Cards(card, self._view)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
-        self._dispatcher = Dispatcher(self._view, self._links, codec, cards, self._timers, rng, config.limits, journal)
+        placer = Placer(config.placement)
+        self._dispatcher = Dispatcher(
+            self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer
+        )
         self._public = RpcServer((generation_service.SERVICE_NAME,))
         self._private = RpcServer((operator_service.SERVICE_NAME,))
         handler = GenerationHandler(self._dispatcher, codec, cards)
@@ -341,5 +346,8 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
             priority_ageing_s=config.priority_ageing_s,
             max_queue=config.max_queue,
             max_running=config.max_running,
+        ),
+        placement=PlacementSettings(
+            Policy(config.placement), config.require_disaggregation == "on", config.max_local_prefill_tokens
         ),
     )

@@ -23,6 +23,7 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
     ):
         yield Figure(name, text, value, {})
+    yield from dispatcher.placer.figures(now)
     for status in view.statuses(now, wall):
         labels = {"node": status.name, "node_role": status.role}
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)

@@ -55,6 +55,7 @@ Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TransferFailure = Literal["reroute", "recompute", "fail"]
 Switch = Literal["on", "off"]
+PlacementPolicy = Literal["cost", "least-loaded", "round-robin"]
 
 MIN_PRIORITY = -(2**31)
 POLICY_HELP = "Who is served first: whoever came first (fcfs), or whoever has the smallest priority."
@@ -71,6 +72,12 @@ KV_DIGESTS_HELP = (
 TRANSFER_FAILURE_HELP = (
     "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
 )
+PLACEMENT_HELP = (
+    "Which nodes a request goes to: those that are predicted to cost least (cost; it knows their speed, load and caches), "
+    "the least loaded ones, or each in turn."
+)
+LOCAL_PREFILL_HELP = "With cost: a decode node may compute at most so many tokens of a prompt itself, where that is cheaper than a hand-off."
+REQUIRE_DISAGGREGATION_HELP = "on: no node ever computes a prompt and generates from it; requests wait for a pair."
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MAX_QUEUE_HELP = (
     "Requests that may wait at a router for a node that is not full; beyond it the least urgent are turned away."
@@ -179,6 +186,9 @@ class RouterConfig(_Process):
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
     max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
+    placement: PlacementPolicy = Field("cost", description=PLACEMENT_HELP)
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = Field(512, description=LOCAL_PREFILL_HELP)
+    require_disaggregation: Switch = Field("off", description=REQUIRE_DISAGGREGATION_HELP)
     max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
     flight_record_s: Seconds = Field(
         3600.0,
@@ -229,6 +239,9 @@ class UpConfig(_Config):
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
     min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
     max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
+    placement: PlacementPolicy = Field("cost", description=PLACEMENT_HELP)
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = Field(512, description=LOCAL_PREFILL_HELP)
+    require_disaggregation: Switch = Field("off", description=REQUIRE_DISAGGREGATION_HELP)
     max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
     start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
     drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")

@@ -92,10 +92,15 @@ def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpe
         "--operator-port": "0",
     }
     bounds = {"--max-queue": str(config.max_queue), "--max-running": str(config.max_running)}
+    placement = {
+        "--placement": config.placement,
+        "--max-local-prefill-tokens": str(config.max_local_prefill_tokens),
+        "--require-disaggregation": config.require_disaggregation,
+    }
     return ChildSpec(
         name=name,
         role="router",
-        command=_baton("router", {**shared, **ports, **bounds, "--router-id": name}),
+        command=_baton("router", {**shared, **ports, **bounds, **placement, "--router-id": name}),
         environment={"OMP_NUM_THREADS": "1"},
         announces=True,
         keep_ports=("--grpc-port", "--operator-port", "--http-port"),

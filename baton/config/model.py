@@ -73,10 +73,13 @@ TRANSFER_FAILURE_HELP = (
     "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
 )
 PLACEMENT_HELP = (
-    "Which nodes a request goes to: those that are predicted to cost least (cost; it knows their speed, load and caches), "
-    "the least loaded ones, or each in turn."
+    "Which nodes a request goes to: those that are predicted to cost least (cost; it knows their speed, load and "
+    "caches), the least loaded ones, or each in turn."
 )
-LOCAL_PREFILL_HELP = "With cost: a decode node may compute at most so many tokens of a prompt itself, where that is cheaper than a hand-off."
+LOCAL_PREFILL_HELP = (
+    "With cost: a decode node may compute at most so many tokens of a prompt itself, where that is cheaper than a "
+    "hand-off."
+)
 REQUIRE_DISAGGREGATION_HELP = "on: no node ever computes a prompt and generates from it; requests wait for a pair."
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MAX_QUEUE_HELP = (

@@ -104,9 +104,9 @@ class ServiceTimes:
         """The quickest of late; 0 while nothing is known."""
         return min(self._first_token, default=0.0)
 
-    def at_least_s(self, num_tokens: int) -> float:
-        """The quickest way to so many tokens."""
-        return self.first_token_s() + (num_tokens - 1) * min(self._per_token, default=0.0)
+    def token_s(self) -> float:
+        """The quickest pace of late."""
+        return min(self._per_token, default=0.0)
 
 
 class AdmissionQueue(Generic[T]):
@@ -154,7 +154,8 @@ class AdmissionQueue(Generic[T]):
             return None
         self.check_room(ticket.priority, num_running)
         num_ahead = bisect.bisect(self._order, ticket.order_key, key=_order_key)
-        self._check_in_time(ticket, now, num_ahead, num_running)
+        first_token_s = self.times.wait_s(num_ahead, num_running) + self.times.first_token_s()
+        self.check_in_time(ticket.hope, now, first_token_s, self.times.token_s(), num_running)
         displaced = self._by_class[-1] if len(self._by_class) >= self._max_waiting else None
         if displaced is not None:
             self.leave(displaced)
@@ -172,21 +173,19 @@ class AdmissionQueue(Generic[T]):
         drained_s = self.times.wait_s(len(self._order), num_running)
         return min(max(drained_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S) * self._rng.uniform(0.75, 1.25)
 
+    def check_in_time(self, hope: Hope, now: float, first_token_s: float, token_s: float, num_running: int) -> None:
+        """Raises WouldBeLate if its tokens would come too late: the first after so long, then one each `token_s`."""
+        last_token_s = first_token_s + (hope.least_tokens - 1) * token_s
+        what = ""
+        if hope.first_token_by is not None and now + first_token_s > hope.first_token_by:
+            what = f"its first token is predicted in {first_token_s:.3f} s, after the time that it allows"
+        elif hope.deadline is not None and now + last_token_s > hope.deadline:
+            what = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
+        if what:
+            raise WouldBeLate(what, self.retry_after_s(num_running))
+
     def _gives_way(self, priority: int) -> bool:
         return bool(self._by_class) and self._by_class[-1].priority > priority
-
-    def _check_in_time(self, ticket: Ticket[T], now: float, num_ahead: int, num_running: int) -> None:
-        hope = ticket.hope
-        start = now + self.times.wait_s(num_ahead, num_running)
-        first_token = start + self.times.first_token_s()
-        last_token = start + self.times.at_least_s(hope.least_tokens)
-        what = ""
-        if hope.first_token_by is not None and first_token > hope.first_token_by:
-            what = f"its first token is predicted in {first_token - now:.3f} s, after the time that it allows"
-        elif hope.deadline is not None and last_token > hope.deadline:
-            what = f"its end is predicted in {last_token - now:.3f} s or later, after its deadline"
-        if what:
-            raise WouldBeLate(f"{num_ahead} requests are ahead of it; {what}", self.retry_after_s(num_running))
 
 
 def _order_key(ticket: Ticket[T]) -> tuple[bool, float, float, int]:

@@ -30,6 +30,7 @@ from baton.errors import (
     QueueFull,
     RequestNotFound,
     SlowReader,
+    WouldBeLate,
 )
 from baton.ids import REQUEST_ID_PATTERN
 from baton.rpc.messages import (
@@ -549,7 +550,7 @@ class Dispatcher:
         ticket = run.ticket or self._new_ticket(run, place)
         try:
             choice = self._find_nodes(ticket, place)
-        except InvalidRequest as error:
+        except (InvalidRequest, WouldBeLate) as error:
             return run.flight.handle(GiveUp(error))
         except Overloaded as error:
             return self._wait(ticket, error)
@@ -575,7 +576,9 @@ class Dispatcher:
             run.is_noted = True
 
     def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Choice:
-        """Raises InvalidRequest when no node is large enough, Overloaded when there is none or all are full."""
+        """Raises InvalidRequest when no node is large enough, WouldBeLate when its time is too short, else Overloaded
+        when there is no node or all are full.
+        """
         run, candidates = ticket.item, self._view.candidates()
         if ticket.is_retry:
             # Its client is in mid-stream: whatever a node has to do, this comes first.
@@ -592,7 +595,15 @@ class Dispatcher:
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
         if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
             raise Overloaded("every node is full")
+        self._check_in_time(ticket.hope, choice)
         return choice
+
+    def _check_in_time(self, hope: Hope, choice: Choice) -> None:
+        terms = choice.found.terms if choice.found is not None else None
+        # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
+        if terms is not None and terms.queue_ms > 0.0:
+            first_s, each_s = terms.first_token_ms / 1e3, terms.token_ms / 1e3
+            self._queue.check_in_time(hope, self._timers.monotonic(), first_s, each_s, self._num_placed)
 
     def _choose(self, candidates: Sequence[Candidate], run: _Run, place: Place) -> Choice:
         now = self._timers.monotonic()

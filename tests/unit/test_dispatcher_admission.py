@@ -18,6 +18,7 @@ from baton.errors import (
 )
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome
 from router.dispatcher import DispatchLimits
+from router.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
@@ -157,6 +158,18 @@ async def test_who_would_be_late_hears_it_at_once() -> None:
         await finish(rig, in_time)
         for reader in running:
             await reader.finished()
+
+
+async def test_what_placement_predicts_counts_but_an_idle_node_is_worth_a_try() -> None:
+    async with router_rig(decode()) as rig:
+        rig.dispatcher.placer = Placer(PlacementSettings(Policy.COST))
+        tried = rig.ask(request_id="tried", max_tokens=1, ttft_slo_ms=1e-3)
+        await finish(rig, tried)
+        rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
+        await rig.nodes["d1"].all_read()
+        assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1000.0)), WouldBeLate)
+        assert isinstance(await turned_away(rig.ask(timeout_s=1.0)), WouldBeLate)
+        await finish(rig, rig.ask(max_tokens=1))
 
 
 @pytest.mark.parametrize("how", ["cancel", "client gone", "deadline", "slo"])

@@ -1,4 +1,4 @@
-"""One cluster for every fault that a cluster survives: two nodes of each kind, simulated, slow enough to be hit."""
+"""One cluster for every fault that a cluster survives: two of each kind, simulated, slow enough to be hit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
     run_dir = tmp_path_factory.mktemp("cluster") / "run"
-    with process_cluster(run_dir, model, *FLAGS, "--prefill", "2", "--decode", "2", environment=STEP_TIMES) as running:
+    sizes = ("--prefill", "2", "--decode", "2", "--routers", "2")
+    with process_cluster(run_dir, model, *FLAGS, *sizes, environment=STEP_TIMES) as running:
         yield running
 
 

@@ -1,13 +1,10 @@
-"""kill -9 of what is not on the data path (Redis), and of what every stream goes through (the router)."""
+"""kill -9 of what is not on the data path: Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 
-import pytest
-
-from baton.errors import BatonError
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
 from tests.support.process_cluster import ClusterSession
@@ -41,18 +38,3 @@ async def test_redis(session: ClusterSession) -> None:
                 break
     finally:
         await registry.close()
-
-
-async def test_the_router(session: ClusterSession) -> None:
-    """A stream can't outlive its only router yet; blocks and address do."""
-    address = session.cluster.state.grpc_address
-    lost = asyncio.create_task(session.generate(ask("router-dies")))
-    await session.seen("decode", "read_done", "router-dies")
-    before = session.cluster.signal("router-0", signal.SIGKILL)
-    with pytest.raises(BatonError):
-        await lost
-    await session.idle()
-    await session.back(before)
-    assert session.cluster.state.grpc_address == address
-    request = ask("router-dies", chunks=1)
-    assert_right(await session.generate(request), request)

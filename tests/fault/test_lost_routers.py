@@ -1,0 +1,118 @@
+"""Streams that outlive the router that brought them: it is killed or stopped, Redis with it, or it is the only one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TypeVar
+
+from baton.client import AsyncGenerationClient
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest
+from tests.support.caller import Answer
+from tests.support.process_cluster import ClusterSession
+from tests.support.slow_model import ask, assert_right
+
+T = TypeVar("T")
+
+
+class FirstOfAll(Random):
+    """Every client begins at the first router."""
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
+
+
+class Watched:
+    """A client of some routers, and what it was told."""
+
+    def __init__(self, client: AsyncGenerationClient) -> None:
+        self._client = client
+        self._told = asyncio.Event()
+        self.num_tokens: dict[str, int] = {}
+
+    async def ask(self, request: GenerateRequest) -> Answer:
+        """Run it to its end."""
+        answer, num_accepted = Answer(), 0
+        async for event in self._client.generate(request):
+            match event:
+                case Accepted():
+                    num_accepted += 1
+                case Chunk():
+                    answer.indices += range(event.first_index, event.first_index + len(event.token_ids))
+                    answer.token_ids += event.token_ids
+                    self.num_tokens[request.request_id] = len(answer.token_ids)
+                    self._told.set()
+                case Finished():
+                    answer.finished = event
+        assert num_accepted == 1
+        return answer
+
+    async def told(self, request: GenerateRequest, count: int) -> None:
+        """Return once the client has so many of its tokens."""
+        while self.num_tokens.get(request.request_id, 0) < count:
+            self._told.clear()
+            await self._told.wait()
+
+
+def routers(session: ClusterSession) -> list[str]:
+    return [process.address for process in session.cluster.state.processes if process.role == "router"]
+
+
+async def disturbed(
+    session: ClusterSession, name: str, act: Callable[[], None], num_routers: int = 2
+) -> list[tuple[GenerateRequest, Answer]]:
+    """Something happens to the first router while it brings one answer and another one's prompt is being computed."""
+    requests = [ask(f"{name}-streams", 1, 12), ask(f"{name}-sampled", 1, 9, sampled=True), ask(f"{name}-begins", 4, 3)]
+    async with AsyncGenerationClient(*routers(session)[:num_routers], rng=FirstOfAll()) as client:
+        watched = Watched(client)
+        answering = [asyncio.create_task(watched.ask(request)) for request in requests]
+        await watched.told(requests[0], 3)
+        act()
+        answers = await asyncio.gather(*answering)
+    for request, answer in zip(requests, answers, strict=True):
+        assert_right(answer, request)
+    return list(zip(requests, answers, strict=True))
+
+
+async def test_a_killed_router(session: ClusterSession) -> None:
+    before = session.cluster.process("router-0")
+    answers = await disturbed(session, "killed", lambda: os.kill(before.pid, signal.SIGKILL))
+    assert all(answer.end.path.attempts == 1 for _, answer in answers), "its nodes went on with all of them"
+    assert answers[0][1].end.path.reason == "adopted from another router"
+    await session.back(before)
+
+
+async def test_a_stopped_router_that_comes_back(session: ClusterSession) -> None:
+    pid = session.cluster.process("router-0").pid
+    try:
+        answers = await disturbed(session, "stopped", lambda: os.kill(pid, signal.SIGSTOP))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert all(answer.end.path.attempts == 1 for _, answer in answers)
+    # It is told that they moved, and serves as before.
+    request = ask("after-the-stop", 1)
+    assert_right(await session.generate(request), request)
+
+
+async def test_a_killed_router_without_redis(session: ClusterSession) -> None:
+    """Nobody knows the requests, so they are asked for again."""
+    with session.cluster.stopped(session.cluster.state.pid):
+        redis = session.cluster.signal("redis", signal.SIGKILL)
+        router = session.cluster.process("router-0")
+        answers = await disturbed(session, "unknown", lambda: os.kill(router.pid, signal.SIGKILL))
+    assert answers[0][1].end.path.reason != "adopted from another router"
+    await session.back(redis)
+    await session.back(router)
+
+
+async def test_the_only_router_that_a_client_knows(session: ClusterSession) -> None:
+    """It comes back on its port, as another run, and finds what the first one left."""
+    address = session.cluster.state.grpc_address
+    before = session.cluster.process("router-0")
+    answers = await disturbed(session, "alone", lambda: os.kill(before.pid, signal.SIGKILL), num_routers=1)
+    assert all(answer.end.path.attempts <= 2 for _, answer in answers)
+    await session.back(before)
+    assert session.cluster.state.grpc_address == address

@@ -35,6 +35,8 @@ from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest
 
 _MAX_TOKENS = 48
 _TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7
+_BOTH = ("--placement", "least-loaded")
+"""Short prompts take both kinds of nodes, too: that is what is shown."""
 _LONG_PROMPT_CHARS = 4500
 """About 1,500 tokens: three steps of the prefill node."""
 
@@ -99,7 +101,9 @@ def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
     console.print("Starting Redis, a router, a prefill node and a decode node …")
     began = time.monotonic()
     try:
-        up = _baton("up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "--http-port", "0", "-o", "json")
+        up = _baton(
+            "up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "--http-port", "0", *_BOTH, "-o", "json"
+        )
         if up.returncode:
             raise _DemoFailed(up.stderr.strip() or f"baton up ended with {up.returncode}")
         state = json.loads(up.stdout)

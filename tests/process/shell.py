@@ -37,6 +37,8 @@ class Shell:
             "OMP_NUM_THREADS": "1",
             # Whatever else runs here.
             "BATON_HTTP_PORT": "0",
+            # Short prompts take both kinds of nodes, too.
+            "BATON_PLACEMENT": "least-loaded",
             "PATH": f"{BATON.parent}:{os.environ['PATH']}",
         }
 

@@ -25,6 +25,7 @@ from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from router.app import RouterAddresses, RouterConfig, run_router
+from router.placer import PlacementSettings, Policy
 from tests.support.caller import Caller
 
 CLUSTER = "mini"
@@ -157,6 +158,7 @@ async def _start_router(
         http_port=0,
         simulated=SimulatedSpec() if token_ids_only else None,
         drain_s=0.0,
+        placement=PlacementSettings(Policy.LEAST_LOADED),
     )
     membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()
     stack.push_async_callback(membership.close)

@@ -34,7 +34,7 @@ class ProcessCluster:
     def __init__(self, run_dir: Path, environment: Mapping[str, str]) -> None:
         self._run_dir = RunDir(run_dir)
         # Several clusters run side by side, and commands start more.
-        self._environment = {**os.environ, "BATON_HTTP_PORT": "0", **environment}
+        self._environment = {**os.environ, "BATON_HTTP_PORT": "0", "BATON_PLACEMENT": "least-loaded", **environment}
 
     def baton(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run the command on this cluster."""

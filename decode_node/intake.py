@@ -301,7 +301,7 @@ class IntakeConnector:
         # A prompt is pulled once: after a preemption its lease is over, and what is lost is computed here.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
-        missing = request.num_prompt_tokens - num_computed_tokens
+        missing = request.num_submitted_tokens - num_computed_tokens
         return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -309,11 +309,11 @@ class IntakeConnector:
             return
         if request.kv_source is None:
             raise ValueError(f"{request.request_id} names no KV source")
-        num_local = request.num_prompt_tokens - num_external_tokens
+        num_local = request.num_submitted_tokens - num_external_tokens
         plan = Plan(
             attempt=AttemptKey.parse(request.request_id),
             source=request.kv_source,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=request.num_submitted_tokens,
             block_ids=tuple(block_ids),
             first_block=num_local // self._layout.block_size * len(self._layout.groups),
         )

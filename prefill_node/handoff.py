@@ -290,7 +290,7 @@ class OfferConnector:
             return
         offered = self._follow(request)
         # The end of the prompt comes with `request_finished` in the same step, in one offer with the first token.
-        if offered.withdrawn or num_computed_tokens >= request.num_prompt_tokens:
+        if offered.withdrawn or num_computed_tokens >= request.num_submitted_tokens:
             return
         full = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if full > offered.num_blocks:
@@ -312,7 +312,7 @@ class OfferConnector:
         if offered.withdrawn:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        if request.status in _COMPUTED and request.output_token_ids:
+        if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
             self._close(request, attempt, tuple(block_ids), offered.num_blocks)
             return BlockFate.LEASED
         cause = request.error or f"the request ended {request.status.name} on the prefill node"
@@ -324,8 +324,8 @@ class OfferConnector:
 
     def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
         ended = request.status is not RequestStatus.HANDED_OFF
-        drawn = tuple(request.output_token_ids)
-        closing = Closing(request.num_prompt_tokens, drawn, ended, request.last_logprobs)
+        drawn = tuple(request.output_token_ids[request.num_given_tokens :])
+        closing = Closing(request.num_submitted_tokens, drawn, ended, request.last_logprobs)
         new = block_ids[first:]
         names = block_names(request, self._layout, first, len(new))
         self._post(lambda: self._handoff.offer(attempt, first, new, closing, names))

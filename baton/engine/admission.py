@@ -165,11 +165,11 @@ class Admission:
         """A request's KV is here: its blocks may be found from now on, and it joins the next step unless it ends."""
         ledger = self._ledger
         request.status = RequestStatus.WAITING
-        request.num_external_tokens = request.num_prompt_tokens - request.num_computed_tokens
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
+        request.num_computed_tokens = request.num_submitted_tokens
         self.prefix_cache.note_hit("remote", request.num_external_tokens)
         ledger.events.record(EngineCoreEventType.REMOTE_KV_ARRIVED, request.request_id, request.num_external_tokens)
-        self._manager.cache_blocks(request, request.num_prompt_tokens)
+        self._manager.cache_blocks(request, request.num_submitted_tokens)
         self.fork(request)
         if request.beams is not None:
             ledger.park(request)
@@ -185,7 +185,7 @@ class Admission:
             if stop is not None:
                 ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)
                 return
-        if not request.output_token_ids:
+        if not arrived.first_token_ids:
             error = "the KV arrived without a first token"
             ledger.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=True)
             return
@@ -328,7 +328,7 @@ class Admission:
             return external
         if external.num_tokens == 0:
             return NO_EXTERNAL_TOKENS
-        if not external.load_async or computed.num_tokens + external.num_tokens != request.num_prompt_tokens:
+        if not external.load_async or computed.num_tokens + external.num_tokens != request.num_submitted_tokens:
             raise ValueError(f"{external} does not complete a prompt with {computed.num_tokens} tokens here")
         return external
 
@@ -356,13 +356,13 @@ class Admission:
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
     ) -> _Tried:
-        """Reserve the whole prompt and the slot after it; the connector fills what is not cached here."""
+        """Reserve all that it came with and the slot after it; the connector fills what is not cached here."""
         allocation = self._manager.allocate_slots(
             request,
             0,
             computed=computed,
             num_external_tokens=num_external_tokens,
-            num_lookahead_tokens=1 if request.num_prompt_tokens + 1 < self._ledger.max_model_len else 0,
+            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < self._ledger.max_model_len else 0,
             num_spared_blocks=self._spared_blocks(),
         )
         if allocation.answer is AllocationAnswer.LATER:
@@ -375,7 +375,7 @@ class Admission:
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
         try:
             self._ledger.connector.update_state_after_alloc(
-                request, self._manager.prompt_block_ids(request), num_external_tokens
+                request, self._manager.submitted_block_ids(request), num_external_tokens
             )
         except Exception as exc:
             return self._fail(request, exc, outputs)
@@ -418,7 +418,7 @@ class Admission:
 
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
         error = (
-            f"a prompt of {request.num_prompt_tokens} tokens leaves no room to generate: this engine holds at most "
+            f"a prompt of {request.num_submitted_tokens} tokens leaves no room to generate: this engine holds at most "
             f"{self._ledger.max_model_len} tokens of a request (max_model_len {self._config.max_model_len}, "
             f"KV cache {self._config.num_slots})"
         )

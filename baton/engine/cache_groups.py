@@ -27,11 +27,11 @@ class CacheGroups:
         """The first stripe with a key that a query at `position` sees."""
         return max(0, position - window + 1) // self._block_size
 
-    def unseen_entries(self, entries: range, num_prompt_tokens: int) -> set[int]:
-        """Which of these entries nobody sees who goes on from the end of a prompt, or computes its last token again."""
+    def unseen_entries(self, entries: range, num_tokens: int) -> set[int]:
+        """Which of these entries nobody sees who goes on behind so many tokens, or computes the last of them again."""
         unseen: set[int] = set()
         for group, window in self.windows:
-            end = self.first_seen(num_prompt_tokens - 1, window) * self._num_groups
+            end = self.first_seen(num_tokens - 1, window) * self._num_groups
             first = entries.start + (group - entries.start) % self._num_groups
             unseen.update(range(first, min(end, entries.stop), self._num_groups))
         return unseen

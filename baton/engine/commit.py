@@ -13,7 +13,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop, most_outputs
 
 _FIRST_FIGURES = 2
-"""Outputs up to this length say how much of the prompt was cached or came from elsewhere."""
+"""Outputs that are so long, what it came with aside, say how much of the prompt was cached or came from elsewhere."""
 
 
 class Commit:
@@ -83,12 +83,12 @@ class Commit:
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
         limit = min(most_outputs(request, self._ledger.max_model_len), num_output_tokens + to_full_block) - 1
-        return 0 if num_output_tokens < _FIRST_FIGURES else limit
+        return 0 if num_output_tokens - request.num_given_tokens < _FIRST_FIGURES else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
-        # What a prefill leg offers is what the last token of its prompt sees.
+        # What a prefill leg offers is what the last token that it came with sees.
         is_prefill = request.leg is Leg.PREFILL
-        next_query = min(num_computed_tokens, request.num_prompt_tokens - 1) if is_prefill else num_computed_tokens
+        next_query = min(num_computed_tokens, request.num_submitted_tokens - 1) if is_prefill else num_computed_tokens
         if request.group is None or request.group.all_run:
             self._ledger.kv_cache_manager.drop_unseen(request.request_id, next_query)
 
@@ -108,10 +108,10 @@ class Commit:
             return
         ledger.kv_cache_manager.cache_blocks(request, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)
-        if num_scheduled_tokens > 1 or not request.output_token_ids:
+        if num_scheduled_tokens > 1 or request.num_output_tokens == request.num_given_tokens:
             ledger.events.record(EngineCoreEventType.CHUNK_COMPUTED, request_id, num_computed_tokens)
         if request.leg is Leg.PREFILL:
-            block_ids = ledger.kv_cache_manager.prompt_block_ids(request)
+            block_ids = ledger.kv_cache_manager.submitted_block_ids(request)
             try:
                 ledger.connector.blocks_computed(request, block_ids, num_computed_tokens)
             except Exception as exc:
@@ -136,7 +136,7 @@ class Commit:
         logprobs: Sequence[TokenLogprobs],
         outputs: OutputsByClient,
     ) -> None:
-        ledger, stop, is_first = self._ledger, None, not request.output_token_ids
+        ledger, stop, is_first = self._ledger, None, request.num_output_tokens == request.num_given_tokens
         first_index = len(request.output_token_ids) - request.num_unreported
         if request.num_unreported:
             logprobs = (*request.last_logprobs, *logprobs)

@@ -44,7 +44,7 @@ class BlockFate(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArrivedKV:
-    """A prompt's KV is here, verified, and its first token is known."""
+    """A prompt's KV is here, verified, and the token after it is known."""
 
     first_token_ids: Sequence[int]
     """Output tokens that the prefill node sampled (one); they count as generated, their KV is not computed yet."""
@@ -66,8 +66,10 @@ class KVTransferOutput:
 class KVConnector(Protocol):
     """Implemented by the prefill node (it offers) and by the decode node (it takes in).
 
-    The blocks that it is told of are those of the prompt: for each block of its tokens one of every group of layers, in
-    the order of the groups; the null block where whoever goes on from the end of the prompt sees nothing any more.
+    A prompt is, here as in all of `kv_transfer`, all that a request came with: behind its prompt tokens there may be
+    some that it generated elsewhere (`Request.num_submitted_tokens`). The blocks that a connector is told of are those
+    of the prompt: for each block of its tokens one of every group of layers, in the order of the groups; the null block
+    where whoever goes on from the end of the prompt sees nothing any more.
     """
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:

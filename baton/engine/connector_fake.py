@@ -50,10 +50,10 @@ class FakeConnector:
             return ExternalTokens(None)
         if request.leg is not Leg.DECODE or request.request_id in self.unavailable:
             return NO_EXTERNAL_TOKENS
-        return ExternalTokens(request.num_prompt_tokens - num_computed_tokens, load_async=True)
+        return ExternalTokens(request.num_submitted_tokens - num_computed_tokens, load_async=True)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        load = FakeLoad(tuple(block_ids), request.num_prompt_tokens - num_external_tokens, num_external_tokens)
+        load = FakeLoad(tuple(block_ids), request.num_submitted_tokens - num_external_tokens, num_external_tokens)
         self.loads[request.request_id] = load
         if self.on_load is not None:
             self.on_load(load)

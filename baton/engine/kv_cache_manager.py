@@ -186,7 +186,9 @@ class KVCacheManager:
             return _NEVER
         unseen: Collection[int] = ()
         if num_external_tokens and self._groups.windows:
-            unseen = self._groups.unseen_entries(range(num_entries - missing, num_entries), request.num_prompt_tokens)
+            unseen = self._groups.unseen_entries(
+                range(num_entries - missing, num_entries), request.num_submitted_tokens
+            )
             missing -= len(unseen)
         idle_hits = sum([block.is_on_free_list for block in computed.blocks])
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
@@ -258,14 +260,14 @@ class KVCacheManager:
         table = self._tables.get(request_id)
         return [block.block_id for block in table.blocks] if table is not None else []
 
-    def prompt_block_ids(self, request: Request) -> list[int]:
-        """Its table up to the end of its prompt; the null block stands for what nobody sees who goes on from there.
+    def submitted_block_ids(self, request: Request) -> list[int]:
+        """Its table up to the end of what it came with; the null block stands for what nobody sees who goes on there.
 
-        Whoever does may compute the last token of the prompt again.
+        Whoever does may compute the last one of those tokens again.
         """
-        num_entries = -(-request.num_prompt_tokens // self.block_size) * self.num_groups
+        num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
         block_ids = self.block_ids(request.request_id)[:num_entries]
-        for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_prompt_tokens):
+        for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_submitted_tokens):
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
 

@@ -190,7 +190,7 @@ class Ledger:
         """Its KV does not come: let go of the blocks that were to be filled."""
         manager = self.kv_cache_manager
         try:
-            fate = self.connector.load_failed(request, manager.prompt_block_ids(request))
+            fate = self.connector.load_failed(request, manager.submitted_block_ids(request))
         except Exception:
             self.num_connector_errors += 1
             fate = BlockFate.QUARANTINED
@@ -218,7 +218,7 @@ class Ledger:
             stop_reason=request.stop_reason,
             error=request.error,
             kv_lost=kv_lost,
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_external_tokens=request.num_external_tokens,
         )
         outputs.add(request.client_index, output)
@@ -265,7 +265,7 @@ class Ledger:
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:
         manager, request_id = self.kv_cache_manager, request.request_id
         try:
-            fate = self.connector.request_finished(request, manager.prompt_block_ids(request), transferring)
+            fate = self.connector.request_finished(request, manager.submitted_block_ids(request), transferring)
         except Exception:
             self.num_connector_errors += 1
             # Nobody knows who still touches them, and a lost block is better than wrong KV.

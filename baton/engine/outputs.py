@@ -19,7 +19,7 @@ class NewRequestData:
     request_id: str
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
-    """Tokens generated before this runner saw the request (first token of a hand-off); penalties need them."""
+    """Tokens generated before this runner saw the request (by an earlier attempt, or the first of a hand-off)."""
     sampling_params: SamplingParams
     block_ids: Sequence[int]
     num_computed_tokens: int

@@ -120,9 +120,9 @@ class Leg(enum.Enum):
     WHOLE = "whole"
     """Prompt and generation, both here."""
     PREFILL = "prefill"
-    """Compute the prompt, offer its blocks, sample the first token, end HANDED_OFF."""
+    """Compute the tokens that came with the request, offer their blocks, sample the next one, end HANDED_OFF."""
     DECODE = "decode"
-    """Pull the prompt's blocks from `kv_source`, then generate from the second token on."""
+    """Pull those blocks from `kv_source`, then go on behind that token."""
 
 
 class Request:
@@ -141,9 +141,13 @@ class Request:
         cache_salt: str = "",
         leg: Leg = Leg.WHOLE,
         kv_source: KVSource | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
+        """`output_token_ids`: what it generated elsewhere, for one sequence; generation goes on behind that."""
         if not prompt_token_ids:
             raise ValueError("a request needs at least one prompt token")
+        if output_token_ids and (sampling_params.n > 1 or sampling_params.beam_width):
+            raise ValueError("only a request of one sequence begins with output tokens")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("exactly the decode leg names a KV source")
         self.request_id = request_id
@@ -163,11 +167,14 @@ class Request:
         self.error: str | None = None
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        """Prompt tokens found in the local prefix cache at first admission."""
+        """Of the tokens that it came with, those found in the local prefix cache at first admission."""
         self.num_external_tokens = 0
-        """Prompt tokens whose KV came from another node."""
+        """And those whose KV came from another node."""
         self.num_preemptions = 0
-        self.output_token_ids: list[int] = []
+        self.output_token_ids = list(output_token_ids)
+        self.num_submitted_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Tokens that it came with: its prompt, and what it had generated elsewhere. A prefill leg computes them, a
+        decode leg pulls them."""
         self.num_unreported = 0
         """Of the output tokens, the last ones that no output has told of: another node drew them."""
         self.last_logprobs: Sequence[TokenLogprobs] = ()
@@ -195,6 +202,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Output tokens that it came with."""
+        return self.num_submitted_tokens - len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

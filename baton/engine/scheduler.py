@@ -133,7 +133,7 @@ class Scheduler:
         if request.arrival_time == math.inf:
             request.arrival_time = self.clock.monotonic()
         self._stalled = False
-        ledger.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_prompt_tokens)
+        ledger.events.record(EngineCoreEventType.QUEUED, request.request_id, request.num_submitted_tokens)
         self._admission.add(request, self._pending)
 
     def finish_requests(

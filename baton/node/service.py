@@ -308,6 +308,7 @@ class NodeService:
             cache_salt=submit.cache_salt,
             leg=submit.leg,
             kv_source=submit.kv_source,
+            output_token_ids=submit.output_token_ids,
         )
 
     def _close_port(self, port: Port) -> None:

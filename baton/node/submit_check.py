@@ -29,7 +29,24 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
         return "kv_source: goes with the decode leg alone"
     if source is not None and not (source.node_id and source.incarnation and source.address):
         return "kv_source: names no node"
-    return _sampling_objection(submit.sampling_params, vocab)
+    return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
+
+
+def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
+    """What an earlier attempt generated must be the beginning of something."""
+    ids, params = submit.output_token_ids, submit.sampling_params
+    if not ids:
+        return None
+    if params.n > 1 or params.beam_width:
+        return "output_token_ids: go with one sequence alone"
+    if min(ids) < 0 or max(ids) >= node.vocab_size:
+        return f"output_token_ids: token id outside [0, {node.vocab_size})"
+    stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | node.eos_token_ids
+    for index, token_id in enumerate(ids):
+        if index + 1 >= params.min_tokens and token_id in stops:
+            return f"output_token_ids: it ended with token {index}"
+    most = min(params.max_tokens, node.max_model_len - len(submit.prompt_token_ids))
+    return f"output_token_ids: {len(ids)} tokens leave nothing to generate" if len(ids) >= most else None
 
 
 def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:

@@ -62,23 +62,30 @@ class EngineRig:
         eos: frozenset[int] = frozenset(),
         client_index: int = 0,
         priority: int = 0,
+        given: int = 0,
         **params: Any,
     ) -> Request:
-        """Queue a request; a number stands for a prompt of that length."""
+        """Queue a request; a number stands for a prompt of that length.
+
+        `given`: how many tokens of its output it comes with.
+        """
         tokens = prompt_of(prompt, len(self.requests)) if isinstance(prompt, int) else prompt
+        sampling = SamplingParams(**params)
+        vocab = self.runner.model.vocab_size
         request = Request(
             request_id,
             tokens,
-            SamplingParams(**params),
+            sampling,
             leg=leg,
             kv_source=SOURCE if leg is Leg.DECODE else None,
             eos_token_ids=eos,
             client_index=client_index,
             priority=priority,
+            output_token_ids=expected_tokens(tokens, given, seed=sampling.seed, vocab_size=vocab),
         )
         self.core.add_request(request)
         self.requests[request_id] = request
-        self.tokens[request_id] = []
+        self.tokens[request_id] = list(request.output_token_ids)
         self._note(self.scheduler.take_refusals())
         return request
 
@@ -123,12 +130,12 @@ class EngineRig:
         load = self.connector.loads[request_id]
         start = load.num_local_tokens
         for group in range(len(self.config.windows)):
-            slots = prompt_slots(self.requests[request_id].prompt_token_ids, group)
+            slots = prompt_slots(self.submitted(request_id), group)
             self.runner.write_slots(load.block_ids, slots[start:], start, group)
 
     def check_offered(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> None:
         """A prefill leg's blocks hold the right KV of so many tokens, and all that whoever goes on from them sees."""
-        prompt, size = self.requests[request_id].prompt_token_ids, self.config.block_size
+        prompt, size = self.submitted(request_id), self.config.block_size
         for group, window in enumerate(self.config.windows):
             first_seen = max(0, len(prompt) - window) // size * size if window is not None else 0
             blocks = block_ids[group :: len(self.config.windows)]
@@ -139,7 +146,17 @@ class EngineRig:
     def deliver(self, request_id: str) -> list[EngineCoreOutput]:
         """A transfer that went well: the KV is here, with the token that the prefill node sampled."""
         self.fill(request_id)
-        return self.transfer(arrived={request_id: self.expected(request_id, 1)})
+        return self.transfer(arrived={request_id: self.next_expected(request_id)})
+
+    def submitted(self, request_id: str) -> list[int]:
+        """All tokens that a request came with."""
+        request = self.requests[request_id]
+        return request.token_ids(0, request.num_submitted_tokens)
+
+    def next_expected(self, request_id: str) -> list[int]:
+        """The token that follows them."""
+        num_given = self.requests[request_id].num_given_tokens
+        return self.expected(request_id, num_given + 1)[num_given:]
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
         """What an undisturbed request (or sequence of one) would generate."""

@@ -214,6 +214,17 @@ async def test_a_beam_search_can_be_adopted() -> None:
         assert [tokens(of(index, told)) for index in range(2)] == best[:2]
 
 
+async def test_what_an_attempt_began_with_comes_first() -> None:
+    rig = rig_with_grace()
+    first, second = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=LONG, output_token_ids=whole(5))
+    turn(rig, 3)
+    second.receive(Adopt(KEY))
+    rig.driver.run()
+    told = of(0, await deltas(second))
+    assert (told[1].first_index, tokens(told)) == (0, whole(12))
+
+
 async def test_logprobs_come_again_with_their_tokens() -> None:
     rig = rig_with_grace()
     first, second = attach(rig, "router-0"), attach(rig, "router-1")

@@ -254,6 +254,7 @@ async def test_a_router_that_does_not_read_is_cut_off_alone() -> None:
 
 
 PARAMS = SamplingParams(temperature=0.0, seed=3, max_tokens=4)
+STOPS_AT_9 = replace(PARAMS, stop_token_ids=frozenset({9}))
 BAD = [
     ("prompt", {"prompt_token_ids": ()}),
     ("prompt", {"prompt_token_ids": (1, VOCAB)}),
@@ -280,6 +281,12 @@ BAD = [
     ("n", {"sampling_params": replace(PARAMS, n=4, beam_width=3)}),
     ("beam_width", {"sampling_params": replace(PARAMS, beam_width=9)}),
     ("length_penalty", {"sampling_params": replace(PARAMS, beam_width=3, length_penalty=math.nan)}),
+    ("output_token_ids", {"output_token_ids": (1, VOCAB)}),
+    ("output_token_ids", {"output_token_ids": (1,), "sampling_params": replace(PARAMS, n=2)}),
+    ("output_token_ids", {"output_token_ids": (1,), "sampling_params": replace(PARAMS, beam_width=2)}),
+    ("output_token_ids: it ended with token 1", {"output_token_ids": (1, 9), "sampling_params": STOPS_AT_9}),
+    ("output_token_ids", {"output_token_ids": (1, 2, 3, 4)}),
+    ("output_token_ids", {"output_token_ids": (1,), "prompt_token_ids": (1,) * 127}),
     ("json_schema", {"sampling_params": replace(PARAMS, beam_width=3, json_schema="{}")}),
     ("json_schema", {"sampling_params": replace(PARAMS, json_schema=" " * (64 * 1024 + 1))}),
 ]
@@ -298,6 +305,20 @@ async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values:
     assert not rig.service.running_for(port)
     assert not rig.log.after(0), "it reached the engine"
     await rig.service.wait_idle()
+
+
+async def test_an_attempt_that_begins_behind_what_was_generated_goes_on_there() -> None:
+    rig = NodeRig()
+    port = rig.service.open_port("router-0")
+    undisturbed = expected_tokens(PROMPT, 9, seed=3, vocab_size=VOCAB)
+    # Where min_tokens forbids it nothing has ended, whatever the tokens are.
+    params = replace(PARAMS, max_tokens=9, min_tokens=9, stop_token_ids=frozenset(undisturbed))
+    rig.ask(port, output_token_ids=undisturbed[:5], sampling_params=params)
+    rig.driver.run()
+    told = await deltas(port)
+    assert (told[0].first_index, tokens(told)) == (5, undisturbed[5:])
+    assert told[0].timings is not None
+    assert told[-1].outcome is Outcome.STOP
 
 
 async def test_an_attempt_is_taken_before_the_engine_hears_of_it() -> None:

@@ -15,7 +15,7 @@ from baton.engine.connector_fake import FakeLoad
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.request_queue import tokens_to_compute
-from baton.engine.runner.scripted import expected_beams
+from baton.engine.runner.scripted import expected_beams, expected_tokens
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -36,6 +36,8 @@ class Sketch(NamedTuple):
     seed: int
     n: int
     beam_width: int
+    given: int
+    """So many tokens of its output it comes with, if it has more and is one sequence."""
 
 
 def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.SearchStrategy[list[Sketch]]:
@@ -50,6 +52,7 @@ def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.Searc
         seed=st.integers(0, 1),
         n=st.sampled_from([n for n in (1, 1, 1, 2, 4) if n <= most_sequences]),
         beam_width=st.sampled_from(beam_widths),
+        given=st.sampled_from([0, 0, 1, 3, 8]),
     )
     return st.lists(sketch, min_size=1, max_size=4)
 
@@ -130,17 +133,28 @@ class EngineMachine(RuleBasedStateMachine):
             name = f"r{self.added}"
             self.added += 1
             own = prompt_of(sketch.own, self.added if sketch.own % 2 else 2000)
+            prompt = prompt_of(sketch.prefix, 1000 + sketch.family) + own
             self.rig.add(
                 name,
-                prompt_of(sketch.prefix, 1000 + sketch.family) + own,
+                prompt,
                 leg=sketch.leg,
                 eos=EOS,
                 max_tokens=sketch.max_tokens,
                 seed=sketch.seed,
                 n=sketch.n,
                 beam_width=sketch.beam_width,
+                given=self._given(sketch, prompt),
                 client_index=self.added % 3,
             )
+
+    def _given(self, sketch: Sketch, prompt: Sequence[int]) -> int:
+        if sketch.n > 1 or sketch.beam_width:
+            return 0
+        most = min(sketch.max_tokens, self.rig.scheduler.max_model_len - len(prompt))
+        vocab = self.rig.runner.model.vocab_size
+        output = expected_tokens(prompt, max(0, most), seed=sketch.seed, vocab_size=vocab)
+        last = next((index for index, token_id in enumerate(output) if token_id in EOS), len(output) - 1)
+        return max(0, min(sketch.given, last))
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -312,7 +326,7 @@ class EngineMachine(RuleBasedStateMachine):
     def deliver_to(self, name: str) -> None:
         if not self.reads_at_once:
             self.rig.fill(name)
-        self.rig.transfer(arrived={name: self.rig.expected(name, 1)})
+        self.rig.transfer(arrived={name: self.rig.next_expected(name)})
 
     def scribble(self, load: FakeLoad) -> None:
         """What a read that is under way may leave, from the moment it is asked for."""
@@ -345,8 +359,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         assert got == undisturbed[: len(got)], f"{request!r}"
         if end.finish_reason is FinishReason.HANDED_OFF:
-            assert len(got) == 1
-            assert len(undisturbed) > 1 or request.sampling_params.n > 1
+            assert len(got) == request.num_given_tokens + 1
+            assert len(undisturbed) > len(got) or request.sampling_params.n > 1
         elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert end.finish_reason is reason
             assert len(got) == len(undisturbed)

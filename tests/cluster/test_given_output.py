@@ -1,0 +1,120 @@
+"""An attempt that begins behind what an earlier one generated draws what that one would have drawn, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import Leg, SamplingParams
+from baton.engine.runner.model_runner import load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.ids import AttemptKey
+from baton.rpc.messages import Outcome, RequestDelta, StepReport, Submit
+from baton.rpc.node_client import NodeClient, NodeStream
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.tiny_models import TINY_MODELS
+
+BLOCK_SIZE = 16
+NEW_TOKENS = 24
+SPLITS = (1, 7, 23)
+"""After so many tokens the first attempt is lost. Prompts and these end inside blocks, at their ends and behind."""
+LENGTHS = (9, 25, 40)
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, logprobs=2),
+    "sampled": SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11, logprobs=1),
+    "penalised": SamplingParams(
+        temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25, seed=12
+    ),
+    "biased": SamplingParams(temperature=1.0, seed=13, min_tokens=12, logit_bias={5: 3.0, 17: -4.0}, logprobs=0),
+}
+
+
+class Legs:
+    """A router's part, by hand: it submits legs and hears what comes of them."""
+
+    def __init__(self, cluster: MiniCluster, prefill: NodeStream, decode: NodeStream) -> None:
+        self._source = cluster.nodes["prefill-0"].description.kv_source
+        self._prefill, self._decode = prefill, decode
+        self._reports = {stream: aiter(stream) for stream in (prefill, decode)}
+        self._flight = 0
+
+    async def whole(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int] = ()) -> Output:
+        """Everything on the decode node."""
+        self._flight += 1
+        key = AttemptKey("whole", 1, self._flight)
+        await self._decode.send(Submit(key, Leg.WHOLE, prompt, params, output_token_ids=given))
+        return Output(await self._until_end(self._decode, key))
+
+    async def pair(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int]) -> tuple[Output, Output]:
+        """What the two legs of a hand-off say."""
+        self._flight += 1
+        key = AttemptKey("pair", 2, self._flight)
+        await self._prefill.send(Submit(key, Leg.PREFILL, prompt, params, output_token_ids=given))
+        decode = Submit(key, Leg.DECODE, prompt, params, kv_source=self._source, output_token_ids=given)
+        await self._decode.send(decode)
+        return Output(await self._until_end(self._prefill, key)), Output(await self._until_end(self._decode, key))
+
+    async def _until_end(self, stream: NodeStream, key: AttemptKey) -> list[RequestDelta]:
+        deltas: list[RequestDelta] = []
+        while not deltas or deltas[-1].outcome is None:
+            report: StepReport = await anext(self._reports[stream])
+            deltas += [delta for delta in report.deltas if delta.attempt == key]
+        return deltas
+
+
+class Output:
+    """What one leg brought."""
+
+    def __init__(self, deltas: Sequence[RequestDelta]) -> None:
+        assert not deltas[-1].error, deltas[-1].error
+        told = [delta for delta in deltas if delta.token_ids]
+        self.first_index = told[0].first_index
+        self.tokens = [token for delta in told for token in delta.token_ids]
+        self.logprobs: list[TokenLogprobs] = [position for delta in told for position in delta.logprobs]
+        self.outcome = deltas[-1].outcome
+        self.timings = deltas[-1].timings
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+async def legs(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Legs]:
+    write_random_model(tmp_path, TINY_MODELS["qwen2"], seed=9, dtype=request.param)
+
+    async with mini_cluster(
+        lambda node_id: load_runner(tmp_path, dtype=request.param, block_size=BLOCK_SIZE, num_blocks=96),
+        tmp_path,
+        max_num_batched_tokens=32,
+    ) as cluster:
+        clients = [NodeClient(cluster.nodes[name].description.address) for name in ("prefill-0", "decode-0")]
+        yield Legs(cluster, *[await client.attach("by-hand") for client in clients])
+        for client in clients:
+            await client.close()
+        await cluster.idle()
+
+
+async def test_it_goes_on_as_if_nothing_had_happened(legs: Legs) -> None:
+    rng = Random(5)
+    for name, how in SAMPLINGS.items():
+        params = replace(how, max_tokens=NEW_TOKENS)
+        for length, split in zip(LENGTHS, SPLITS, strict=True):
+            prompt = random_prompt(rng, length, 256)
+            expected = await legs.whole(prompt, params)
+            given = expected.tokens[:split]
+            last = await legs.whole(prompt, params, given)
+            first, rest = await legs.pair(prompt, params, given)
+            for what, output in (("whole", last), ("decode leg", rest)):
+                assert output.first_index == split, f"{name}, {what} of {length} + {split}"
+                assert output.tokens == expected.tokens[split:], f"{name}, {what} of {length} + {split}"
+                assert output.logprobs == (expected.logprobs[split:] if params.logprobs is not None else [])
+                assert output.outcome is expected.outcome
+            assert (first.first_index, first.tokens) == (split, expected.tokens[split : split + 1])
+            assert first.logprobs == rest.logprobs[:1]
+            assert first.outcome is (expected.outcome if split + 1 == len(expected.tokens) else Outcome.HANDED_OFF)
+            for output in (last, first, rest):
+                assert output.timings is not None
+                assert output.timings.cached_tokens <= length, "of the prompt"

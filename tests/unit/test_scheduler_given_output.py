@@ -1,0 +1,83 @@
+"""Requests that come with what they generated elsewhere, seen from inside one engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from tests.support.engine_rig import EngineRig
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 4, 9])
+@pytest.mark.parametrize("given", [1, 4, 7])
+def test_a_whole_request_goes_on_behind_it(num_prompt_tokens: int, given: int) -> None:
+    rig = EngineRig(max_num_batched_tokens=4, max_num_seqs=2)
+    request = rig.add("r", num_prompt_tokens, max_tokens=10, given=given)
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 10)
+    assert rig.reason("r") is FinishReason.LENGTH
+    events = [(kind, value) for kind, _, value in rig.events() if kind != "chunk_computed"]
+    assert events == [("queued", num_prompt_tokens + given), ("scheduled", 0), ("first_token", 0), ("finished", 10)]
+    assert request.num_preemptions == 0
+
+
+def test_its_first_outputs_say_how_much_of_the_prompt_was_cached() -> None:
+    rig = EngineRig()
+    rig.add("before", 6, max_tokens=9)
+    rig.run()
+    rig.add("r", rig.requests["before"].prompt_token_ids, max_tokens=12, given=7)
+    first = rig.step()[0]
+    assert rig.requests["r"].num_cached_tokens == 12
+    assert first.num_cached_tokens == 6, "what was generated is not the prompt's"
+
+
+def test_a_prefill_leg_computes_it_all_and_hands_off_with_the_next_token() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=20)
+    rig.run()
+    block_ids, num_tokens = rig.connector.leased["p"]
+    assert (len(block_ids), num_tokens) == (5, 17)
+    rig.check_offered("p", block_ids, num_tokens)
+    assert rig.tokens["p"] == rig.expected("p", 8)
+    assert rig.reason("p") is FinishReason.HANDED_OFF
+
+
+def test_a_prefill_leg_whose_next_token_is_the_last_one_is_over() -> None:
+    rig = EngineRig()
+    rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
+    rig.run()
+    assert rig.reason("p") is FinishReason.LENGTH
+
+
+def test_a_decode_leg_pulls_it_all_and_tells_of_what_follows() -> None:
+    rig = EngineRig()
+    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
+    rig.step()
+    load = rig.connector.loads["d"]
+    assert (len(load.block_ids), load.num_external_tokens) == (5, 17)
+    rig.deliver("d")
+    (first,) = rig.step()
+    assert (first.first_index, len(first.new_token_ids)) == (7, 2)
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 12)
+
+
+def test_a_decode_leg_whose_kv_does_not_come_may_compute_it_all_here() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.add("d", 10, leg=Leg.DECODE, given=7, max_tokens=12)
+    rig.step()
+    rig.transfer(failed={"d": "peer gone"})
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 12)
+
+
+def test_one_that_is_as_long_as_the_engine_can_hold_is_refused() -> None:
+    rig = EngineRig(max_model_len=16)
+    rig.add("r", 10, given=6, max_tokens=20)
+    assert rig.reason("r") is FinishReason.IGNORED
+
+
+@pytest.mark.parametrize("params", [SamplingParams(n=2), SamplingParams(beam_width=2)])
+def test_of_several_sequences_none_can_go_on(params: SamplingParams) -> None:
+    with pytest.raises(ValueError, match="one sequence"):
+        Request("r", [1, 2], params, output_token_ids=[3])

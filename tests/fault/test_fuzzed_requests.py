@@ -34,11 +34,11 @@ from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits
 from tests.support.virtual_time import VirtualTimeLoop
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "500"))
-LIMITS = SimulatedLimits(num_blocks=512, chunk=256, max_num_seqs=16, digests=False)
+LIMITS = SimulatedLimits(num_blocks=192, chunk=256, max_num_seqs=16, digests=False)
 SPEC = LIMITS.spec
 SERVED = Served(SPEC.name, SPEC.vocab_size, SPEC.max_model_len)
-CANARY = pb.GenerateRequest(token_ids={"ids": [5, 6, 7, 8, 9]}, sampling_params={"temperature": 1, "seed": 3})
-CANARY_TOKENS = expected_tokens([5, 6, 7, 8, 9], SamplingParams(temperature=1.0, seed=3, max_tokens=16), SPEC)
+CANARY = pb.GenerateRequest(token_ids={"ids": [5, 6, 7, 8, 9]}, sampling_params={"seed": 3, "max_tokens": 6})
+CANARY_TOKENS = expected_tokens([5, 6, 7, 8, 9], SamplingParams(temperature=1.0, seed=3, max_tokens=6), SPEC)
 PATIENCE_S = 600.0
 """In virtual time: as good as for ever."""
 

@@ -211,6 +211,34 @@ def test_each_of_several_sequences_is_what_it_would_be_alone(runner: TorchModelR
         )
 
 
+@pytest.mark.parametrize("num_generated", [1, 7, 30])
+def test_an_attempt_goes_on_behind_what_an_earlier_one_generated(
+    runner: TorchModelRunner, grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]], num_generated: int
+) -> None:
+    prompts, params = sampled
+    core = Engine(runner, grammars).core
+    requests = {
+        name: Request(
+            name,
+            prompts[name],
+            params[name],
+            eos_token_ids=frozenset({EOS}),
+            output_token_ids=alone[name][:num_generated],
+        )
+        for name in ("object", "penalised")
+    }
+    for name, request in requests.items():
+        core.add_request(request)
+        matcher = grammars.matcher(params[name].json_schema)
+        matcher.advance(request.output_token_ids)
+        core.grammar_compiled(name, [matcher])
+    while core.has_work():
+        core.step()
+    assert {name: request.output_token_ids for name, request in requests.items()} == {
+        name: alone[name] for name in requests
+    }
+
+
 def test_no_token_is_outside_the_mask(grammars: JsonGrammars, sampled: Sampled, alone: dict[str, list[int]]) -> None:
     _, params = sampled
     for name in ("object", "pattern", "penalised"):

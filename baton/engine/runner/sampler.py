@@ -93,7 +93,7 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
     processed = process(logits, state) if _is_processed(state) else logits
     if state.mask is not None:
         # Last, so that nothing can bring back what it leaves out.
-        processed, logits = _masked(processed, state.mask), _masked(logits, state.mask)
+        processed = _masked(processed, state.mask)
         if processed.max() == -np.inf:
             return Sampled(-1, error="json_schema: nothing that may follow is left by min_tokens and logit_bias")
     if params.is_greedy:
@@ -104,7 +104,8 @@ def sample_row(logits: Row, state: SamplingState) -> Sampled:
         token_id = _draw(token_ids, probabilities, number)
     if params.logprobs is None:
         return Sampled(token_id)
-    return Sampled(token_id, token_logprobs(logits, token_id, params.logprobs))
+    possible = logits if state.mask is None else _masked(logits, state.mask)
+    return Sampled(token_id, token_logprobs(possible, token_id, params.logprobs))
 
 
 def _masked(row: Row, mask: Mask) -> Row:

@@ -33,6 +33,7 @@ from baton.errors import (
     WouldBeLate,
 )
 from baton.ids import REQUEST_ID_PATTERN
+from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 from baton.rpc.messages import (
     Accepted,
     Finished,
@@ -123,10 +124,8 @@ class DispatchCounters:
     retried: int = 0
     late_deltas: int = 0
     """Deltas of requests that were over."""
-    queued: int = 0
-    """Requests that were placed for the first time..."""
-    queue_time_s: float = 0.0
-    """... and what they waited for it, those that never had to included."""
+    queue_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
+    """What requests waited for their first nodes, in seconds; those that never had to included."""
     resumed: int = 0
     """Requests whose client came back for what follows..."""
     adopted: int = 0
@@ -563,8 +562,7 @@ class Dispatcher:
         if run.placed_at is None:
             run.placed_at = self._timers.monotonic()
             self._num_placed += 1
-            self.counters.queued += 1
-            self.counters.queue_time_s += run.placed_at - run.started
+            self.counters.queue_time.observe(run.placed_at - run.started)
         effects = run.flight.handle(Placed(choice.placement))
         self._note(run, choice.placement)
         return effects

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.observe.metrics import Figure
+from baton.observe.metrics import Distribution, Figure, by_label
 from router.dispatcher import Dispatcher
 from router.view import ClusterView
 
 
-def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) -> Iterator[Figure]:
+def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) -> Iterator[Figure | Distribution]:
     """What the router has done since its start, and what it sees now."""
     counters = dispatcher.counters
     waiting = dispatcher.num_waiting
@@ -23,6 +23,10 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
     ):
         yield Figure(name, text, value, {})
+    text = "Requests that were turned away before they had a token."
+    yield from by_label("rejections_total", text, "reason", counters.rejections)
+    text = "What requests waited at the router until a node was found."
+    yield counters.queue_time.now("request_queue_time_seconds", text)
     yield from dispatcher.placer.figures(now)
     for status in view.statuses(now, wall):
         labels = {"node": status.name, "node_role": status.role}

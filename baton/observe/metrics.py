@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+"""vLLM's, of what comes before a request's first token."""
 _PREFIX = "baton_"
 _Key = TypeVar("_Key", bound=str)
 
@@ -26,12 +34,47 @@ class Figure:
     labels: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram now."""
+
+    name: str
+    help: str
+    buckets: Sequence[tuple[float, int]]
+    """Upper bound, the last one infinite, and how many values lie within it or below."""
+    total: float
+    labels: Mapping[str, str]
+
+
+class Histogram:
+    """Counts values by size."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the buckets' upper ones, ascending, without the infinite one."""
+        self._bounds = (*bounds, math.inf)
+        self._counts = [0] * len(self._bounds)
+        self.total = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def now(self, name: str, text: str, labels: Mapping[str, str] | None = None) -> Distribution:
+        """For the page."""
+        buckets = list(zip(self._bounds, itertools.accumulate(self._counts), strict=True))
+        return Distribution(name, text, buckets, self.total, labels or {})
+
+
 def by_label(name: str, text: str, label: str, values: Mapping[_Key, float]) -> list[Figure]:
     """One metric with a value for each value of a label."""
     return [Figure(name, text, value, {label: key}) for key, value in values.items()]
 
 
-def render(figures: Iterable[Figure], labels: Mapping[str, str]) -> bytes:
+def render(figures: Iterable[Figure | Distribution], labels: Mapping[str, str]) -> bytes:
     """The page. `labels` are those of the process, on every figure."""
     return generate_latest(_Page(figures, labels))
 
@@ -39,15 +82,25 @@ def render(figures: Iterable[Figure], labels: Mapping[str, str]) -> bytes:
 class _Page(Collector):
     """What `generate_latest` wants to read from."""
 
-    def __init__(self, figures: Iterable[Figure], labels: Mapping[str, str]) -> None:
+    def __init__(self, figures: Iterable[Figure | Distribution], labels: Mapping[str, str]) -> None:
         self._figures = figures
         self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for figure in self._figures:
-            kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
             labels = {**self._labels, **figure.labels}
+            if isinstance(figure, Distribution):
+                yield _histogram(figure, labels)
+                continue
+            kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
             family = families.setdefault(figure.name, kind(_PREFIX + figure.name, figure.help, labels=list(labels)))
             family.add_metric(list(labels.values()), figure.value)
-        return families.values()
+        yield from families.values()
+
+
+def _histogram(figure: Distribution, labels: Mapping[str, str]) -> Metric:
+    family = HistogramMetricFamily(_PREFIX + figure.name, figure.help, labels=list(labels))
+    buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in figure.buckets]
+    family.add_metric(list(labels.values()), buckets, figure.total)
+    return family

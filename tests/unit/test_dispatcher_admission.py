@@ -16,8 +16,10 @@ from baton.errors import (
     QueueFull,
     WouldBeLate,
 )
+from baton.observe.metrics import render
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome
 from router.dispatcher import DispatchLimits
+from router.metrics import figures
 from router.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
@@ -64,7 +66,11 @@ async def test_what_a_node_can_not_run_waits_at_the_router_and_goes_in_its_order
             rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
         assert (await late.finished()).queue_ms == pytest.approx(500)
         await better.finished()
-        assert rig.dispatcher.counters.queue_time_s == pytest.approx(1.0)
+        queue_time = rig.dispatcher.counters.queue_time
+        assert (queue_time.count, queue_time.total) == (5, pytest.approx(1.0))
+        page = render(figures(rig.dispatcher, rig.view, 0.0, 0.0), {"node": "router-1"}).decode()
+        assert 'baton_request_queue_time_seconds_bucket{le="0.001",node="router-1"} 3.0' in page
+        assert 'baton_request_queue_time_seconds_bucket{le="+Inf",node="router-1"} 5.0' in page
 
 
 async def test_a_full_node_is_passed_over_while_another_is_not() -> None:
@@ -133,6 +139,9 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
         assert "a more urgent request came" in str(shed)
         assert rig.dispatcher.num_waiting == 2
         assert rig.dispatcher.counters.rejections == {"QueueFull": 2}
+        page = render(figures(rig.dispatcher, rig.view, 0.0, 0.0), {}).decode()
+        assert 'baton_rejections_total{reason="QueueFull"} 2.0' in page
+        assert "baton_num_requests_waiting 2.0" in page
         await finish(rig, *running)
         await finish(rig, better, waiting[0])
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from baton.config import NodeConfig
 from baton.engine.runner.block_digests import block_digests
-from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.figures import KV_FETCH_HELP
@@ -17,7 +16,7 @@ from baton.rpc.messages import HandoffReport
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.figures import transfer_figures
+from kv_transfer.figures import failure_figures, read_figures, transfer_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -70,10 +69,10 @@ class DecodeRole:
     def figures(self) -> Sequence[Figure]:
         counts = self.intake.counts()
         stages = {"waiting_to_start": counts.waiting_to_start, "in_progress": counts.in_progress}
-        failures = {cause.value: self.intake.book.failures[cause] for cause in TransferCause}
         return [
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
-            *by_label("kv_transfer_failures_total", "Prompts whose KV did not come, by cause.", "cause", failures),
+            *failure_figures(self.intake.book.failures),
+            *read_figures(self.intake.book.totals),
             *transfer_figures(self.intake.report()),
         ]
 

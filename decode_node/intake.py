@@ -13,6 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import grpc
 
@@ -26,12 +27,12 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import hashing_thread
+from kv_transfer.digests import DigestThread
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_client import LinkClient, open_channel
-from kv_transfer.link_messages import LinkWelcome, SenderMessage, request_of
+from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.refused_links import RefusedLinks
@@ -53,6 +54,7 @@ from kv_transfer.transfer import (
 )
 
 _log = logging.getLogger(__name__)
+_Learned = Callable[[], list[TransferEffect]]
 _MAX_STATS = 16384
 _REOPEN_S = 1.0
 _MAX_REOPEN_S = 60.0
@@ -86,9 +88,8 @@ class Intake:
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
-        self._post = post
         self._digests = digests
-        self._hasher = hasher or hashing_thread()
+        self._hashing = DigestThread[_Learned](lambda: post(self._pick_up), hasher)
         clock = clock or SystemClock()
         self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None, clock=clock)
         self._refused = RefusedLinks(clock)
@@ -113,7 +114,7 @@ class Intake:
         for link in links:
             await link.close()
         await asyncio.to_thread(self.mover.stop)
-        await asyncio.to_thread(self._hasher.shutdown)
+        await asyncio.to_thread(self._hashing.close)
 
     # From the engine, by way of the loop.
 
@@ -152,6 +153,8 @@ class Intake:
         place, request_id = type(message).__name__, request_of(message)
         failpoint(place, request_id)
         self._carry_out(self._book.received(incarnation, message))
+        if isinstance(message, ReadConfirmed):
+            self._pick_up()
         failpoint(f"{place}-done", request_id)
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
@@ -194,6 +197,7 @@ class Intake:
 
     def _moved(self, event: MoverEvent) -> None:
         failpoint(type(event).__name__)
+        self._pick_up()
         match event:
             case Connected(incarnation):
                 self._reopened.pop(incarnation, None)
@@ -203,8 +207,8 @@ class Intake:
                     self._carry_out(self._book.peer_ready(incarnation, num_blocks))
             case ConnectFailed(incarnation, error):
                 self._cut(incarnation, error)
-            case ReadDone(read_id, num_bytes) as done:
-                self._carry_out(self._book.read_done(read_id, num_bytes, done.total_s))
+            case ReadDone(read_id, num_bytes, post_s, total_s, num_ranges):
+                self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_ranges))
             case ReadFailed(read_id, cause, story):
                 self._carry_out(self._book.read_failed(read_id, cause, story))
 
@@ -246,7 +250,7 @@ class Intake:
                 case StartRead(read_id, incarnation, ranges):
                     self.mover.read(read_id, incarnation, ranges)
                 case DigestBlocks(read_id, block_ids):
-                    self._hasher.submit(self._digest_blocks, read_id, block_ids)
+                    self._hashing.submit(partial(self._digest_blocks, read_id, block_ids))
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
@@ -256,16 +260,24 @@ class Intake:
                 case Arrived() | Failed() | Released():
                     self._report(effect)
 
-    def _digest_blocks(self, read_id: int, block_ids: Sequence[int]) -> None:
+    def _digest_blocks(self, read_id: int, block_ids: Sequence[int]) -> _Learned:
+        """Runs in the digests' thread; what it returns, on the loop."""
         assert self._digests is not None
         try:
-            found = self._digests(block_ids)
+            return partial(self._book.digested, read_id, self._digests(block_ids))
         except Exception as error:
             _log.exception("no digests of a read's blocks")
-            story = f"no digests here: {error!r}"
-            self._post(lambda: self._carry_out(self._book.not_digested(read_id, story)))
-            return
-        self._post(lambda: self._carry_out(self._book.digested(read_id, found)))
+            return partial(self._book.not_digested, read_id, f"no digests here: {error!r}")
+
+    def _pick_up(self) -> None:
+        """Take in the digests that are known, and be woken for the others if a prompt waits for nothing else."""
+        self._learn()
+        self._hashing.wake_for_next(self._book.awaits_digests)
+        self._learn()
+
+    def _learn(self) -> None:
+        for learned in self._hashing.found():
+            self._carry_out(learned())
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)

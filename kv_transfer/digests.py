@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from baton.engine.block_hash import group_key
 from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.block_digests import BlockDigests
+
+Found = TypeVar("Found")
 
 
 class BlockName(NamedTuple):
@@ -60,9 +63,41 @@ class OfferedDigests:
         return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
 
 
-def hashing_thread() -> Executor:
-    """A thread that computes digests when nobody else wants its core: whoever moves the bytes or talks goes first."""
-    return ThreadPoolExecutor(1, "baton-digests", initializer=_step_back)
+class DigestThread(Generic[Found]):
+    """Computes digests aside, for a loop that picks them up when it comes by: mostly nobody waits for them, and a loop
+    that is woken for nothing delays whoever has something to say.
+
+    `submit`, `found` and `wake_for_next` belong to the loop.
+    """
+
+    def __init__(self, wake: Callable[[], None], executor: Executor | None = None) -> None:
+        """`wake` is called from the thread after `wake_for_next`, when something was found."""
+        self._wake = wake
+        self._executor = executor or ThreadPoolExecutor(1, "baton-digests", initializer=_step_back)
+        self._found: deque[Found] = deque()
+        self._awaited = False
+
+    def submit(self, find: Callable[[], Found]) -> None:
+        """Run `find`, which must not raise, in the thread."""
+        self._executor.submit(self._run, find)
+
+    def found(self) -> Iterator[Found]:
+        """What has been found by now, in order, each once."""
+        while self._found:
+            yield self._found.popleft()
+
+    def wake_for_next(self, awaited: bool) -> None:
+        """Whether somebody waits for what is found from now on. What had been found before wakes nobody: look after."""
+        self._awaited = awaited
+
+    def close(self) -> None:
+        """End the thread when it has done what it was given."""
+        self._executor.shutdown()
+
+    def _run(self, find: Callable[[], Found]) -> None:
+        self._found.append(find())
+        if self._awaited:
+            self._wake()
 
 
 def _step_back() -> None:

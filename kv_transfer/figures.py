@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 
+from baton.errors import TransferCause
 from baton.observe.metrics import Figure, by_label
 from baton.rpc.messages import HandoffReport
+from kv_transfer.read_totals import ReadTotals
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
 
 _LIVE_STATES = [state for state in TransferState if any(before is state for before, _ in TRANSFER_TABLE)]
@@ -22,6 +25,31 @@ def transfer_figures(report: HandoffReport) -> list[Figure]:
         Figure("kv_transfer_age_seconds", "Age of the oldest open transfer; 0: there is none.", oldest_s, {}),
         *(Figure("kv_transfers_total", ended, e.count, {"peer": e.peer, "outcome": e.outcome}) for e in report.ended),
         *refusal_figures(report),
+    ]
+
+
+def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[Figure]:
+    """Prompts whose KV did not come to a reader; those of each sender that had any."""
+    text = "Prompts whose KV did not come, by cause and sender."
+    return [
+        Figure("kv_transfer_failures_total", text, count, {"cause": cause.value, "peer": peer})
+        for (peer, cause), count in sorted(failures.items(), key=lambda item: (item[0][0], item[0][1].value))
+    ]
+
+
+def read_figures(totals: Mapping[str, ReadTotals]) -> list[Figure]:
+    """What a reader's reads took, by sender; bytes over seconds are the bandwidth."""
+    said: list[tuple[str, str, Callable[[ReadTotals], float]]] = [
+        ("kv_reads_total", "Reads that brought their bytes.", lambda total: total.num_reads),
+        ("kv_transfer_seconds_total", "What they took, on this node's clock.", lambda total: total.read_s),
+        ("kv_transfer_post_seconds_total", "Of it, what posting them took.", lambda total: total.post_s),
+        ("kv_transfer_bytes_total", "Bytes that they brought.", lambda total: total.num_bytes),
+        ("kv_transfer_descriptors_total", "Descriptors that were posted for them.", lambda total: total.num_ranges),
+    ]
+    return [
+        Figure(name, text, of(total), {"peer": peer})
+        for name, text, of in said
+        for peer, total in sorted(totals.items())
     ]
 
 

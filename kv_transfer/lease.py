@@ -309,6 +309,11 @@ class LeaseBook:
         """Whether that process has leases that are not over."""
         return any(True for _ in self._leases_of(incarnation))
 
+    @property
+    def awaits_digests(self) -> bool:
+        """Whether a reader would have its answer if only the digests of what it read were known."""
+        return any(lease.asked_on is not None for lease in self._leases.values())
+
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""
         lease = self._leases.get(attempt)

@@ -4,7 +4,7 @@ The rules it keeps:
 
 1. Every read is answered once, by ReadDone or ReadFailed, and the answer means that nothing of it writes any more. A
    peer that neither answers nor dies (SIGSTOP) leaves its reads in flight: they stay polled and counted, and their
-   blocks stay the owner's to quarantine.
+   blocks stay the owner's to quarantine. So do those of a read that failed and may still write, until its peer is gone.
 2. A handle is released only when its read is over; a peer is dropped only when its reads are.
 3. No CPU without work: the thread sleeps on its inbox when no read is in flight and no lease is out, looks every
    millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
@@ -35,6 +35,7 @@ from kv_transfer.backends.base import (
     check_ranges,
 )
 from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.stuck_reads import StuckReads
 from kv_transfer.window import FairWindow, Piece, WindowLimits
 
 __all__ = [
@@ -129,10 +130,10 @@ class Mover:
         self._read_ids: set[int] = set()
         self._backend: TransferBackend
         self._window: FairWindow
+        self._stuck: StuckReads
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._in_flight: dict[ReadHandle, Piece] = {}
-        self._hopeless: dict[ReadHandle, Piece] = {}
         self._open_leases = 0
         self._moved = False
         """Something was posted or finished in this turn: more may be possible at once."""
@@ -220,6 +221,7 @@ class Mover:
         self._backend = self._backend_factory()
         self.agent_metadata = self._backend.agent_metadata()
         self._window = FairWindow(self._limits, self._backend.memory.block_bytes)
+        self._stuck = StuckReads(self._backend)
         self._accepting = True
 
     def _turn(self) -> bool:
@@ -230,6 +232,8 @@ class Mover:
             self._moved = True
             self._post(piece)
         self._poll()
+        if self._stuck:
+            self._free_stuck()
         if self._open_leases:
             self._backend.pump()
         if self._stop_by is None:
@@ -248,8 +252,11 @@ class Mover:
             return
 
     def _pause(self) -> float | None:
-        quiet_s = self._clock.monotonic() - self._moved_at if self._in_flight else None
-        return pause(quiet_s, self._open_leases)
+        now = self._clock.monotonic()
+        quiet_s = now - self._moved_at if self._in_flight else None
+        until_probe_s = self._stuck.pause(now)
+        until_poll_s = pause(quiet_s, self._open_leases)
+        return until_probe_s if until_poll_s is None else until_poll_s
 
     def _note_move(self, read: _Read) -> None:
         self._moved_at = read.moved_at = self._clock.monotonic()
@@ -360,14 +367,16 @@ class Mover:
                 if self._backend.poll(handle) is ReadState.IN_PROGRESS:
                     continue
             except PeerGone as error:
-                self._retire(handle, read, peer)
+                self._backend.release(handle)
+                self._retire(self._in_flight.pop(handle), read, peer)
                 self._lose(read, peer, error)
             except ReadStuck as error:
-                self._hopeless[handle] = self._in_flight.pop(handle)
+                self._stuck.add(handle, self._in_flight.pop(handle), now)
                 read.failure = error
                 self._close_peer(piece.incarnation, error)
             else:
-                self._retire(handle, read, peer)
+                self._backend.release(handle)
+                self._retire(self._in_flight.pop(handle), read, peer)
                 read.blocks_left -= piece.num_blocks
                 self._note_move(read)
                 self._settle(read)
@@ -375,10 +384,17 @@ class Mover:
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
 
-    def _retire(self, handle: ReadHandle, read: _Read, peer: _Peer) -> None:
+    def _free_stuck(self) -> None:
+        for piece, error in self._stuck.over(self._clock.monotonic()):
+            read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
+            self._retire(piece, read, peer)
+            self._lose(read, peer, error)
+            self._count_stuck(self._clock.monotonic())
+
+    def _retire(self, piece: Piece, read: _Read, peer: _Peer) -> None:
+        """Nothing of the piece writes any more."""
         self._moved = True
-        self._backend.release(handle)
-        self._window.finished(self._in_flight.pop(handle))
+        self._window.finished(piece)
         read.pieces -= 1
         peer.pieces -= 1
         self.reads_in_flight -= not read.pieces
@@ -430,7 +446,7 @@ class Mover:
             while not self._inbox.empty():
                 self._inbox.get_nowait()()
             self._begin_stop()
-            if not self._in_flight and not self._hopeless:
+            if not self._in_flight and not self._stuck:
                 self._backend.close()
         except Exception as error:
             _log.exception("the mover could not end in order")

@@ -16,7 +16,7 @@ Rules that it keeps:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +42,7 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.read_totals import ReadTotals
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
 _UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
@@ -232,8 +233,10 @@ class TransferBook:
         self._peers: dict[str, _Peer] = {}
         self._digesting: dict[int, _Transfer] = {}
         self._last_read_id = 0
-        self.failures: Counter[TransferCause] = Counter()
-        """Transfers that failed, by cause."""
+        self.failures: Counter[tuple[str, TransferCause]] = Counter()
+        """Transfers that failed, by sender and cause."""
+        self.totals: defaultdict[str, ReadTotals] = defaultdict(ReadTotals)
+        """What its reads took, by sender."""
         self._outcomes: Counter[tuple[str, str]] = Counter()
         """How transfers ended, by sender."""
         self.counters: Counter[str] = Counter()
@@ -330,7 +333,9 @@ class TransferBook:
 
     # What the mover did.
 
-    def read_done(self, read_id: int, num_bytes: int, read_s: float = 0.0) -> list[TransferEffect]:
+    def read_done(
+        self, read_id: int, num_bytes: int, read_s: float = 0.0, post_s: float = 0.0, num_ranges: int = 0
+    ) -> list[TransferEffect]:
         """All bytes of a read are here, and nothing of it writes any more."""
         transfer = self._reads.pop(read_id, None)
         if transfer is None:
@@ -339,12 +344,14 @@ class TransferBook:
         transfer.num_blocks += transfer.reads.pop(read_id)
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
+        self.totals[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
         transfer.machine.feed(TransferEvent.READ_DONE)
         effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
         if transfer.machine.state is TransferState.QUARANTINED:
             return effects + self._flush(transfer)
+        # Who asks for the sender's word has read all there is: that needs no message of its own.
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        effects += [*self._tell(transfer, progress), *self._confirm(transfer)]
+        effects += self._confirm(transfer) or self._tell(transfer, progress)
         if read_id not in transfer.to_digest:
             return effects
         # While the sender is asked.
@@ -385,6 +392,11 @@ class TransferBook:
         return effects
 
     # What others may know.
+
+    @property
+    def awaits_digests(self) -> bool:
+        """Whether a prompt would arrive if only the digests of its blocks were known."""
+        return any(transfer.answer is not None for transfer in self._digesting.values())
 
     def state(self, attempt: AttemptKey) -> TransferState | None:
         """The state of a transfer that is not over."""
@@ -534,7 +546,7 @@ class TransferBook:
     def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
         attempt = transfer.plan.attempt
         transfer.cause = cause
-        self.failures[cause] += 1
+        self.failures[transfer.plan.source.node_id, cause] += 1
         self._outcomes[transfer.plan.source.node_id, cause.value] += 1
         failed: list[TransferEffect] = [
             Recorded("kv_failed", attempt, detail=cause.value),

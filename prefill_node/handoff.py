@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.clock import Clock
@@ -25,17 +26,19 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockName, OfferedDigests, block_names, hashing_thread
+from kv_transfer.digests import BlockName, DigestThread, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
 from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_messages import Closing, ReaderMessage, request_of
+from kv_transfer.link_messages import Closing, ConfirmRead, ReaderMessage, request_of
 from kv_transfer.link_server import LinkServer
 from kv_transfer.liveness import nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.refused_links import RefusedLinks
+
+_Learned = Callable[[], list[LeaseEffect]]
 
 _log = logging.getLogger(__name__)
 _LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
@@ -73,7 +76,8 @@ class HandOff:
         self._heartbeat_s = heartbeat_s
         self._book = LeaseBook(clock, times, has_digests=digests is not None)
         self._digests = OfferedDigests(digests) if digests is not None else None
-        self._hasher = hasher or hashing_thread()
+        self._hashing = DigestThread[_Learned](self._wake, hasher)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
@@ -86,6 +90,7 @@ class HandOff:
 
     async def start(self) -> None:
         """Bring up the transfer agent; raises its error. Before `add_to_server`."""
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.mover.start)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
         self._server = LinkServer(self._identity, memory, self, self._heartbeat_s)
@@ -103,7 +108,7 @@ class HandOff:
         for task in self._looking:
             task.cancel()
         await asyncio.gather(*self._looking, return_exceptions=True)
-        await asyncio.to_thread(self._hasher.shutdown)
+        await asyncio.to_thread(self._hashing.close)
         await asyncio.to_thread(self.mover.stop)
 
     @property
@@ -132,8 +137,8 @@ class HandOff:
         self._carry_out(effects)
         if self._digests is not None and not self._stopped:
             # While the reader reads: the answer to its question waits for them.
-            post = asyncio.get_running_loop().call_soon_threadsafe
-            self._hasher.submit(self._digest_blocks, self._digests, attempt, block_ids, names, post)
+            self._pick_up()
+            self._hashing.submit(partial(self._digest_blocks, self._digests, attempt, block_ids, names))
 
     def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
@@ -158,6 +163,8 @@ class HandOff:
         place, request_id = type(message).__name__, request_of(message)
         failpoint(place, request_id)
         self._carry_out(self._book.received(link, message))
+        if isinstance(message, ConfirmRead):
+            self._pick_up()
         failpoint(f"{place}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
@@ -209,21 +216,32 @@ class HandOff:
         attempt: AttemptKey,
         block_ids: Sequence[int],
         names: Sequence[BlockName],
-        post: Callable[[Callable[[], None]], Any],
-    ) -> None:
+    ) -> _Learned:
+        """Runs in the digests' thread; what it returns, on the loop."""
         try:
-            found = digests.of(block_ids, names)
+            return partial(self._book.digested, attempt, digests.of(block_ids, names))
         except Exception as error:
             _log.exception("%s: no digests", attempt)
-            cause = f"no digests: {error!r}"
-            post(lambda: self._not_digested(attempt, cause))
-            return
-        post(lambda: self._carry_out(self._book.digested(attempt, found)))
+            return partial(self._not_digested, attempt, f"no digests: {error!r}")
 
-    def _not_digested(self, attempt: AttemptKey, cause: str) -> None:
+    def _not_digested(self, attempt: AttemptKey, cause: str) -> list[LeaseEffect]:
         """Nobody could tell whether what is read is right; who has asked already hears a no."""
-        self.withdraw(attempt, cause, promise_broken=True)
-        self._carry_out(self._book.digested(attempt, ()))
+        withdrawn = self._book.withdraw(attempt, cause, promise_broken=True)
+        return [*withdrawn, *self._book.digested(attempt, ())]
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._pick_up)
+
+    def _pick_up(self) -> None:
+        """Take in the digests that are known, and be woken for the others if a reader waits for its answer."""
+        self._learn()
+        self._hashing.wake_for_next(self._book.awaits_digests)
+        self._learn()
+
+    def _learn(self) -> None:
+        for learned in self._hashing.found():
+            self._carry_out(learned())
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:

@@ -47,7 +47,8 @@ class BadRange(TransferFailed):
 
 
 class ReadStuck(TransferFailed):
-    """The read failed in a way that does not rule out that it still writes: its blocks must never be used again."""
+    """The read failed in a way that does not rule out that it still writes: nobody uses its blocks until its peer is
+    gone."""
 
     def __init__(self, story: str) -> None:
         super().__init__(TransferCause.PEER_GONE, story)
@@ -208,8 +209,9 @@ class TransferBackend(Protocol):
     def poll(self, handle: ReadHandle) -> ReadState:
         """Let reads progress and say where this one stands; DONE stays DONE until it is released.
 
-        Raises PeerGone when the read can neither complete nor write any more, ReadStuck when it failed and may still
-        write; both again at every later call. KeyError for a handle that was never given or is released.
+        Raises PeerGone when the read can neither complete nor write any more, now and at every later call; ReadStuck
+        when it failed and may still write, until any call has found its peer gone: from then on PeerGone. KeyError for
+        a handle that was never given or is released.
         """
         ...
 

@@ -151,6 +151,8 @@ class NixlBackend:
         read = self._reads[handle]
         if read.state is ReadState.IN_PROGRESS and read.failure is None:
             self._advance(read, self._agent.check_xfer_state)
+        if isinstance(read.failure, ReadStuck) and read.peer.gone:
+            read.failure = PeerGone(f"{read.peer.memory.incarnation} is gone, and its read that had failed with it")
         if read.failure is not None:
             raise read.failure
         return read.state

@@ -132,12 +132,28 @@ async def test_the_same_over_nixl() -> None:
 async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: HandoffRig) -> None:
     prefill = rig.sender.request(KEY, 18)
     rig.sender.finish(prefill, THEIRS)
-    await rig.sender.notes.until(lambda: "digested" in rig.sender.notes.names(KEY))
+    await rig.sender.notes.until(lambda: rig.sender.notes.blocks_digested == len(THEIRS))
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
     assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY]
     assert KEY not in rig.receiver.notes.arrived
+
+
+@pytest.mark.parametrize("late", ["sender", "receiver"])
+async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig, late: str) -> None:
+    gate = (rig.sender if late == "sender" else rig.receiver).digests.gate
+    gate.clear()
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    await rig.sender.notes.until(lambda: rig.sender.notes.asked)
+    if late == "receiver":
+        await rig.sender.notes.until(lambda: rig.sender.notes.released == [KEY])
+    await _settled(rig)
+    assert rig.receiver.intake.book.state(ATTEMPT) is TransferState.CONFIRMING
+    gate.set()
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+    rig.assert_blocks(KEY, OURS)
 
 
 async def test_a_read_that_flips_a_bit_is_noticed() -> None:
@@ -151,7 +167,7 @@ async def test_a_read_that_flips_a_bit_is_noticed() -> None:
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
         assert "is not what p0 computed" in rig.receiver.notes.failed[KEY]
-        assert rig.receiver.intake.book.failures == {TransferCause.DIGEST_MISMATCH: 1}
+        assert rig.receiver.intake.book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
 
 
 async def test_what_the_engine_left_behind_may_come_after_the_stop() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
-from kv_transfer.link_messages import Heartbeat, ReaderMessage
+from kv_transfer.link_messages import ConfirmRead, Heartbeat, ReaderMessage
 from kv_transfer.mover import Mover
 from prefill_node.handoff import HandOff, OfferConnector
 
@@ -61,7 +62,10 @@ class Notes:
     released: list[str] = field(default_factory=list)
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
+    blocks_digested: int = 0
     heartbeats: int = 0
+    asked: bool = False
+    """A reader has asked whether the lease was held."""
     dropped_peers: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -83,10 +87,15 @@ class Notes:
 
     def heard(self, message: ReaderMessage) -> None:
         self.heartbeats += isinstance(message, Heartbeat)
+        self.asked = self.asked or isinstance(message, ConfirmRead)
         self._changed.set()
 
     def post_noted(self) -> None:
         self.reads_posted += 1
+        self._changed.set()
+
+    def digests_noted(self, num_blocks: int) -> None:
+        self.blocks_digested += num_blocks
         self._changed.set()
 
     def drop_noted(self, incarnation: str) -> None:
@@ -120,6 +129,24 @@ class NotingHandOff(HandOff):
         self._notes.heard(message)
 
 
+class AnnouncedDigests:
+    """The digests of a memory's blocks, not before the gate is open; says on the loop when they are computed."""
+
+    def __init__(self, memory: KVMemory, notes: Notes) -> None:
+        digests = block_digests(memory)
+        assert digests is not None
+        self._digests = digests
+        self._notes = notes
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+        self.gate.wait(WITHIN_S)
+        found = self._digests(block_ids)
+        self._notes.on_loop(lambda: self._notes.digests_noted(len(block_ids)))
+        return found
+
+
 class SenderHalf:
     """A prefill node without an engine: the test plays the engine."""
 
@@ -127,6 +154,7 @@ class SenderHalf:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
+        self.digests = AnnouncedDigests(self.memory, self.notes)
         self.handoff = NotingHandOff(
             identity,
             self.memory,
@@ -138,7 +166,7 @@ class SenderHalf:
             clock,
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
-            digests=block_digests(self.memory),
+            digests=self.digests,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
@@ -198,6 +226,7 @@ class ReceiverHalf:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
+        self.digests = AnnouncedDigests(self.memory, self.notes)
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.intake = Intake(
             identity,
@@ -208,7 +237,7 @@ class ReceiverHalf:
             self.notes.record,
             post,
             heartbeat_s=HEARTBEAT_S,
-            digests=block_digests(self.memory),
+            digests=self.digests,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from random import Random
+from typing import Any
 
 import pytest
 import xxhash
@@ -15,7 +18,7 @@ from baton.engine.runner import block_digests as block_digests_module
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.kernel_file import KernelsUnavailable
-from kv_transfer.digests import OfferedDigests, block_names
+from kv_transfer.digests import DigestThread, OfferedDigests, block_names
 
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 
@@ -85,6 +88,38 @@ def test_every_bit_counts(block_bytes: int) -> None:
 
 def test_memory_of_a_device_has_none() -> None:
     assert block_digests(replace(memory_of(bytes(128), 64), kind="VRAM")) is None
+
+
+class ManualExecutor(Executor):
+    """Runs what it was given when a test says so."""
+
+    def __init__(self) -> None:
+        self.given: list[Callable[[], object]] = []
+
+    def submit(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.given.append(lambda: run(*args, **kwargs))
+        return Future()
+
+    def run(self) -> None:
+        self.given.pop(0)()
+
+
+def test_who_does_not_wait_for_digests_is_not_woken() -> None:
+    executor, woken = ManualExecutor(), []
+    hashing = DigestThread[int](lambda: woken.append(list(hashing.found())), executor)
+    for number in range(4):
+        hashing.submit(partial(int, number))
+    executor.run()
+    hashing.wake_for_next(True)
+    assert woken == []
+    executor.run()
+    assert woken == [[0, 1]]
+    hashing.wake_for_next(False)
+    executor.run()
+    executor.run()
+    assert woken == [[0, 1]]
+    assert list(hashing.found()) == [2, 3]
+    assert list(hashing.found()) == []
 
 
 def offer(

@@ -13,9 +13,10 @@ from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.observe.metrics import Figure
 from baton.rpc.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
-from kv_transfer.figures import transfer_figures
+from kv_transfer.figures import failure_figures, read_figures, transfer_figures
 from kv_transfer.lease import LeaseBook, LeaseTimes
 from kv_transfer.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
+from kv_transfer.read_totals import ReadTotals
 from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.transfer import Plan, TransferBook
 
@@ -137,6 +138,27 @@ def test_figures_have_every_open_state_and_every_end() -> None:
         "kv_transfer_age_seconds{}": 7.5,
         "kv_transfers_total{peer=p0,outcome=arrived}": 3,
         "kv_refused_links{peer=p1,cause=refused}": 4,
+    }
+
+
+def test_failures_are_counted_by_cause_and_sender() -> None:
+    counted = {("p1", TransferCause.LEASE_LOST): 2, ("p0", TransferCause.PEER_GONE): 1}
+    assert {_sample(figure): figure.value for figure in failure_figures(counted)} == {
+        "kv_transfer_failures_total{cause=peer_gone,peer=p0}": 1,
+        "kv_transfer_failures_total{cause=lease_lost,peer=p1}": 2,
+    }
+
+
+def test_what_reads_took_is_summed_by_sender() -> None:
+    total = ReadTotals()
+    total.add(100, 2, 0.5, 0.25)
+    total.add(50, 1, 0.25, 0.125)
+    assert {_sample(figure): figure.value for figure in read_figures({"p0": total})} == {
+        "kv_reads_total{peer=p0}": 2,
+        "kv_transfer_seconds_total{peer=p0}": 0.75,
+        "kv_transfer_post_seconds_total{peer=p0}": 0.375,
+        "kv_transfer_bytes_total{peer=p0}": 150,
+        "kv_transfer_descriptors_total{peer=p0}": 3,
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.clock import ManualClock, SystemClock
 from baton.errors import ConfigError, TransferCause
-from kv_transfer.backends.base import BadRange, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
+from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.mover import (
@@ -29,6 +29,7 @@ from kv_transfer.mover import (
     ReadFailed,
     pause,
 )
+from kv_transfer.stuck_reads import LONGEST_PROBE_S
 from kv_transfer.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
 
@@ -49,6 +50,7 @@ class WatchedBackend(MemoryBackend):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.posted: list[tuple[ReadRange, ...]] = []
+        self.broken: set[ReadHandle] = set()
         self.closed = False
 
     def post_read(self, incarnation: str, ranges: Sequence[ReadRange]) -> ReadHandle:
@@ -60,9 +62,16 @@ class WatchedBackend(MemoryBackend):
 
     def poll(self, handle: ReadHandle) -> ReadState:
         self.calls += 1
+        state = super().poll(handle)
         if self.break_reads:
-            raise ReadStuck("broken")
-        return super().poll(handle)
+            self.broken.add(handle)
+        if handle not in self.broken:
+            return state
+        raise ReadStuck("broken") if self.fabric_has("sender") else PeerGone("killed")
+
+    def fabric_has(self, name: str) -> bool:
+        agent = self._fabric.find(name)
+        return agent is not None and agent.alive
 
     def pump(self) -> None:
         self.calls += 1
@@ -333,22 +342,60 @@ def test_disconnect_waits_for_reads_in_flight_and_can_be_taken_back(bench: Bench
     bench.round_trip(peer)
 
 
-def test_a_read_that_may_still_write_is_never_answered(bench: Bench) -> None:
-    peer = bench.attach("sender")
-    bench.fabric.freeze("sender")
-    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
-    until(lambda: len(bench.backend.posted) == 1)
-    bench.backend.break_reads = True
-    until(lambda: bench.mover.stuck == 1)
+class StuckBench(Bench):
+    """A read that has failed, of a peer that lives, and may still write. Its mover looks as often as it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manual = ManualClock()
+        self.mover = Mover(lambda: self.backend, self.events.put, self.manual, SMALL)
+        self.mover.start()
+        self.mover.set_open_leases(1)
+        self.peer = self.attach("sender")
+        self.fabric.freeze("sender")
+        self.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+        until(lambda: len(self.backend.posted) == 1)
+        self.backend.break_reads = True
+        until(lambda: self.mover.stuck == 1)
+
+    def probe(self) -> None:
+        """Let it ask once more."""
+        num_posted = len(self.backend.posted)
+        self.manual.advance(LONGEST_PROBE_S)
+        until(lambda: len(self.backend.posted) > num_posted)
+
+
+def test_a_read_that_may_still_write_is_not_answered_while_its_peer_lives() -> None:
+    bench = StuckBench()
     bench.backend.break_reads = False
     bench.fabric.thaw("sender")
-    bench.mover.connect(peer)
+    bench.mover.connect(bench.peer)
     assert isinstance(bench.next(), ConnectFailed)
+    for _ in range(3):
+        bench.probe()
+    assert bench.backend.posted[1:] == [(ReadRange(0, 0, 1),)] * 3
     assert bench.mover.reads_in_flight == 1
     bench.mover.stop()
     bench.assert_silent()
-    assert bench.mover.reads_in_flight == 1
+    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (1, 1)
     assert not bench.backend.closed
+
+
+@pytest.mark.parametrize("probed", ["answers", "fails", "waits"])
+def test_a_read_that_may_still_write_is_over_when_its_peer_is_gone(probed: str) -> None:
+    bench = StuckBench()
+    bench.backend.break_reads = probed == "fails"
+    if probed == "answers":
+        bench.fabric.thaw("sender")
+    bench.probe()
+    bench.assert_silent()
+    bench.backend.break_reads = False
+    bench.fabric.kill("sender")
+    bench.manual.advance(LONGEST_PROBE_S)
+    assert failure(bench.next()) == (1, TransferCause.PEER_GONE)
+    bench.mover.stop()
+    assert (bench.mover.reads_in_flight, bench.mover.stuck) == (0, 0)
+    assert bench.backend.closed
 
 
 # Faults of the transport

@@ -74,7 +74,6 @@ def test_a_whole_transfer(book: TransferBook) -> None:
         "StartRead 2 p0.x [(ReadRange 42 7 1), (ReadRange 43 20 1), (ReadRange 10 21 1)]"
     ]
     assert lines(book.read_done(2, 192, 3.0)) == [
-        "TellSender p0.x (ReadProgress a#1 5)",
         "TellSender p0.x (ConfirmRead a#1)",
     ]
     effects = book.received("p0.x", ReadConfirmed(A, True))
@@ -418,7 +417,6 @@ def with_digests(book: TransferBook) -> None:
     assert lines(book.read_done(1, 128)) == ["TellSender p0.x (ReadProgress a#1 2)", "DigestBlocks 1 [40, 41]"]
     assert lines(book.digested(1, [50, 60])) == []
     assert lines(book.read_done(2, 192)) == [
-        "TellSender p0.x (ReadProgress a#1 5)",
         "TellSender p0.x (ConfirmRead a#1)",
         "DigestBlocks 2 [42, 43, 10]",
     ]
@@ -454,7 +452,7 @@ def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
         f"Failed a#1 DIGEST_MISMATCH block {PLAN.block_ids[place]} is not what p0 computed",
         "TellSender p0.x (Abandon a#1 False)",
     ]
-    assert book.failures == {TransferCause.DIGEST_MISMATCH: 1}
+    assert book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
     assert book.counts().live == 0
 
 

@@ -30,8 +30,8 @@ NODES_PER_BANK = 64
 _MIN_CAPACITY = 1 << 10
 _MOST_FULL = 0.7
 """Of a table's slots: beyond, many words are far from their bucket."""
-_FEW = 48
-"""Keys: fewer are looked up one by one."""
+_FEW = 72
+"""Keys: so many are looked up one by one."""
 _MOVED_PER_CHANGE = 512
 """Slots: tens of microseconds."""
 _WORDS = 4
@@ -166,6 +166,30 @@ class _Bank:
         self.num_keys -= gone
 
     def leading(self, words: Words, found: dict[str, int]) -> None:
+        if words.size <= _FEW:
+            self._leading_few(words.tolist(), found)
+        elif self._mask(int(words[0])):
+            self._leading_many(words, found)
+
+    def _mask(self, word: int) -> int:
+        mask = self._table.mask(word)
+        return mask | self._old.mask(word) if self._old is not None else mask
+
+    def _leading_few(self, words: list[int], found: dict[str, int]) -> None:
+        table, old, before = self._table, self._old, (1 << NODES_PER_BANK) - 1
+        for number, word in enumerate(words):
+            mask = table.mask(word)
+            if old is not None:
+                mask |= old.mask(word)
+            mask &= before
+            if mask != before and number:
+                self._note(before & ~mask, number, found)
+            before = mask
+            if not mask:
+                return
+        self._note(before, len(words), found)
+
+    def _leading_many(self, words: Words, found: dict[str, int]) -> None:
         masks = self._table.masks(words)
         if self._old is not None:
             masks |= self._old.masks(words)
@@ -174,13 +198,16 @@ class _Bank:
         last = masks.size
         ends = [*(np.flatnonzero(masks[1:] != masks[:-1]) + 1).tolist(), last]
         for end in ends:
-            dropped = int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0)
-            while dropped:
-                lowest = dropped & -dropped
-                dropped ^= lowest
-                node = self._nodes[lowest.bit_length() - 1]
-                if node is not None:
-                    found[node] = end
+            self._note(int(masks[end - 1]) & ~(int(masks[end]) if end < last else 0), end, found)
+
+    def _note(self, mask: int, length: int, found: dict[str, int]) -> None:
+        """The nodes of this mask have so many."""
+        while mask:
+            lowest = mask & -mask
+            mask ^= lowest
+            node = self._nodes[lowest.bit_length() - 1]
+            if node is not None:
+                found[node] = length
 
     def _live_mask(self) -> np.uint64:
         return np.uint64(sum(1 << bit for bit in self._bits.values()))
@@ -250,6 +277,18 @@ class _Table:
         masks = self._flat[places]
         self._flat[places] = masks & ~mask
         return int(np.count_nonzero(masks & mask))
+
+    def mask(self, word: int) -> int:
+        """The mask of a word; 0 for a stranger."""
+        view, first = self._view, (word & self._last) * _BUCKET
+        while True:
+            for slot in range(first, first + _WORDS):
+                found = view[slot]
+                if found == word:
+                    return int(view[slot + _WORDS])
+                if found == 0:
+                    return 0
+            first = (first + _BUCKET) % self._nowhere
 
     def masks(self, words: Words) -> Words:
         """The mask of each word; 0 for a stranger."""

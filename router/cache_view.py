@@ -95,26 +95,29 @@ class CacheView:
         return False
 
     def expect(self, incarnation: str, keys: Sequence[bytes]) -> None:
-        """A prompt with these blocks goes there."""
-        self._expected.add(incarnation, keys)
+        """A prompt that begins with these blocks goes there."""
+        self._expected.add(incarnation, _milestones(keys))
 
     def expect_no_more(self, incarnation: str, keys: Sequence[bytes]) -> None:
         """It is over; what was computed has been told by now."""
-        self._expected.remove(incarnation, keys)
+        self._expected.remove(incarnation, _milestones(keys))
 
     def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
         """How many of a prompt's first tokens each node has; those that have none are left out.
 
         Keys are computed only as far as somebody has them all.
         """
-        indices = [index for index in (*self._tiers.values(), self._expected) if not index.is_empty]
-        if not indices:
+        told = [index for index in self._tiers.values() if not index.is_empty]
+        if not told and self._expected.is_empty:
             return {}
         found: dict[str, int] = {}
         for fields in {cache_keys_of(node) for node in nodes} - {None}:
             assert fields is not None
-            for incarnation, num_blocks in _leading(prompt, fields, indices).items():
-                found[incarnation] = num_blocks * fields[-1]
+            num_blocks = _leading(prompt, fields, told)
+            for incarnation, passed in self._expected.leading(_milestones(prompt.first(fields, _FIRST_BLOCKS))).items():
+                num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
+            for incarnation, count in num_blocks.items():
+                found[incarnation] = count * fields[-1]
         return found
 
     def _forget_told(self, incarnation: str) -> None:
@@ -131,7 +134,12 @@ class CacheView:
                 self._forget_told(incarnation)
 
 
-def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex]) -> Mapping[str, int]:
+def _milestones(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """Keys of the first, second, fourth, eighth ... block: enough to know about how long a common beginning is."""
+    return [keys[(1 << power) - 1] for power in range(len(keys).bit_length())]
+
+
+def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex]) -> dict[str, int]:
     num_blocks = _FIRST_BLOCKS
     while True:
         keys = prompt.first(fields, num_blocks)

@@ -21,7 +21,7 @@ node for it, since nothing but the hand-off depends on both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from baton.rpc.messages import NodeDescription, Role
@@ -54,6 +54,7 @@ class NodeCosts:
     """What one more request meets on a node."""
 
     candidate: Candidate
+    node: NodeDescription
     queue_ms: float
     step_ms: float
     """A step's time without the prompt tokens in it."""
@@ -69,10 +70,6 @@ class NodeCosts:
     """Of KV that comes in."""
     pending_tokens: int = 0
     """Of prompts that were sent there and that it had not reported."""
-
-    @property
-    def node(self) -> NodeDescription:
-        return self.candidate.node
 
     def prefill_ms(self, tokens: int) -> float:
         """Computing so many tokens of a prompt, from its turn on."""
@@ -129,6 +126,7 @@ def node_costs(
     )
     return NodeCosts(
         candidate=candidate,
+        node=candidate.node,
         queue_ms=queue_ms,
         step_ms=step_ms,
         token_ms=rates.token_ms,
@@ -175,8 +173,8 @@ class Question:
             cached_tokens=there,
             prefill_ms=prefill_ms,
             decode_cached_tokens=here,
-            handoff_ms=self._handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
-            decode_ms=self._output_tokens * decode.decode_ms,
+            handoff_ms=self.handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
+            decode_ms=self.output_tokens * decode.decode_ms,
             stall_ms=0.0,
             token_ms=decode.decode_ms,
         )
@@ -193,17 +191,18 @@ class Question:
             prefill_ms=node.prefill_ms(left),
             decode_cached_tokens=there,
             handoff_ms=0.0,
-            decode_ms=self._output_tokens * node.decode_ms,
+            decode_ms=self.output_tokens * node.decode_ms,
             stall_ms=node.streams * node.token_ms * left,
             token_ms=node.decode_ms,
         )
 
     def uncached(self, node: NodeCosts) -> int:
         """Tokens that the node would compute."""
-        return self.demand.num_prompt_tokens - self._cached(node)
+        tokens = self.demand.num_prompt_tokens
+        return max(1, tokens - self.cached.get(node.node.incarnation, 0))
 
     @property
-    def _output_tokens(self) -> int:
+    def output_tokens(self) -> int:
         return min(self.demand.max_tokens, _OUTPUT_TOKENS)
 
     def _cached(self, node: NodeCosts, at_most: int | None = None) -> int:
@@ -211,7 +210,8 @@ class Question:
         most = self.demand.num_prompt_tokens - 1 if at_most is None else at_most
         return min(self.cached.get(node.node.incarnation, 0), most)
 
-    def _handoff_ms(self, decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
+    def handoff_ms(self, decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
+        """What is left of moving so many tokens' KV when the prompt is computed."""
         node = decode.node
         token_ms = decode.ms_per_byte * node.block_bytes / node.block_size
         in_all, at_least = tokens * token_ms, min(tokens, last_chunk) * token_ms
@@ -274,12 +274,14 @@ def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: S
     able = [cost for cost in prefills if kv_words(cost.node) in by_kv]
     if not able:
         return None
-    prefill = _best(able, lambda cost: _prefill_key(question, cost))
+    prefill = _best(able, [_prefill_key(question, cost) for cost in able])
     partners = by_kv[kv_words(prefill.node)]
     if question.pairs_passed_over:
         name, bad = prefill.node.node_id, question.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
-    decode = _best(partners, lambda cost: _key(question, question.pair_terms(prefill, cost)))
+    left = question.uncached(prefill)
+    prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
+    decode = _best(partners, [_decode_key(question, cost, last_chunk, prefill_ms) for cost in partners])
     return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
 
 
@@ -288,8 +290,26 @@ def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bo
         nodes = [cost for cost in nodes if question.uncached(cost) <= question.alone_tokens]
     if not nodes:
         return None
-    node = _best(nodes, lambda cost: _key(question, question.alone_terms(cost)))
+    node = _best(nodes, [_alone_key(question, cost) for cost in nodes])
     return Found(None, node, question.alone_terms(node), "cheaper on one node" if has_pair else "")
+
+
+# What the service level misses, then the cost, of the part of a way that a node decides. `Terms` has the same sums in
+# their parts; making one for each node would be most of the time that a choice takes.
+
+
+def _decode_key(question: Question, cost: NodeCosts, last_chunk: int, prefill_ms: float) -> tuple[int, float]:
+    tokens = question.demand.num_prompt_tokens
+    left = tokens - min(question.cached.get(cost.node.incarnation, 0), tokens)
+    handoff_ms = question.handoff_ms(cost, left, last_chunk, prefill_ms)
+    return cost.decode_ms > question.level.token_ms, handoff_ms + question.output_tokens * cost.decode_ms
+
+
+def _alone_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
+    left, level = question.uncached(cost), question.level
+    first_token_ms = cost.queue_ms + cost.prefill_ms(left)
+    missed = (first_token_ms > level.first_token_ms) + (cost.decode_ms > level.token_ms)
+    return missed, first_token_ms + cost.streams * cost.token_ms * left + question.output_tokens * cost.decode_ms
 
 
 def _prefill_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
@@ -297,10 +317,9 @@ def _prefill_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
     return first_token_ms > question.level.first_token_ms, first_token_ms
 
 
-def _best(nodes: Sequence[NodeCosts], key: Callable[[NodeCosts], tuple[int, float]]) -> NodeCosts:
+def _best(nodes: Sequence[NodeCosts], keys: Sequence[tuple[int, float]]) -> NodeCosts:
     """Of those that cost about the same, the longest unchosen."""
-    keys = [key(cost) for cost in nodes]
     missed, least = min(keys)
     bound = (missed, least + _SAME_MS + _SAME_SHARE * least)
-    near = [cost for cost, its in zip(nodes, keys, strict=True) if its <= bound]
+    near = [cost for cost, key in zip(nodes, keys, strict=True) if key <= bound]
     return min(near, key=lambda cost: (cost.candidate.last_chosen, cost.node.incarnation))

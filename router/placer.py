@@ -29,15 +29,13 @@ from router.cost_model import (
 )
 from router.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
 from router.placement import Candidate, Demand, Placement, choose, fitting_nodes, take_turns, why_alone
-from router.rates import FleetRates, StepRates
+from router.rates import FleetRates
 from router.request import ValidRequest
 
 ALONE_TOKENS = 512
 _EXPECTED_BLOCKS = 64
 """Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 _JUDGE_EVERY_S = 0.05
-
-_Given = tuple[StepRates, float, int, float, bool]
 
 
 class Policy(enum.Enum):
@@ -96,8 +94,10 @@ class Placer:
         self._prompts: dict[str, PromptKeys] = {}
         self._pending: dict[str, dict[tuple[str, int], int]] = {}
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
-        self._known: dict[str, tuple[NodeCosts, _Given]] = {}
-        """What each node costs, and what that was made from beside its candidate."""
+        self._known: dict[str, NodeCosts] = {}
+        """What each node costs, by incarnation, until something of it changes. (A candidate is a new one by then.)"""
+        self._roles: frozenset[Role] = frozenset()
+        """Those that were there at the last choice."""
         self._judged_at = -math.inf
 
     @property
@@ -119,6 +119,7 @@ class Placer:
         """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
         if report.step is not None:
             self._rates.stepped(incarnation, report.step)
+        self._known.pop(incarnation, None)
         pending = self._pending.get(incarnation)
         for delta in report.deltas:
             if pending:
@@ -200,8 +201,9 @@ class Placer:
             self._pairs.chosen((prefill.node_id, decode.node_id), now)
         if choice.found is not None:
             left = len(request.prompt_token_ids) - choice.found.terms.cached_tokens
-            pending = self._pending.setdefault((prefill or decode).incarnation, {})
-            pending[request.request_id, choice.attempt] = left
+            incarnation = (prefill or decode).incarnation
+            self._pending.setdefault(incarnation, {})[request.request_id, choice.attempt] = left
+            self._known.pop(incarnation, None)
             live.expected = self._expect(request, placement)
         self.log.record(_decision(choice, self._settings.policy, now))
 
@@ -262,7 +264,10 @@ class Placer:
         if prompt is None:
             prompt = self._prompts[request.request_id] = PromptKeys(request.prompt_token_ids, request.cache_salt)
         nodes = [candidate.node for candidate in fitting]
-        roles = {node.role for node in nodes}
+        roles = frozenset({node.role for node in nodes})
+        if roles != self._roles:
+            self._roles = roles
+            self._known.clear()
         prefills_only = len(roles) > 1
         return Question(
             demand=demand,
@@ -276,24 +281,22 @@ class Placer:
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         """Put together anew only when something of it has changed: most nodes say nothing between two requests."""
-        node = candidate.node
-        rates, ms_per_byte = self._rates.steps(node.incarnation), self._rates.ms_per_byte(node.incarnation)
-        pending = self._pending.get(node.incarnation)
-        pending_tokens = sum(pending.values()) if pending else 0
+        incarnation = candidate.node.incarnation
+        known = self._known.get(incarnation)
+        if known is not None and known.candidate is candidate:
+            return known
+        pending = self._pending.get(incarnation)
         share = newcomers_share(now - candidate.attached_at)
-        known = self._known.get(node.incarnation)
-        given = (rates, ms_per_byte, pending_tokens, share, prefills_only)
-        if known is not None and known[0].candidate is candidate and known[1] == given:
-            return known[0]
         costs = node_costs(
             candidate,
-            pending_tokens,
-            rates,
-            ms_per_byte,
+            sum(pending.values()) if pending else 0,
+            self._rates.steps(incarnation),
+            self._rates.ms_per_byte(incarnation),
             share,
-            prefills_only=prefills_only and node.role is Role.PREFILL,
+            prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
         )
-        self._known[node.incarnation] = (costs, given)
+        if share == 1.0:
+            self._known[incarnation] = costs
         return costs
 
     def _passed_over(self, nodes: Sequence[NodeDescription], now: float) -> Set[str]:
@@ -323,6 +326,7 @@ class Placer:
             pending = self._pending.get(incarnation)
             if pending:
                 pending.pop((request_id, live.attempt), None)
+                self._known.pop(incarnation, None)
 
     def _judge(self, decision: Decision) -> tuple[Found, float]:
         """The cheapest way as it looks now, and the regret. The decision has a question and an end."""

@@ -92,8 +92,8 @@ class StepLearner:
 
     @property
     def rates(self) -> StepRates:
-        """As of the last fit; a node's first steps count at once."""
-        if self._new and self.num_steps < _AT_ONCE:
+        """As of the last fit; a node's first steps count soon."""
+        if self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps > 0:
             self._fit()
         return self._rates
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -139,6 +140,12 @@ def generate(
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="The search is over as soon as enough beams have ended.")
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="The answer must be JSON that fits this schema; {} is any JSON, @FILE reads it.", metavar="SCHEMA"
+        ),
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")] = True,
     model: Annotated[
         str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
@@ -168,6 +175,7 @@ def generate(
         beam_width=beam_width,
         length_penalty=length_penalty,
         early_stopping=early_stopping or None,
+        json_schema=_json_schema(json_schema),
     )
     shows = stream and n == 1 and output is Format.TEXT
     client = GenerationClient(*grpc_addresses(address, run_dir))
@@ -215,6 +223,15 @@ def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
     if not all(word.isdigit() for word in words):
         raise ClientUsageError("--token-ids: use numbers with commas between, like 1,2,3")
     return [int(word) for word in words]
+
+
+def _json_schema(text: str | None) -> str | None:
+    if text is None or not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ClientUsageError(f"--json-schema: {text[1:]} can't be read ({error})") from None
 
 
 def _collect(events: Iterator[GenerateEvent], *, show: bool) -> Answer:

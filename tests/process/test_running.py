@@ -79,6 +79,14 @@ def test_several_sequences(shell: Shell, cluster: ProcessCluster) -> None:
     assert refusal(shell.baton(*ask, "-n", 3, "--best-of", 2), 2).startswith("best_of: must be 3 to 8")
 
 
+def test_a_schema_that_can_not_be_served_is_refused(shell: Shell, cluster: ProcessCluster, tmp_path: Path) -> None:
+    ask = ("generate", "hello", "--run-dir", cluster.run_dir, "--json-schema")
+    schema = tmp_path / "schema.json"
+    assert refusal(shell.baton(*ask, f"@{schema}"), 2).startswith(f"--json-schema: {schema} can't be read")
+    schema.write_text('{"type": "string", "pattern": "("}')
+    assert "unclosed group" in refusal(shell.baton(*ask, f"@{schema}"), 2)
+
+
 def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluster: ProcessCluster, model: Path) -> None:
     where = (*GREEDY, "--run-dir", cluster.run_dir)
     said = shell.baton("generate", "hello", *where).stdout

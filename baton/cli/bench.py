@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +25,8 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     @group.callback()
     def bench() -> None:
         """Measure this machine with real processes."""
+        # As for Ctrl-C: the processes that it started end with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     group.command("handoff")(handoff)
     group.command("engine")(engine)

@@ -77,6 +77,7 @@ from router.placer import Choice, PlacementSettings, Placer, Policy
 from router.request import ValidRequest
 from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
 from router.schemas import SchemaCheck
+from router.served import Served
 from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
 from router.validation import validate
@@ -132,6 +133,7 @@ class DispatchCounters:
     """... that ran on at their nodes meanwhile, for another router."""
     moved: int = 0
     """Requests that another router adopted from this one."""
+    served: Served = field(default_factory=Served)
     rejections: Counter[str] = field(default_factory=Counter)
     """Requests that were turned away without a token, by the error's name."""
 
@@ -715,6 +717,7 @@ class Dispatcher:
         run.finish = (finish, finished)
         run.queue.put(finished)
         self.counters.finished += 1
+        self.counters.served.ended(finished)
         self.placer.finished(run.request.request_id, timings, finished.ttft_ms, now)
         if run.placed_at is not None:
             placed, num_tokens = run.placed_at, run.flight.num_output_tokens

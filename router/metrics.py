@@ -17,9 +17,11 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         ("num_requests_running", "Requests on nodes, or whose client still reads.", dispatcher.num_live - waiting),
         ("num_requests_waiting", "Requests that wait for a node.", waiting),
         ("requests_accepted_total", "Requests that passed every check.", counters.accepted),
-        ("request_success_total", "Requests that ended well.", counters.finished),
         ("request_failure_total", "Accepted requests that failed.", counters.failed),
         ("request_retries_total", "Attempts after the first one.", counters.retried),
+        ("requests_resumed_total", "Requests whose client came back for what follows.", counters.resumed),
+        ("requests_adopted_total", "Those that ran on meanwhile, for another router.", counters.adopted),
+        ("requests_moved_total", "Requests that another router took over from this one.", counters.moved),
         ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
     ):
         yield Figure(name, text, value, {})
@@ -27,6 +29,7 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
     yield from by_label("rejections_total", text, "reason", counters.rejections)
     text = "What requests waited at the router until a node was found."
     yield counters.queue_time.now("request_queue_time_seconds", text)
+    yield from counters.served.figures()
     yield from dispatcher.placer.figures(now)
     for status in view.statuses(now, wall):
         labels = {"node": status.name, "node_role": status.role}

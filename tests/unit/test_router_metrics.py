@@ -1,0 +1,50 @@
+"""A router's page for Prometheus: what its requests got and how long it took them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.observe.metrics import render
+from router.metrics import figures
+from router.served import Served
+from tests.support.http_rig import finished
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import router_rig
+
+
+def samples(page: bytes) -> dict[tuple[str, str], float]:
+    """By name and by the label that tells samples of one name apart."""
+    found = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            labels = sample.labels
+            found[sample.name, labels.get("le") or labels.get("finished_reason") or labels.get("node", "")] = (
+                sample.value
+            )
+    return found
+
+
+def test_what_requests_got() -> None:
+    served = Served()
+    served.ended(replace(finished("stop", 5), ttft_ms=30.0, total_ms=230.0))
+    served.ended(replace(finished("length", 1), ttft_ms=70.0, total_ms=70.0))
+    found = samples(render(served.figures(), {}))
+    assert found["baton_request_success_total", "stop"] == found["baton_request_success_total", "length"] == 1
+    assert (found["baton_prompt_tokens_total", ""], found["baton_generation_tokens_total", ""]) == (6, 6)
+    ttft = "baton_time_to_first_token_seconds"
+    assert [found[f"{ttft}_bucket", bound] for bound in ("0.02", "0.04", "0.06", "0.08", "+Inf")] == [0, 1, 1, 2, 2]
+    assert (found[f"{ttft}_count", ""], found[f"{ttft}_sum", ""]) == (2, 0.1)
+    # A request of one token has no time per token.
+    tpot = "baton_request_time_per_output_token_seconds"
+    assert (found[f"{tpot}_count", ""], found[f"{tpot}_sum", ""]) == (1, 0.05)
+    assert found["baton_e2e_request_latency_seconds_count", ""] == 2
+
+
+async def test_the_page_of_a_router() -> None:
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        page = render(figures(rig.dispatcher, rig.view, rig.timers.monotonic(), 0.0), {})
+        found = samples(page)
+        assert (found["baton_node_up", "p1"], found["baton_node_up", "d1"]) == (1, 1)
+        assert found["baton_num_requests_running", ""] == found["baton_num_requests_waiting", ""] == 0

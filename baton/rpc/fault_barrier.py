@@ -2,10 +2,14 @@
 
 A `BatonError` reaches the client as what it is. Anything else is our own fault: it is logged here, and the client hears
 INTERNAL without a word of it. Bytes that are no message are the caller's fault, INVALID_ARGUMENT.
+
+A client may keep its connection alive and yet read nothing of a stream: HTTP/2's flow control then holds the write, and
+with it all that the stream has. Such a call ends; should its client ever read on, it hears RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,11 +18,13 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.rpc import status
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
+_PUBLIC = "/baton.v1.Generation/"
+"""Nodes and routers bound their streams themselves."""
 _UNREADABLE = object()
 
 _Behaviour = Callable[[Any, Any], Any]
@@ -33,6 +39,10 @@ _FACTORIES = {
 class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Stands before the servicers of one server; health and reflection pass."""
 
+    def __init__(self, stall_s: float = 30.0) -> None:
+        """`stall_s`: how long a client of the public service may take for one message."""
+        self._stall_s = stall_s
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
@@ -43,10 +53,15 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or not method.startswith(_OURS):
             return handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        guard = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_call
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)
-        return make(guard(behaviour, method), read, handler.response_serializer)
+        if not inspect.isasyncgenfunction(behaviour):
+            guarded = _guarded_call(behaviour, method)
+        elif method.startswith(_PUBLIC):
+            guarded = _guarded_writer(behaviour, method, self._stall_s)
+        else:
+            guarded = _guarded_generator(behaviour, method)
+        return make(guarded, read, handler.response_serializer)
 
 
 def _reader(deserialize: Callable[[bytes], Any], *, is_stream: bool) -> Callable[[bytes], Any]:
@@ -99,3 +114,59 @@ def _guarded_generator(behaviour: _Behaviour, method: str) -> _Behaviour:
                 yield response
 
     return generate
+
+
+def _guarded_writer(behaviour: _Behaviour, method: str, stall_s: float) -> _Behaviour:
+    async def call(request: Any, context: Any) -> None:
+        watch = _WriteWatch(stall_s)
+        try:
+            async with _translated(request, context, method):
+                try:
+                    async with aclosing(behaviour(request, context)) as responses:
+                        async for response in responses:
+                            watch.begin()
+                            await context.write(response)
+                            watch.end()
+                except asyncio.CancelledError:
+                    watch.raise_if_stalled()
+                    raise
+        finally:
+            watch.stop()
+
+    return call
+
+
+class _WriteWatch:
+    """Cancels the running task when one of its writes takes too long. One timer a stream, not one a message."""
+
+    def __init__(self, bound_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._bound_s = bound_s
+        self._since: float | None = None
+        self._is_stalled = False
+        self._timer = self._loop.call_later(bound_s, self._look)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def raise_if_stalled(self) -> None:
+        """What a cancellation means that came from here."""
+        if self._is_stalled and self._task is not None:
+            self._task.uncancel()
+            raise SlowReader(f"nothing of the stream was read for {self._bound_s:g} s")
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._bound_s
+        if now < due:
+            self._timer = self._loop.call_at(due, self._look)
+        elif self._task is not None:
+            self._is_stalled = True
+            self._task.cancel()

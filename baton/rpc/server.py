@@ -33,8 +33,8 @@ _OPTIONS = (
 class RpcServer:
     """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
 
-    def __init__(self, service_names: tuple[str, ...]) -> None:
-        self.server = grpc.aio.server(interceptors=(FaultBarrier(),), options=_OPTIONS)
+    def __init__(self, service_names: tuple[str, ...], barrier: FaultBarrier | None = None) -> None:
+        self.server = grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_OPTIONS)
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -25,11 +25,13 @@ from baton.errors import (
     EngineFault,
     InvalidRequest,
     NodeLost,
+    SlowReader,
     TransferFailed,
     Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.rpc import generation_service, node_service, operator_service
+from baton.rpc import generation_service, node_service, operator_service, status
+from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.generation_client import GenerationStub
 from baton.rpc.generation_service import GenerationServicer
 from baton.rpc.messages import (
@@ -75,6 +77,8 @@ class Handler:
         self.error = error
         self.events: list[GenerateEvent] = [Accepted("r", 5, 3), Chunk(0, [7, 8], "ab", []), FINISHED]
         self.endless = False
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.closed = asyncio.Event()
         self.asked: list[object] = []
 
@@ -88,6 +92,7 @@ class Handler:
             self._maybe_raise()
             for event in self.events:
                 yield event
+            await self.may_end.wait()
             index = 2
             while self.endless:
                 yield Chunk(index, (1,) * 1000, "x" * 1000)
@@ -117,8 +122,9 @@ class Handler:
 
 
 @asynccontextmanager
-async def served(handler: Handler) -> AsyncIterator[tuple[str, GenerationStub]]:
-    server = RpcServer((generation_service.SERVICE_NAME, operator_service.SERVICE_NAME))
+async def served(handler: Handler, stall_s: float = 30.0) -> AsyncIterator[tuple[str, GenerationStub]]:
+    names = (generation_service.SERVICE_NAME, operator_service.SERVICE_NAME)
+    server = RpcServer(names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
     OperatorServicer(handler).add_to_server(server.server)
@@ -242,6 +248,38 @@ async def test_a_client_that_leaves_without_having_read_closes_it_too() -> None:
         assert not handler.closed.is_set()
         call.cancel()
         await handler.closed.wait()
+
+
+async def rest_of(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
+    count = 0
+    while await call.read():
+        count += 1
+    return count
+
+
+async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
+    handler = Handler()
+    handler.endless = True
+    async with served(handler, stall_s=0.1) as (address, stub), grpc.aio.insecure_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+        await call.read()
+        await handler.closed.wait()
+        handler.endless = False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest_of(call)
+        assert isinstance(status.from_rpc_error(caught.value, "server"), SlowReader)
+        assert await ask(stub) == handler.events
+
+
+async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
+    handler = Handler()
+    handler.may_end.clear()
+    async with served(handler, stall_s=0.01) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+        for _ in handler.events:
+            await call.read()
+        asyncio.get_running_loop().call_later(0.1, handler.may_end.set)
+        assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:

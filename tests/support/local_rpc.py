@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +36,10 @@ class Reply:
 class _Context:
     """One call, as a servicer sees it."""
 
-    def __init__(self, reply: Reply, timeout_s: float | None) -> None:
+    def __init__(self, reply: Reply, timeout_s: float | None, leave_after: int | None) -> None:
         self._reply = reply
         self._timeout_s = timeout_s
+        self._leave_after = leave_after
         self.serialize: Callable[[Any], bytes] = bytes
 
     def time_remaining(self) -> float | None:
@@ -53,6 +53,9 @@ class _Context:
 
     async def write(self, message: Any) -> None:
         self._reply.messages.append(self.serialize(message))
+        if len(self._reply.messages) == self._leave_after:
+            # As gRPC does it: whoever writes is cancelled.
+            raise asyncio.CancelledError
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:
         self._reply.code, self._reply.details = code.name, details
@@ -78,7 +81,7 @@ class LocalServer:
     ) -> Reply:
         """Call a method; the caller goes away after so many messages, if that is given."""
         reply = Reply()
-        context = _Context(reply, timeout_s)
+        context = _Context(reply, timeout_s, leave_after)
 
         async def find(_: Any) -> Any:
             return self._handlers[path]
@@ -86,16 +89,13 @@ class LocalServer:
         handler = await self._barrier.intercept_service(find, SimpleNamespace(method=path))  # type: ignore[arg-type]
         context.serialize = handler.response_serializer
         behaviour = handler.unary_stream or handler.unary_unary
-        answer = behaviour(handler.request_deserializer(request), context)
         try:
-            if inspect.isasyncgen(answer):
-                async with aclosing(answer):
-                    async for message in answer:
-                        await context.write(message)
-                        if len(reply.messages) == leave_after:
-                            break
-            elif (message := await answer) is not None:
+            message = await behaviour(handler.request_deserializer(request), context)
+            if message is not None:
                 await context.write(message)
         except grpc.aio.AbortError:
             pass
+        except asyncio.CancelledError:
+            if leave_after is None:
+                raise
         return reply

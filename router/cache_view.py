@@ -68,6 +68,11 @@ class CacheView:
         """Blocks of which nodes told, over all nodes and tiers."""
         return sum(map(len, self._tiers.values()))
 
+    @property
+    def num_expected(self) -> int:
+        """Blocks by which prompts on their way are known."""
+        return len(self._expected)
+
     def watch(self, incarnation: str) -> None:
         """The node was asked for everything."""
         self._forget_told(incarnation)

@@ -7,11 +7,10 @@ All in milliseconds. On a pair a request costs
   + handoff    the bytes that are still to move when the prompt is computed: the decode node's cached blocks never move,
                and the others have moved while the prompt was computed, but for those of the last chunk
   + decode     the output, at the decode node's time per token with one more sequence in its batch
+  + stall      what others lose: a share of the time that the prompt keeps its node busy
 
-and where one node does it all
-
-    queue, prefill and decode, there
-  + stall      what its streams lose: every token of a prompt lengthens a decode step for all of them
+and where one node does it all, the same without a hand-off, and with a larger stall: every token of a prompt lengthens
+a decode step for all the streams of that node.
 
 The least sum wins among those that are predicted to meet the request's service level, if any are. Of those that cost
 about the same the longest unchosen one wins. A pair is found in two steps, first the prefill node and then the decode
@@ -33,6 +32,9 @@ HANDOFF_MS = 2.0
 _DEFAULT_CHUNK = 512
 _OUTPUT_TOKENS = 128
 """What an output is taken to be at most: few are as long as they may."""
+_WORK_SHARE = 0.25
+"""Of what a prompt takes to compute that others are taken to lose by it: of two ways that are as quick, the one with
+less work leaves more to them, and keeps fewer copies of the same in caches."""
 _NEWCOMER_S = 5.0
 """A node's share grows to its full size in so many seconds."""
 _LEAST_SHARE = 0.1
@@ -175,7 +177,7 @@ class Question:
             decode_cached_tokens=here,
             handoff_ms=self.handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
             decode_ms=self.output_tokens * decode.decode_ms,
-            stall_ms=0.0,
+            stall_ms=_WORK_SHARE * prefill_ms,
             token_ms=decode.decode_ms,
         )
 
@@ -183,16 +185,17 @@ class Question:
         """The cost of a node that does it all."""
         there = self._cached(node)
         left = self.demand.num_prompt_tokens - there
+        prefill_ms = node.prefill_ms(left)
         return Terms(
             prefill="",
             decode=node.node.node_id,
             queue_ms=node.queue_ms,
             cached_tokens=there,
-            prefill_ms=node.prefill_ms(left),
+            prefill_ms=prefill_ms,
             decode_cached_tokens=there,
             handoff_ms=0.0,
             decode_ms=self.output_tokens * node.decode_ms,
-            stall_ms=node.streams * node.token_ms * left,
+            stall_ms=_WORK_SHARE * prefill_ms + node.streams * node.token_ms * left,
             token_ms=node.decode_ms,
         )
 
@@ -307,14 +310,17 @@ def _decode_key(question: Question, cost: NodeCosts, last_chunk: int, prefill_ms
 
 def _alone_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
     left, level = question.uncached(cost), question.level
-    first_token_ms = cost.queue_ms + cost.prefill_ms(left)
+    prefill_ms = cost.prefill_ms(left)
+    first_token_ms = cost.queue_ms + prefill_ms
     missed = (first_token_ms > level.first_token_ms) + (cost.decode_ms > level.token_ms)
-    return missed, first_token_ms + cost.streams * cost.token_ms * left + question.output_tokens * cost.decode_ms
+    stall_ms = _WORK_SHARE * prefill_ms + cost.streams * cost.token_ms * left
+    return missed, first_token_ms + stall_ms + question.output_tokens * cost.decode_ms
 
 
 def _prefill_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
-    first_token_ms = cost.queue_ms + cost.prefill_ms(question.uncached(cost))
-    return first_token_ms > question.level.first_token_ms, first_token_ms
+    prefill_ms = cost.prefill_ms(question.uncached(cost))
+    first_token_ms = cost.queue_ms + prefill_ms
+    return first_token_ms > question.level.first_token_ms, first_token_ms + _WORK_SHARE * prefill_ms
 
 
 def _best(nodes: Sequence[NodeCosts], keys: Sequence[tuple[int, float]]) -> NodeCosts:

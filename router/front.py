@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, RequestNotFound
 from baton.registry import Membership, NodeRecord
+from baton.rpc.explanations import PlacementDecision
 from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role
 from router.dispatcher import Dispatcher
+from router.explained import explained
 from router.text_stream import TextCodec
 from router.validation import MAX_PROMPT_BYTES, check_model, check_text, check_token_ids
 from router.view import ClusterView
@@ -99,6 +101,13 @@ class OperatorHandler:
         nodes = self._view.statuses(self._clock.monotonic(), wall)
         health, detail = self._health()
         return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
+
+    def explain(self, request_id: str) -> Sequence[PlacementDecision]:
+        """Why a request went where it went; raises RequestNotFound for one that is unknown or long ago."""
+        found = self._dispatcher.placer.explain(request_id)
+        if not found:
+            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
+        return [explained(explanation, self._clock.monotonic()) for explanation in found]
 
     def _health(self) -> tuple[str, str]:
         roles = {candidate.node.role for candidate in self._view.candidates()}

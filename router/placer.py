@@ -228,6 +228,11 @@ class Placer:
         """Why a request went where it went, attempt by attempt; nothing for one that is unknown or long ago."""
         return [self._explain(decision) for decision in self.log.of(request_id)]
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is kept of any request but decisions."""
+        return not (self._live or self._prompts or any(self._pending.values()) or self._caches.num_expected)
+
     def figures(self, now: float) -> Iterable[Figure]:
         """For the metrics page."""
         yield from self.log.figures()

@@ -19,6 +19,7 @@ _COMMANDS = {
     "status": ("baton.cli.status", "Say whether the cluster serves: ok, degraded or unavailable."),
     "get": ("baton.cli.get", "List what the cluster has: nodes, leases."),
     "describe": ("baton.cli.describe", "Say all that is known of one thing: node."),
+    "explain": ("baton.cli.explain", "Say why a request went where it went, and what would have been best."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
     "bench": ("baton.cli.bench", "Measure: handoff, engine."),
     "doctor": ("baton.cli.doctor", "Explain what this machine and installation can do, and what to fix."),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from baton.rpc.explanations import PlacementDecision
 from baton.rpc.messages import ClusterStatus
 from baton.rpc.operator_client import OperatorStub
 
@@ -15,6 +18,10 @@ class OperatorClient:
     def status(self, timeout_s: float = 5.0) -> ClusterStatus:
         """How the router sees the cluster; raises Unreachable."""
         return self._stub.status(timeout_s)
+
+    def explain(self, request_id: str, timeout_s: float = 5.0) -> Sequence[PlacementDecision]:
+        """Why a request went where it went, attempt by attempt; raises RequestNotFound or Unreachable."""
+        return self._stub.explain(request_id, timeout_s)
 
     def close(self) -> None:
         self._stub.close()

@@ -61,3 +61,85 @@ class NodeStatus(_message.Message):
     detail: str
     bit_exact: bool
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("decisions",)
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
+    def __init__(self, decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
+
+class PlacementDecision(_message.Message):
+    __slots__ = ("attempt", "age_s", "policy", "decision", "reason", "prompt_tokens", "prefill_node", "decode_node", "ways", "outcome")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    WAYS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    age_s: float
+    policy: str
+    decision: str
+    reason: str
+    prompt_tokens: int
+    prefill_node: str
+    decode_node: str
+    ways: _containers.RepeatedCompositeFieldContainer[PlacementWay]
+    outcome: PlacementOutcome
+    def __init__(self, attempt: _Optional[int] = ..., age_s: _Optional[float] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[PlacementWay, _Mapping]]] = ..., outcome: _Optional[_Union[PlacementOutcome, _Mapping]] = ...) -> None: ...
+
+class PlacementWay(_message.Message):
+    __slots__ = ("prefill_node", "decode_node", "queue_ms", "cached_tokens", "prefill_ms", "decode_cached_tokens", "handoff_ms", "decode_ms", "stall_ms", "token_ms", "total_ms")
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    STALL_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    prefill_node: str
+    decode_node: str
+    queue_ms: float
+    cached_tokens: int
+    prefill_ms: float
+    decode_cached_tokens: int
+    handoff_ms: float
+    decode_ms: float
+    stall_ms: float
+    token_ms: float
+    total_ms: float
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., queue_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., decode_cached_tokens: _Optional[int] = ..., handoff_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., stall_ms: _Optional[float] = ..., token_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class PlacementOutcome(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "kv_bytes", "first_token_ms", "best", "regret_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    REGRET_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    cached_tokens: int
+    kv_bytes: int
+    first_token_ms: float
+    best: PlacementWay
+    regret_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., best: _Optional[_Union[PlacementWay, _Mapping]] = ..., regret_ms: _Optional[float] = ...) -> None: ...

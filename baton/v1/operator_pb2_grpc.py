@@ -40,6 +40,11 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Operator/Explain',
+                request_serializer=baton_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -53,6 +58,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain says why a request went where it went, as long as this router remembers it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.GetStatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class Operator:
             '/baton.v1.Operator/GetStatus',
             baton_dot_v1_dot_operator__pb2.GetStatusRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/Explain',
+            baton_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,105 @@
+"""`baton explain`: why a request went where it went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import Format, fine_duration, print_json, print_table, print_yaml, say, size
+from baton.cli.target import OperatorAddressOption, RunDirOption, local_cluster
+from baton.errors import BatonError, RequestNotFound, Unreachable
+from baton.rpc.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+
+_COLUMNS = ["", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"]
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(explain)
+
+
+def explain(
+    request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Say why a request went where it went: what each way was predicted to cost (ms), and what would have been best.
+
+    A router remembers some thousand requests. `*` marks the way that was taken.
+    """
+    decisions = _ask(request, address, run_dir, timeout)
+    if output is Format.JSON:
+        print_json({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
+    elif output is Format.YAML:
+        print_yaml({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
+    else:
+        for decision in decisions:
+            _tell(request, decision)
+
+
+def _ask(request: str, address: str | None, run_dir: Path | None, timeout_s: float) -> Sequence[PlacementDecision]:
+    """Whichever router remembers it. Raises RequestNotFound when one answers and none does."""
+    from baton.client import OperatorClient
+
+    places = [address] if address is not None else local_cluster(run_dir).state.operator_addresses
+    trouble: BatonError = Unreachable("no router is ready: see `baton status`")
+    for place in places:
+        client = OperatorClient(place)
+        try:
+            return client.explain(request, timeout_s)
+        except BatonError as error:
+            if not isinstance(trouble, RequestNotFound):
+                trouble = error
+        finally:
+            client.close()
+    raise trouble
+
+
+def _tell(request: str, decision: PlacementDecision) -> None:
+    where = " and ".join(name for name in (decision.prefill_node, decision.decode_node) if name)
+    say(f"{request}, attempt {decision.attempt}, {fine_duration(decision.age_s)} ago: {where}")
+    say(f"  {decision.decision}, {decision.policy}: {decision.reason}; {decision.prompt_tokens} prompt tokens")
+    if decision.ways:
+        say()
+        print_table(_COLUMNS, [_row(way, decision) for way in decision.ways])
+    if decision.outcome is not None:
+        say()
+        _tell_outcome(decision.outcome)
+
+
+def _tell_outcome(outcome: PlacementOutcome) -> None:
+    moved = f", {size(outcome.kv_bytes)} of KV in {outcome.transfer_ms:.1f} ms" if outcome.kv_bytes else ""
+    prefill = f"prefill {outcome.prefill_ms:.1f} ms with {outcome.cached_tokens} tokens cached"
+    say(f"  measured: queue {outcome.queue_ms:.1f} ms, {prefill}{moved}")
+    say(f"  first token after {outcome.first_token_ms:.1f} ms")
+    if outcome.best is not None:
+        nodes = " and ".join(name for name in (outcome.best.prefill_node, outcome.best.decode_node) if name)
+        say(f"  in hindsight: {nodes} ({outcome.best.total_ms:.1f} ms); regret {outcome.regret_ms:.1f} ms")
+
+
+def _row(way: PlacementWay, decision: PlacementDecision) -> list[str]:
+    taken = (way.prefill_node, way.decode_node) == (decision.prefill_node, decision.decode_node)
+    cached = str(way.cached_tokens)
+    if way.prefill_node:
+        cached += f"+{way.decode_cached_tokens}"
+    times = (way.queue_ms, way.prefill_ms, way.handoff_ms, way.decode_ms, way.stall_ms, way.token_ms)
+    queue, prefill, handoff, decode, stall, token = (f"{time:.1f}" for time in times)
+    return [
+        "*" if taken else "",
+        way.prefill_node or "-",
+        way.decode_node,
+        f"{way.total_ms:.1f}",
+        queue,
+        cached,
+        prefill,
+        handoff,
+        decode,
+        stall,
+        token,
+    ]

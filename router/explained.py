@@ -1,0 +1,56 @@
+"""Decisions of placement as operators are told of them."""
+
+from __future__ import annotations
+
+from baton.rpc.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+from router.cost_model import Terms
+from router.decisions import Explanation
+
+
+def explained(explanation: Explanation, now: float) -> PlacementDecision:
+    """As a message. `now`: seconds on the router's clock."""
+    decision = explanation.decision
+    return PlacementDecision(
+        attempt=decision.attempt,
+        age_s=max(0.0, now - decision.at),
+        policy=decision.policy,
+        decision=decision.decision,
+        reason=decision.reason,
+        prompt_tokens=decision.prompt_tokens,
+        prefill_node=decision.prefill,
+        decode_node=decision.decode,
+        ways=[_way(terms) for terms in explanation.ways],
+        outcome=_outcome(explanation),
+    )
+
+
+def _outcome(explanation: Explanation) -> PlacementOutcome | None:
+    actual = explanation.decision.actual
+    if actual is None:
+        return None
+    return PlacementOutcome(
+        queue_ms=actual.timings.queue_ms,
+        prefill_ms=actual.timings.prefill_ms,
+        transfer_ms=actual.timings.transfer_ms,
+        cached_tokens=actual.timings.cached_tokens,
+        kv_bytes=actual.timings.kv_bytes,
+        first_token_ms=actual.first_token_ms,
+        best=None if explanation.best is None else _way(explanation.best),
+        regret_ms=explanation.regret_ms,
+    )
+
+
+def _way(terms: Terms) -> PlacementWay:
+    return PlacementWay(
+        prefill_node=terms.prefill,
+        decode_node=terms.decode,
+        queue_ms=terms.queue_ms,
+        cached_tokens=terms.cached_tokens,
+        prefill_ms=terms.prefill_ms,
+        decode_cached_tokens=terms.decode_cached_tokens,
+        handoff_ms=terms.handoff_ms,
+        decode_ms=terms.decode_ms,
+        stall_ms=terms.stall_ms,
+        token_ms=terms.token_ms,
+        total_ms=terms.total_ms,
+    )

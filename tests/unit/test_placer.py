@@ -1,0 +1,383 @@
+"""Where the cost model sends requests, what it learns, and what it says of it afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import BlockStored
+from baton.engine.request import SamplingParams
+from baton.errors import InvalidRequest, NoCapacity
+from baton.ids import AttemptKey
+from baton.rpc.explanations import decision_from_pb, decision_to_pb
+from baton.rpc.messages import (
+    KVCacheUpdate,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    StageTimings,
+    StepFigures,
+    StepReport,
+)
+from router.explained import explained
+from router.placer import Choice, PlacementSettings, Placer, Policy
+from router.rates import StepRates
+from router.request import ValidRequest
+from router.view import ClusterView
+from tests.support.router_parts import MODEL, decode, prefill, record_of
+
+SIZE = 16
+RATES = StepRates(step_ms=4.0, token_ms=0.2, sequence_ms=0.5, context_ms=1e-4)
+
+
+def big(node: NodeDescription, **changes: object) -> NodeDescription:
+    same = {"max_model_len": 8192, "block_size": SIZE, "num_blocks": 4096, "kv_layout": "layout"}
+    more = {"block_bytes": 100_000, "max_num_batched_tokens": 512, "max_num_seqs": 64}
+    return replace(node, **same, **more, **changes)  # type: ignore[arg-type]
+
+
+def prefills(*names: str) -> list[NodeDescription]:
+    return [big(prefill(name)) for name in names]
+
+
+def decodes(*names: str) -> list[NodeDescription]:
+    return [big(decode(name)) for name in names]
+
+
+class Fleet:
+    """A view and a placer over nodes that have been there for a while, all equally fast."""
+
+    def __init__(self, *nodes: NodeDescription, settings: PlacementSettings | None = None) -> None:
+        self.now = 1000.0
+        self.view = ClusterView()
+        self.placer = Placer(settings)
+        self.view.registered([record_of(node) for node in nodes])
+        self._number = 0
+        self.attach(nodes, 0.0)
+        self.now = 1000.0
+        for node in nodes:
+            for tokens, sequences in ((512, 0), (64, 0), (0, 4), (0, 16), (256, 8)) * 20:
+                self.step(node.node_id, tokens, sequences)
+            self.load(node.node_id)
+
+    def attach(self, nodes: Sequence[NodeDescription], now: float) -> None:
+        for node in nodes:
+            self.view.attached(node, now)
+            self.placer.on_attached(node)
+
+    def report(self, name: str, report: StepReport) -> bool:
+        incarnation = f"{name}.1"
+        wants_everything = self.placer.on_report(incarnation, report, self.now)
+        self.view.reported(incarnation, report.load, self.now)
+        return wants_everything
+
+    def step(self, name: str, tokens: int, sequences: int) -> None:
+        time_ms = RATES.overhead_ms(sequences, sequences * 100) + RATES.token_ms * tokens
+        self.report(name, StepReport((), LoadReport(), step=StepFigures(time_ms, tokens, sequences, sequences * 100)))
+
+    def load(self, name: str, running: int = 0, uncomputed: int = 0, context: int = 0) -> None:
+        load = LoadReport(running=running, uncomputed_tokens=uncomputed, context_tokens=context)
+        self.report(name, StepReport((), load))
+
+    def has_cached(self, name: str, prompt: Sequence[int]) -> None:
+        update = KVCacheUpdate(0, 0, [BlockStored(keys_of(prompt))], restart=True)
+        self.report(name, StepReport((), LoadReport(), update))
+
+    def ended(self, name: str, choice: Choice, outcome: Outcome, timings: StageTimings | None = None) -> None:
+        key = AttemptKey(choice.request.request_id, choice.attempt)
+        self.report(name, StepReport([RequestDelta(key, outcome=outcome, timings=timings)], LoadReport()))
+
+    def has_moved(self, timings: StageTimings) -> None:
+        """A request's KV took so long: all that is known of transfers."""
+        choice = self.place(1024)
+        self.ended(choice.placement.decode.node_id, choice, Outcome.LENGTH, timings)
+        self.placer.over(choice.request.request_id)
+        self.view.released(choice.placement.decode.incarnation, AttemptKey(choice.request.request_id, 1))
+
+    def choose(self, tokens: int | Sequence[int] = 1024, attempt: int = 1, **fields: object) -> Choice:
+        """For a request whose prompt is this long, and like no other one; or for this prompt."""
+        self._number += 1
+        prompt = tuple(tokens) if not isinstance(tokens, int) else tuple(range(self._number, self._number + tokens))
+        base = ValidRequest(f"r{self._number}", MODEL, prompt, SamplingParams(max_tokens=64))
+        request = replace(base, **fields)  # type: ignore[arg-type]
+        return self.placer.choose(self.view.candidates(), request, frozenset(), attempt, 0.0, self.now)
+
+    def place(self, tokens: int | Sequence[int] = 1024, **fields: object) -> Choice:
+        """Choose and go there."""
+        choice = self.choose(tokens, **fields)
+        self.placer.placed(choice, self.now)
+        for node in (choice.placement.prefill, choice.placement.decode):
+            if node is not None:
+                self.view.dispatched(node.incarnation, AttemptKey(choice.request.request_id, choice.attempt))
+        return choice
+
+
+def keys_of(prompt: Sequence[int]) -> list[bytes]:
+    hasher = BlockHasher(CacheKeyFields("print", "float32", "layout"), SIZE)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(), prompt)
+    return keys
+
+
+def names(choice: Choice) -> tuple[str | None, str]:
+    placement = choice.placement
+    return (placement.prefill.node_id if placement.prefill else None, placement.decode.node_id)
+
+
+def test_the_shortest_queue_and_the_smallest_batch() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"))
+    fleet.load("p1", running=2, uncomputed=2000)
+    fleet.load("p2", running=9, uncomputed=100)
+    fleet.load("d1", running=20, context=20_000)
+    fleet.load("d2", running=5, context=50_000)
+    choice = fleet.choose(1024)
+    assert names(choice) == ("p2", "d2")
+    assert choice.placement.reason == "cheapest pair"
+
+
+def test_a_cached_prefix_is_worth_what_computing_it_takes() -> None:
+    prompt = range(1024)
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet.has_cached("p1", prompt)
+    # 1,023 tokens take 208 ms, which others pay for, too: 1,000 in its queue weigh less and 1,500 more.
+    fleet.load("p1", uncomputed=1000)
+    assert names(fleet.choose(prompt)) == ("p1", "d1")
+    fleet.load("p1", uncomputed=1500)
+    assert names(fleet.choose(prompt)) == ("p2", "d1")
+    assert names(fleet.choose(range(7, 1031))) == ("p2", "d1"), "another prompt"
+    salted = fleet.choose(prompt, cache_salt="tenant")
+    assert names(salted) == ("p2", "d1"), "another tenant"
+
+
+def test_what_a_decode_node_has_need_not_move() -> None:
+    prompt = range(2048)
+    slow = StageTimings(transfer_ms=1000.0, kv_bytes=1_000_000)
+    fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    fleet.has_moved(slow)
+    fleet.has_cached("d2", prompt)
+    fleet.load("d2", running=8, context=4000)
+    choice = fleet.choose(prompt)
+    assert names(choice) == ("p1", "d2")
+    assert choice.found is not None
+    assert choice.found.terms.decode_cached_tokens == 2048
+
+
+def test_a_short_prompt_stays_on_the_decode_node_until_its_streams_would_pay() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1"))
+    assert names(fleet.choose(64)) == (None, "d1")
+    assert fleet.choose(64).placement.reason == "cheaper on one node"
+    assert names(fleet.choose(600)) == ("p1", "d1"), "more than a decode node may compute"
+    fleet.load("d1", running=30, context=3000)
+    choice = fleet.choose(64)
+    assert names(choice) == ("p1", "d1")
+    assert choice.found is not None
+    assert choice.question is not None
+    alone = choice.question.alone_terms(choice.found.decode)
+    assert alone.stall_ms == pytest.approx(30 * 64 * RATES.token_ms, rel=0.1)
+
+
+def test_a_long_prompt_that_a_decode_node_has_cached_stays_there() -> None:
+    prompt = range(2000)
+    fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"))
+    assert names(fleet.choose(prompt))[0] == "p1"
+    fleet.has_cached("d2", prompt)
+    assert names(fleet.choose(prompt)) == (None, "d2")
+
+
+def test_a_burst_spreads_before_anybody_has_reported() -> None:
+    fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1", "d2"))
+    found = Counter(names(fleet.place(1024)) for _ in range(12))
+    assert {name: sum(n for (p, _), n in found.items() if p == name) for name in ("p1", "p2", "p3")} == {
+        "p1": 4,
+        "p2": 4,
+        "p3": 4,
+    }
+    assert {name: sum(n for (_, d), n in found.items() if d == name) for name in ("d1", "d2")} == {"d1": 6, "d2": 6}
+
+
+def test_what_was_sent_counts_by_its_tokens_until_the_node_says_that_it_has_it() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    long = fleet.place(4000)
+    first = names(long)[0]
+    assert first is not None
+    other = {"p1": "p2", "p2": "p1"}[first]
+    assert [names(fleet.place(600))[0] for _ in range(4)] == [other] * 4
+    # It has it, and all but the last of it is computed.
+    taken = RequestDelta(AttemptKey(long.request.request_id, 1))
+    fleet.report(first, StepReport([taken], LoadReport(running=1, uncomputed_tokens=10)))
+    assert names(fleet.place(600))[0] == first
+
+
+def test_others_with_the_same_beginning_follow_while_it_is_computed() -> None:
+    fleet = Fleet(*prefills("p1", "p2", "p3"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    prompt = tuple(range(1024))
+    first = fleet.place(prompt + (1, 2, 3) * 5)
+    second = fleet.choose(prompt + (9, 8, 7) * 5)
+    assert names(second)[0] == names(first)[0]
+    fleet.placer.over(first.request.request_id)
+    assert names(fleet.choose((*prompt, 5, 5)))[0] != names(first)[0], "it is over, and nothing of it was cached"
+
+
+def test_a_service_level_outweighs_the_cost() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1"))
+    fleet.load("d1", running=20, context=2000)
+    fleet.load("p1", running=3, uncomputed=2800)
+    # Alone: nothing is queued but 20 streams lose 20 x 0.2 x 200 = 800 ms. The pair: 600 ms in the queue.
+    assert names(fleet.choose(200)) == ("p1", "d1")
+    assert names(fleet.choose(200, ttft_slo_ms=100.0)) == (None, "d1")
+    assert names(fleet.choose(200, ttft_slo_ms=1.0)) == ("p1", "d1"), "nobody meets it: the cheapest"
+    two = Fleet(*prefills("p1"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    two.has_moved(StageTimings(transfer_ms=3000.0, kv_bytes=1_000_000))
+    two.has_cached("d1", range(4096))
+    two.load("d1", running=40, context=0)
+    two.load("d2")
+    assert names(two.choose(range(4096)))[1] == "d1"
+    assert names(two.choose(range(4096), tpot_slo_ms=10.0))[1] == "d2"
+
+
+def test_alone_when_the_other_kind_is_missing_unless_that_is_forbidden() -> None:
+    lonely = Fleet(*decodes("d1"))
+    assert (names(lonely.choose()), lonely.choose().placement.reason) == ((None, "d1"), "no prefill node is left")
+    strict = PlacementSettings(require_disaggregation=True)
+    forbidden = Fleet(*decodes("d1"), settings=strict)
+    with pytest.raises(NoCapacity, match="no prefill node is left, and disaggregation is required"):
+        forbidden.choose()
+    assert names(Fleet(*prefills("p1"), *decodes("d1"), settings=strict).choose(16)) == ("p1", "d1")
+    for policy in (Policy.LEAST_LOADED, Policy.ROUND_ROBIN):
+        with pytest.raises(NoCapacity, match="disaggregation is required"):
+            Fleet(*decodes("d1"), settings=PlacementSettings(policy, True)).choose()
+    with pytest.raises(InvalidRequest, match="more than any node's KV cache holds"):
+        lonely.choose(8190)
+    with pytest.raises(NoCapacity, match="no node that serves demo is up"):
+        Fleet().choose()
+
+
+def test_who_failed_is_passed_over_until_a_probe_succeeds() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet.load("p2", uncomputed=4000)
+    for _ in range(3):
+        choice = fleet.place()
+        assert names(choice) == ("p1", "d1")
+        fleet.ended("p1", choice, Outcome.REFUSED)
+        fleet.placer.over(choice.request.request_id)
+    assert names(fleet.choose()) == ("p2", "d1")
+    fleet.now += 1.0
+    probe = fleet.place()
+    assert names(probe) == ("p1", "d1")
+    assert names(fleet.choose()) == ("p2", "d1"), "one probe at a time"
+    fleet.ended("p1", probe, Outcome.HANDED_OFF)
+    assert names(fleet.choose()) == ("p1", "d1")
+
+
+def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
+    fleet.load("p2", uncomputed=4000)
+    fleet.load("d2", running=30, context=3000)
+    for _ in range(2):
+        choice = fleet.place()
+        assert names(choice) == ("p1", "d1")
+        fleet.ended("d1", choice, Outcome.KV_LOST)
+        fleet.placer.over(choice.request.request_id)
+    assert names(fleet.choose()) == ("p1", "d2")
+    fleet.load("p1", uncomputed=9000)
+    assert names(fleet.choose()) == ("p2", "d1")
+    assert "router_breakers_open" in {figure.name for figure in fleet.placer.figures(fleet.now)}
+
+
+def test_a_node_that_dies_again_and_again_is_passed_over_though_each_run_is_a_new_one() -> None:
+    settings = PlacementSettings(alone_tokens=0)
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=settings)
+    fleet.load("p2", uncomputed=4000)
+    for run in range(1, 4):
+        choice = fleet.place()
+        assert names(choice)[0] == "p1"
+        fleet.view.detached(f"p1.{run}", "died", fleet.now)
+        fleet.placer.on_lost(f"p1.{run}", fleet.now)
+        fleet.placer.over(choice.request.request_id)
+        successor = big(prefill("p1", run=run + 1))
+        fleet.view.registered([record_of(node) for node in (successor, *prefills("p2"), *decodes("d1"))])
+        fleet.attach([successor], fleet.now - 100)
+    assert names(fleet.choose())[0] == "p2"
+
+
+def test_a_newcomers_share_grows() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    late = big(prefill("p3"))
+    fleet.view.registered([record_of(node) for node in (*prefills("p1", "p2"), *decodes("d1"), late)])
+    fleet.attach([late], fleet.now)
+    early = Counter(names(fleet.place())[0] for _ in range(12))
+    assert 1 <= early["p3"] <= 2
+    fleet.now += 10
+    later = Counter(names(fleet.place())[0] for _ in range(24))
+    assert later["p3"] > 8, "it catches up"
+
+
+def test_turns_and_the_least_loaded() -> None:
+    turns = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(Policy.ROUND_ROBIN))
+    turns.load("p1", running=50)
+    assert [names(turns.place())[0] for _ in range(4)] == ["p1", "p2", "p1", "p2"]
+    least = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(Policy.LEAST_LOADED))
+    least.load("p1", running=50)
+    assert [names(least.place(4))[0] for _ in range(3)] == ["p2"] * 3
+    assert least.placer.on_attached(big(prefill("p9"))) is False, "nobody asks for what is not used"
+
+
+def test_a_decision_is_explained_and_judged_afterwards() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"))
+    choice = fleet.place(1024)
+    (before,) = fleet.placer.explain(choice.request.request_id)
+    assert (before.decision.decision, before.decision.attempt, before.best) == ("pair", 1, None)
+    ways = {(way.prefill, way.decode) for way in before.ways}
+    assert names(choice) in ways
+    assert {("", "d1"), ("", "d2")} < ways
+    assert [way.total_ms for way in before.ways] == sorted(way.total_ms for way in before.ways)
+    # It took as long as if the prefill node were five times as slow as it is; the other one was free.
+    taken, decode_node = names(choice)
+    slow = StageTimings(queue_ms=3.0, prefill_ms=1000.0, transfer_ms=5.0, kv_bytes=6_400_000)
+    for _ in range(200):
+        fleet.report(str(taken), StepReport((), LoadReport(), step=StepFigures(500.0, 512, 0, 0)))
+    fleet.placer.finished(choice.request.request_id, slow, 1010.0, fleet.now)
+    (after,) = fleet.placer.explain(choice.request.request_id)
+    assert after.best is not None
+    assert after.best.prefill not in (taken, "")
+    assert 600 < after.regret_ms < 1000
+    told = explained(after, fleet.now + 2)
+    assert decision_from_pb(decision_to_pb(told)) == told
+    assert (told.age_s, told.prefill_node, told.decode_node) == (2, taken, decode_node)
+    figures = {(figure.name, *figure.labels.values()): figure.value for figure in fleet.placer.figures(fleet.now)}
+    assert figures["router_decisions_total", "pair", "cheapest_pair"] == 1
+    assert figures["router_placement_regret_seconds",] == pytest.approx(after.regret_ms / 1e3)
+    fleet.placer.over(choice.request.request_id)
+    assert fleet.placer.explain("nobody") == []
+
+
+def test_a_wrong_prediction_of_the_best_way_is_no_regret() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1"))
+    choice = fleet.place(1024)
+    fleet.placer.finished(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
+    (after,) = fleet.placer.explain(choice.request.request_id)
+    assert after.regret_ms == 0.0
+
+
+def test_a_gap_in_what_a_node_tells_of_its_cache_asks_for_everything() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1"))
+    fleet.has_cached("p1", range(64))
+    assert fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(3, 4, ())))
+    assert not fleet.report("p1", StepReport((), LoadReport(), KVCacheUpdate(4, 5, ())))
+
+
+def test_nothing_is_left_of_requests_that_are_over() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"))
+    for number in range(20):
+        choice = fleet.place(512)
+        again = fleet.placer.choose(fleet.view.candidates(), choice.request, frozenset(), 2, 0.0, fleet.now)
+        fleet.placer.placed(again, fleet.now)
+        if number % 2:
+            fleet.placer.over(choice.request.request_id)
+        fleet.placer.over(choice.request.request_id)
+    assert fleet.placer.is_idle

@@ -6,12 +6,9 @@ of it is left anywhere, and a request alongside gets its own tokens. `BATON_FUZZ
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from random import Random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,144 +18,18 @@ from hypothesis import strategies as st
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
-from baton.rpc.messages import ModelCard
 from baton.v1 import generation_pb2 as pb
-from kv_transfer.backends.faulty import Faults
-from router.dispatcher import Dispatcher, DispatchLimits
-from router.front import GenerationHandler
-from router.timers import LoopTimers, TimerHandle
-from tests.support.local_rpc import LocalServer, Reply
-from tests.support.request_bounds import Served, num_prompt_tokens, wrong_fields
-from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits
-from tests.support.virtual_time import VirtualTimeLoop
+from tests.support.fuzzed_cluster import SERVED, SPEC, Letters, Run, events_of, fuzzed_cluster, tokens_of
+from tests.support.local_rpc import Reply
+from tests.support.request_bounds import num_prompt_tokens, wrong_fields
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "500"))
-LIMITS = SimulatedLimits(num_blocks=192, chunk=256, max_num_seqs=16, digests=False)
-SPEC = LIMITS.spec
-SERVED = Served(SPEC.name, SPEC.vocab_size, SPEC.max_model_len)
-CANARY = pb.GenerateRequest(token_ids={"ids": [5, 6, 7, 8, 9]}, sampling_params={"seed": 3, "max_tokens": 6})
-CANARY_TOKENS = expected_tokens([5, 6, 7, 8, 9], SamplingParams(temperature=1.0, seed=3, max_tokens=6), SPEC)
-PATIENCE_S = 600.0
-"""In virtual time: as good as for ever."""
-
-
-class Letters:
-    """A token for each letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) % SPEC.vocab_size for letter in text]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(chr(32 + token) for token in token_ids)
-
-    def detokenizer(self) -> Letters:
-        return self
-
-    def push(self, token_id: int) -> str:
-        return chr(32 + token_id)
-
-    def finish(self) -> str:
-        return ""
-
-
-class CountedTimers(LoopTimers):
-    """Knows which callbacks are yet to come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[asyncio.TimerHandle] = []
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        handle = super().call_at(when, callback)
-        assert isinstance(handle, asyncio.TimerHandle)
-        self._made.append(handle)
-        return handle
-
-    def pending(self) -> int:
-        now = self.monotonic()
-        self._made = [handle for handle in self._made if not handle.cancelled() and handle.when() > now]
-        return len(self._made)
-
-
-class FuzzedCluster:
-    """A cluster that outlives its requests, and the door that they come to."""
-
-    def __init__(self) -> None:
-        self.cluster = SimulatedCluster(LIMITS, Random(1), Faults)
-        self.timers = CountedTimers()
-        cluster, codec = self.cluster, Letters()
-
-        def card() -> ModelCard:
-            return ModelCard(SPEC.name, SPEC.max_model_len, SPEC.vocab_size)
-
-        limits = DispatchLimits(thread_text_chars=200)
-        self.dispatcher = Dispatcher(cluster.view, cluster._links, codec, card, self.timers, Random(2), limits)
-        cluster.dispatcher = self.dispatcher
-        self.server = LocalServer()
-        handler = GenerationHandler(self.dispatcher, codec, card)
-        GenerationServicer(handler).add_to_server(self.server)  # type: ignore[arg-type]
-
-    async def start(self) -> None:
-        for name in ("prefill-0", "decode-0"):
-            await self.cluster.start(name)
-        await self.cluster.whole()
-        # The nodes' link stays once it is open.
-        await self.call("Generate", CANARY.SerializeToString())
-        await asyncio.sleep(1.0)
-        self._tasks = kinds_of_tasks()
-
-    async def call(self, method: str, request: bytes, **how: Any) -> Reply:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.server.call(f"/{SERVICE_NAME}/{method}", request, **how)
-
-    async def beside_a_canary(self, method: str, request: bytes, **how: Any) -> Reply:
-        """The answer; afterwards nothing of it is left, and who came at the same time has noticed nothing."""
-        canary = asyncio.create_task(self.call("Generate", CANARY.SerializeToString()))
-        reply = await self.call(method, request, **how)
-        unharmed = await canary
-        assert unharmed.code == "OK", unharmed
-        assert tokens_of(events_of(unharmed)) == CANARY_TOKENS
-        await self._assert_nothing_is_left()
-        return reply
-
-    async def _assert_nothing_is_left(self) -> None:
-        assert (self.dispatcher.num_live, self.dispatcher.num_waiting, self.dispatcher.num_placed) == (0, 0, 0)
-        assert self.timers.pending() == 0
-        await self.cluster.idle(PATIENCE_S)
-        for node in self.cluster.nodes.values():
-            node.assert_nothing_is_left()
-        left = kinds_of_tasks() - self._tasks
-        assert not left, left
-
-
-def kinds_of_tasks() -> Counter[str]:
-    others = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
-    return Counter(str(task.get_coro().__qualname__) for task in others)  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., Reply]]:
-    """Runs one call beside a canary."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-
-        async def start() -> FuzzedCluster:
-            cluster = FuzzedCluster()
-            await cluster.start()
-            return cluster
-
-        cluster = runner.run(start())
-        yield lambda *call, **how: runner.run(cluster.beside_a_canary(*call, **how))
-        runner.run(cluster.cluster.close())
-
-
-def events_of(reply: Reply) -> list[pb.GenerateResponse]:
-    return [pb.GenerateResponse.FromString(message) for message in reply.messages]
-
-
-def tokens_of(events: Sequence[pb.GenerateResponse], sequence_index: int = 0) -> list[int]:
-    chunks = [event.chunk for event in events if event.HasField("chunk")]
-    return [token for chunk in chunks if chunk.sequence_index == sequence_index for token in chunk.token_ids]
+def run() -> Iterator[Run]:
+    with fuzzed_cluster() as made:
+        yield made
 
 
 # What a request is made of: for each field good values, then others.
@@ -308,9 +179,7 @@ fuzzed = settings(
     timeout_s=st.sampled_from([None, None, None, None, None, 0.0, 1e-9, 0.03, 1e9]),
     leave_after=st.sampled_from([None, None, None, None, 1, 3]),
 )
-def test_every_request_has_its_answer(
-    run: Callable[..., Reply], data: bytes, timeout_s: float | None, leave_after: int | None
-) -> None:
+def test_every_request_has_its_answer(run: Run, data: bytes, timeout_s: float | None, leave_after: int | None) -> None:
     try:
         request = pb.GenerateRequest.FromString(data)
         wrong = wrong_fields(request, SERVED)
@@ -318,7 +187,7 @@ def test_every_request_has_its_answer(
         assume(wrong or not request.sampling_params.json_schema)
     except DecodeError:
         request, wrong = pb.GenerateRequest(), {"request"}
-    reply = run("Generate", data, timeout_s=timeout_s, leave_after=leave_after)
+    reply = run(lambda cluster: cluster.call("Generate", data, timeout_s=timeout_s, leave_after=leave_after))
     event(reply.code)
     if wrong:
         assert reply.code == "INVALID_ARGUMENT", (reply, wrong)
@@ -397,9 +266,9 @@ ANSWERS = {
 
 @settings(fuzzed, max_examples=max(100, EXAMPLES // 10))
 @given(question=QUESTIONS, tail=st.one_of(st.just(b""), st.just(b""), st.binary(max_size=6)))
-def test_every_question_has_its_answer(run: Callable[..., Reply], question: tuple[str, Any], tail: bytes) -> None:
+def test_every_question_has_its_answer(run: Run, question: tuple[str, Any], tail: bytes) -> None:
     method, request = question
-    reply = run(method, request.SerializeToString() + tail)
+    reply = run(lambda cluster: cluster.call(method, request.SerializeToString() + tail))
     if tail:
         assert reply.code in ANSWERS[method] | {"INVALID_ARGUMENT"}, reply
         return

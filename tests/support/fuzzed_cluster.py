@@ -1,0 +1,156 @@
+"""A cluster in virtual time for requests that nobody would write: after each, nothing of it may be left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any, TypeVar
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
+from baton.rpc.messages import ModelCard
+from baton.v1 import generation_pb2 as pb
+from kv_transfer.backends.faulty import Faults
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.front import GenerationHandler
+from router.timers import LoopTimers, TimerHandle
+from tests.support.local_rpc import LocalServer, Reply
+from tests.support.request_bounds import Served
+from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits
+from tests.support.virtual_time import VirtualTimeLoop
+
+LIMITS = SimulatedLimits(num_blocks=192, chunk=256, max_num_seqs=16, digests=False)
+SPEC = LIMITS.spec
+SERVED = Served(SPEC.name, SPEC.vocab_size, SPEC.max_model_len)
+CANARY = pb.GenerateRequest(token_ids={"ids": [5, 6, 7, 8, 9]}, sampling_params={"seed": 3, "max_tokens": 6})
+CANARY_TOKENS = expected_tokens([5, 6, 7, 8, 9], SamplingParams(temperature=1.0, seed=3, max_tokens=6), SPEC)
+PATIENCE_S = 600.0
+"""In virtual time: as good as for ever."""
+
+T = TypeVar("T")
+
+
+class Letters:
+    """A token for each letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % SPEC.vocab_size for letter in text]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(32 + token) for token in token_ids)
+
+    def detokenizer(self) -> Letters:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return chr(32 + token_id)
+
+    def finish(self) -> str:
+        return ""
+
+
+class CountedTimers(LoopTimers):
+    """Knows which callbacks are yet to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[asyncio.TimerHandle] = []
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        handle = super().call_at(when, callback)
+        assert isinstance(handle, asyncio.TimerHandle)
+        self._made.append(handle)
+        return handle
+
+    def pending(self) -> int:
+        now = self.monotonic()
+        self._made = [handle for handle in self._made if not handle.cancelled() and handle.when() > now]
+        return len(self._made)
+
+
+class FuzzedCluster:
+    """A cluster that outlives its requests, and the door that they come to."""
+
+    def __init__(self) -> None:
+        self.cluster = SimulatedCluster(LIMITS, Random(1), Faults)
+        self.timers = CountedTimers()
+        cluster, codec = self.cluster, Letters()
+
+        def card() -> ModelCard:
+            return ModelCard(SPEC.name, SPEC.max_model_len, SPEC.vocab_size)
+
+        limits = DispatchLimits(thread_text_chars=200)
+        self.dispatcher = Dispatcher(cluster.view, cluster._links, codec, card, self.timers, Random(2), limits)
+        cluster.dispatcher = self.dispatcher
+        self.card = card
+        self.server = LocalServer()
+        self.handler = GenerationHandler(self.dispatcher, codec, card)
+        GenerationServicer(self.handler).add_to_server(self.server)  # type: ignore[arg-type]
+
+    async def start(self) -> None:
+        for name in ("prefill-0", "decode-0"):
+            await self.cluster.start(name)
+        await self.cluster.whole()
+        # The nodes' link stays once it is open.
+        await self.call("Generate", CANARY.SerializeToString())
+        await asyncio.sleep(1.0)
+        self._tasks = kinds_of_tasks()
+
+    async def call(self, method: str, request: bytes, **how: Any) -> Reply:
+        return await self.server.call(f"/{SERVICE_NAME}/{method}", request, **how)
+
+    async def beside_a_canary(self, ask: Callable[[FuzzedCluster], Awaitable[T]]) -> T:
+        """The answer; afterwards nothing of it is left, and who came at the same time has noticed nothing."""
+        async with asyncio.timeout(PATIENCE_S):
+            canary = asyncio.create_task(self.call("Generate", CANARY.SerializeToString()))
+            reply = await ask(self)
+            unharmed = await canary
+        assert unharmed.code == "OK", unharmed
+        assert tokens_of(events_of(unharmed)) == CANARY_TOKENS
+        await self._assert_nothing_is_left()
+        return reply
+
+    async def _assert_nothing_is_left(self) -> None:
+        assert (self.dispatcher.num_live, self.dispatcher.num_waiting, self.dispatcher.num_placed) == (0, 0, 0)
+        assert self.timers.pending() == 0
+        await self.cluster.idle(PATIENCE_S)
+        for node in self.cluster.nodes.values():
+            node.assert_nothing_is_left()
+        left = kinds_of_tasks() - self._tasks
+        assert not left, left
+
+
+def kinds_of_tasks() -> Counter[str]:
+    others = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    return Counter(str(task.get_coro().__qualname__) for task in others)  # type: ignore[union-attr]
+
+
+Run = Callable[[Callable[[FuzzedCluster], Awaitable[Any]]], Any]
+
+
+@contextmanager
+def fuzzed_cluster() -> Iterator[Run]:
+    """What asks it, beside a canary, and gives the answer."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+
+        async def start() -> FuzzedCluster:
+            cluster = FuzzedCluster()
+            await cluster.start()
+            return cluster
+
+        cluster = runner.run(start())
+        yield lambda ask: runner.run(cluster.beside_a_canary(ask))
+        runner.run(cluster.cluster.close())
+
+
+def events_of(reply: Reply) -> list[pb.GenerateResponse]:
+    return [pb.GenerateResponse.FromString(message) for message in reply.messages]
+
+
+def tokens_of(events: Sequence[pb.GenerateResponse], sequence_index: int = 0) -> list[int]:
+    chunks = [event.chunk for event in events if event.HasField("chunk")]
+    return [token for chunk in chunks if chunk.sequence_index == sequence_index for token in chunk.token_ids]

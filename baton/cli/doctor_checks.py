@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.cli.output import size
@@ -78,8 +78,9 @@ class Facts:
     memlock: int | None
     """Bytes that may be locked; None without a limit."""
     rdma_devices: Sequence[str]
-    port: int
-    port_free: bool
+    ports: Mapping[str, int]
+    """Where clients come in, by the flag that names another one."""
+    ports_in_use: frozenset[int]
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -224,11 +225,14 @@ def _locked_memory(facts: Facts) -> Finding:
 
 
 def _port(facts: Facts) -> Finding:
-    if facts.port_free:
-        return Finding("port", Level.OK, f"{facts.port}, where clients come in, is free")
+    taken = {flag: port for flag, port in facts.ports.items() if port in facts.ports_in_use}
+    if not taken:
+        return Finding(
+            "port", Level.OK, f"{' and '.join(map(str, facts.ports.values()))}, where clients come in, are free"
+        )
     return Finding(
         "port",
         Level.WARNING,
-        f"{facts.port}, where clients come in, is in use (by a running cluster?)",
-        "stop what uses it, or choose another with --grpc-port",
+        f"in use (by a running cluster?), though clients come in there: {', '.join(map(str, taken.values()))}",
+        f"stop what uses it, or choose another with {', '.join(taken)}",
     )

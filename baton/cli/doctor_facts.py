@@ -13,9 +13,10 @@ from pathlib import Path
 from baton.bench.host import available_memory, usable_cores
 from baton.cli.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
-from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_KV_CACHE_MEMORY
+from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
 from baton.errors import BatonError, ConfigError
 
+_PORTS = {"--grpc-port": DEFAULT_GRPC_PORT, "--http-port": DEFAULT_HTTP_PORT}
 _CHECK_BLOCKS = 64
 """Of the cache that a model is loaded with: enough for its check at start."""
 _NIXL_S = 60.0
@@ -60,8 +61,8 @@ def gather(model_dir: Path, dtype: str) -> Facts:
         shm_free=_free(Path("/dev/shm")),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
         rdma_devices=_names(Path("/sys/class/infiniband")),
-        port=DEFAULT_GRPC_PORT,
-        port_free=_is_free(DEFAULT_GRPC_PORT),
+        ports=_PORTS,
+        ports_in_use=frozenset(port for port in _PORTS.values() if not _is_free(port)),
     )
 
 

@@ -29,8 +29,8 @@ HEALTHY = Facts(
     shm_free=8 << 30,
     memlock=8 << 20,
     rdma_devices=(),
-    port=50051,
-    port_free=True,
+    ports={"--grpc-port": 50051, "--http-port": 8000},
+    ports_in_use=frozenset(),
 )
 
 
@@ -68,7 +68,8 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
         ({"shm_free": None}, "shm", Level.WARNING, "no /dev/shm", "--shm-size"),
         ({"shm_free": 1 << 20}, "shm", Level.WARNING, "too little", "--shm-size"),
         ({"rdma_devices": ("mlx5_0",)}, "memlock", Level.WARNING, "mlx5_0", "ulimit -l unlimited"),
-        ({"port_free": False}, "port", Level.WARNING, "50051", "--grpc-port"),
+        ({"ports_in_use": frozenset({50051})}, "port", Level.WARNING, "50051", "--grpc-port"),
+        ({"ports_in_use": frozenset({8000})}, "port", Level.WARNING, "8000", "--http-port"),
     ],
 )
 def test_each_trouble_is_named_with_its_way_out(

@@ -55,8 +55,6 @@ from router.flight_table import (
 from router.placement import Placement
 from router.request import ValidRequest
 
-GOES_ON_AT_NEXT_INDEX = False
-"""Whether nodes take a request with the tokens that it already has."""
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
 
@@ -249,7 +247,7 @@ class Flight:
     def _known_tokens(self) -> Sequence[int]:
         """What the nodes are given with the prompt. They take it for one sequence that needs no other state."""
         params = self.request.sampling_params
-        if not GOES_ON_AT_NEXT_INDEX or params.n > 1 or params.beam_width or params.json_schema:
+        if params.n > 1 or params.beam_width or params.has_grammar:
             return ()
         return tuple(self._sequences[0].token_ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.output import Format, note, print_json, print_yaml, say, size
-from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses
+from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+
+_PROGRESS_S = 20.0
+"""A router that died is back sooner; a person waits no longer."""
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -178,7 +181,9 @@ def generate(
         json_schema=_json_schema(json_schema),
     )
     shows = stream and n == 1 and output is Format.TEXT
-    client = GenerationClient(*grpc_addresses(address, run_dir))
+    addresses = grpc_addresses(address, run_dir)
+    is_hopeless = _is_hopeless(run_dir) if not address else bool
+    client = GenerationClient(*addresses, progress_s=_PROGRESS_S, is_hopeless=is_hopeless)
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
     except Unreachable as error:
@@ -212,6 +217,18 @@ def tokens_per_second(end: Finished) -> float:
     """Tokens after the first, by the time after the first."""
     seconds = (end.total_ms - end.ttft_ms) / 1e3
     return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
+
+
+def _is_hopeless(run_dir: Path | None) -> Callable[[], bool]:
+    """Asks whether a run directory's cluster is ending, or gone."""
+
+    def ask() -> bool:
+        try:
+            return local_cluster(run_dir).state.phase == "draining"
+        except BatonError:
+            return True
+
+    return ask
 
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:

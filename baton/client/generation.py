@@ -27,7 +27,15 @@ class GenerationClient:
     An answer outlives the router that brings it: see `baton.client.continuation`.
     """
 
-    def __init__(self, *addresses: str, rng: Random | None = None, progress_s: float = PROGRESS_S) -> None:
+    def __init__(
+        self,
+        *addresses: str,
+        rng: Random | None = None,
+        progress_s: float = PROGRESS_S,
+        is_hopeless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_hopeless` is asked whenever a router was lost: whether the cluster is known to be gone."""
+        self._is_hopeless = is_hopeless
         self._rng = rng or Random()
         self._rota = Rota(addresses, self._rng)
         self._progress_s = progress_s
@@ -56,6 +64,8 @@ class GenerationClient:
                 raise Unreachable("the stream ended before the request did")
             except BatonError as error:
                 wait_s = continuation.failed(error, time.monotonic())
+                if self._is_hopeless():
+                    raise
             time.sleep(wait_s)
 
     def _open(

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded
 from baton.machine import IllegalEvent, render_mermaid
-from baton.rpc.messages import NodeDescription, Outcome, RequestDelta
+from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
 from router.flight import Flight
 from router.flight_table import (
     FLIGHT_TABLE,
     LIVE,
     TERMINAL,
     AbortLeg,
+    AdoptLeg,
     Cancel,
     Delta,
     EmitTokens,
@@ -31,6 +32,7 @@ from router.flight_table import (
     FlightStep,
     GiveUp,
     LegEnded,
+    MovedAway,
     NodeGone,
     Place,
     Placed,
@@ -93,7 +95,10 @@ def show(effect: FlightEffect) -> str:
             return " ".join([f"place {attempt}", *(["without", *sorted(exclude)] if exclude else [])])
         case SubmitLeg(incarnation, submit):
             source = f" from {submit.kv_source.incarnation}" if submit.kv_source else ""
-            return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}"
+            given = " ".join(["", "behind", *map(str, submit.output_token_ids)]) if submit.output_token_ids else ""
+            return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}{given}"
+        case AdoptLeg(incarnation, adopt, _):
+            return f"adopt {incarnation} {adopt.attempt}"
         case AbortLeg(incarnation, abort):
             assert abort.reason
             of = f" of {abort.sequence_index}" if abort.sequence_index is not None else ""
@@ -110,6 +115,8 @@ def show(effect: FlightEffect) -> str:
             return f"finish {reason} {stop} via {via} attempts {path.attempts}"
         case Fail(error):
             return f"fail {type(error).__name__} {error}"
+        case MovedAway(error):
+            return f"moved {type(error).__name__} {error}"
 
 
 def tell(flight: Flight, event: FlightEvent, *, quick: bool) -> list[FlightEffect]:
@@ -120,18 +127,30 @@ def tell(flight: Flight, event: FlightEvent, *, quick: bool) -> list[FlightEffec
     return flight.handle(event)
 
 
+def act(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
+    """What a line of a conversation brings about."""
+    verb, *words = line.split()
+    match verb:
+        case "start":
+            return flight.start()
+        case "adopt":
+            return flight.adopt(key(int(words[2])), placed(words[0], words[1]).placement, int(words[4]))
+        case "settle":
+            return flight.settle(words[0])
+    return tell(flight, parse(line), quick=quick)
+
+
 def replay(conversation: str, *, quick: bool) -> str:
     """The conversation as the flight really goes, in the notation of the files."""
-    first, _, n = conversation[conversation.index("> start") :].partition("\n")[0].partition(" n ")
-    flight = Flight(request(n=int(n or 1)))
+    begin = next(line for line in conversation.splitlines() if line.startswith("> "))
+    flight = Flight(request(n=int(begin.partition(" n ")[2] or 1)))
     lines = []
     for line in conversation.strip().splitlines():
         if line.startswith("#"):
             lines.append(line)
         elif line.startswith("> "):
             lines.append(line)
-            effects = flight.start() if line.startswith(first) else tell(flight, parse(line[2:]), quick=quick)
-            lines += [show(effect) for effect in effects]
+            lines += [show(effect) for effect in act(flight, line[2:], quick=quick)]
         elif line.startswith("= "):
             lines.append(f"= {flight.state.name}")
         elif line.startswith("stale "):
@@ -277,7 +296,8 @@ def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bo
                     todo = flight.handle(pair)
                     break
                 case SubmitLeg(incarnation, submit):
-                    streams[incarnation] = script(submit.leg.value, submit.attempt.attempt, truth, rng)
+                    assert list(submit.output_token_ids) == given_out
+                    streams[incarnation] = script(submit, truth, rng)
                 case EmitTokens(first, tokens, _, _):
                     assert first == len(given_out)
                     given_out += tokens
@@ -300,16 +320,18 @@ def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bo
         assert given_out == truth
 
 
-def script(leg: str, attempt: int, truth: list[int], rng: Random) -> list[RequestDelta]:
+def script(submit: Submit, truth: list[int], rng: Random) -> list[RequestDelta]:
     """What a node says of one leg, in pieces of any size, sometimes with a failure at the end."""
-    first, last = {"prefill": (0, 1), "decode": (1, len(truth)), "whole": (0, len(truth))}[leg]
+    attempt, leg, given = submit.attempt.attempt, submit.leg.value, len(submit.output_token_ids)
+    first, last = {"prefill": (given, given + 1), "decode": (given + 1, len(truth)), "whole": (given, len(truth))}[leg]
+    first -= leg == "decode" and rng.random() < 0.5  # it tells what the prefill leg told, too
     deltas = []
     at = first
     while at < last:
         size = rng.randint(1, last - at)
         deltas.append(RequestDelta(key(attempt), at, tuple(truth[at : at + size])))
         at += size
-    end = Outcome.HANDED_OFF if leg == "prefill" and len(truth) > 1 else Outcome.LENGTH
+    end = Outcome.HANDED_OFF if leg == "prefill" and len(truth) > given + 1 else Outcome.LENGTH
     if rng.random() < 0.2:
         return [*deltas[: rng.randint(0, len(deltas))], RequestDelta(key(attempt), outcome=Outcome.REFUSED)]
     if rng.random() < 0.1:

@@ -80,9 +80,10 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume continues a stream whose router or connection was lost, on any router: Accepted again, then what follows the
-        tokens that the client has. NOT_FOUND when no router knows the request any more; the same Generate with the same
-        seed then gives the same tokens.
+        """Resume continues a stream whose router or connection was lost, on any router: Accepted again, then what lies behind
+        the client's positions, SequenceFinished of each sequence again, and Finished. A stream of the request that is still
+        open ends with CANCELLED. NOT_FOUND when no router knows the request any more; the same Generate with the same seed
+        then gives the same tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

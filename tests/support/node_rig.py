@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -82,8 +83,8 @@ def submit(key: AttemptKey = KEY, **fields: Any) -> Submit:
 
 async def heard(port: Port) -> list[StepReport]:
     """Everything that is queued for the router now."""
-    stream = port.reports()
-    return [await anext(stream) for _ in range(port.num_queued)]
+    async with aclosing(port.reports()) as stream:
+        return [await anext(stream) for _ in range(port.num_queued)]
 
 
 async def deltas(port: Port) -> list[RequestDelta]:

@@ -1,0 +1,316 @@
+"""Whose attempt is whose: every (state, event) pair, and routers that come and go in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.engine.outputs import TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.engine.runner.scripted import expected_tokens
+from baton.engine.sequence_group import sequence_seed
+from baton.ids import AttemptKey
+from baton.machine import IllegalEvent
+from baton.node.attempt_clock import AttemptClock
+from baton.node.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
+from baton.node.port import Port
+from baton.rpc.messages import Abort, Adopt, Outcome, RequestDelta
+from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit
+from tests.support.virtual_time import LoopClock, VirtualTimeLoop
+
+GRACE_S = 10.0
+
+
+def attempt_of(name: str, owner: int = 1, router: str = "r.1") -> Attempt:
+    return Attempt(AttemptKey(name, 1), owner, router, AttemptClock())
+
+
+PATHS: dict[AttemptState, tuple[AttemptEvent, ...]] = {
+    AttemptState.RUNNING: (),
+    AttemptState.ORPHANED: (AttemptEvent.DETACHED,),
+    AttemptState.ENDED: (AttemptEvent.FINISHED,),
+    AttemptState.UNHEARD: (AttemptEvent.DETACHED, AttemptEvent.FINISHED),
+    AttemptState.FORGOTTEN: (AttemptEvent.ABORTED,),
+}
+
+
+@pytest.mark.parametrize(("state", "event"), [*itertools.product(AttemptState, AttemptEvent)])
+def test_every_pair_does_what_the_table_says_or_nothing(state: AttemptState, event: AttemptEvent) -> None:
+    attempt = attempt_of("a")
+    for step in PATHS[state]:
+        attempt.feed(step)
+    assert attempt.state is state
+    after = ATTEMPT_TABLE.get((state, event))
+    if after is None:
+        with pytest.raises(IllegalEvent):
+            attempt.feed(event)
+        assert attempt.state is state
+    else:
+        attempt.feed(event)
+        assert attempt.state is after
+        assert attempt.runs == (after in (AttemptState.RUNNING, AttemptState.ORPHANED))
+
+
+def ended(book: AttemptBook, name: str, num_tokens: int, now: float, num_top: int | None = None) -> Attempt:
+    attempt = attempt_of(name)
+    book.begin(attempt)
+    top = [(1, -0.5)] * (num_top or 0)
+    logprobs = [TokenLogprobs(1, -0.5, 1, top)] * num_tokens if num_top is not None else []
+    attempt.note(RequestDelta(attempt.key, 0, [1] * num_tokens, logprobs, Outcome.LENGTH))
+    book.finished(attempt, now)
+    return attempt
+
+
+def test_what_ended_is_kept_within_bounds_the_latest_longest() -> None:
+    book = AttemptBook(GRACE_S, max_ended=3)
+    kept = [ended(book, f"a{number}", 1, number) for number in range(5)]
+    assert [book.get(str(attempt.key)) is not None for attempt in kept] == [False, False, True, True, True]
+    book = AttemptBook(GRACE_S, max_ended_entries=100)
+    small, large = ended(book, "small", 40, 0.0), ended(book, "large", 20, 1.0, num_top=2)
+    assert book.get(str(small.key)) is None, "40 tokens and 20 with three log-probabilities each are more than 100"
+    assert book.get(str(large.key)) is large
+    assert large.num_entries == 80
+
+
+def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
+    attempt = attempt_of("a")
+    attempt.note(RequestDelta(attempt.key, 0, range(5000), outcome=Outcome.STOP, stop_token_id=7))
+    _, *pieces = attempt.told_again()
+    assert [(piece.first_index, len(piece.token_ids)) for piece in pieces] == [(0, 2048), (2048, 2048), (4096, 904)]
+    assert [token for piece in pieces for token in piece.token_ids] == list(range(5000))
+    assert [piece.outcome for piece in pieces] == [None, None, Outcome.STOP]
+    assert pieces[-1].stop_token_id == 7
+
+
+def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
+    attempt = attempt_of("a")
+    attempt.note(RequestDelta(attempt.key, 0, [1, 2]))
+    attempt.note(RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone"))
+    assert list(attempt.told_again()) == [
+        RequestDelta(attempt.key),
+        RequestDelta(attempt.key, 0, (1, 2)),
+        RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone"),
+    ]
+
+
+def test_two_of_one_name_never_run_at_once() -> None:
+    book = AttemptBook(GRACE_S)
+    first = attempt_of("a")
+    book.begin(first)
+    with pytest.raises(ValueError, match="runs already"):
+        book.begin(attempt_of("a"))
+    book.finished(first, 0.0)
+    book.begin(attempt_of("a"))
+    assert first.state is AttemptState.FORGOTTEN
+    assert book.next_deadline is None
+
+
+@dataclass
+class View:
+    """What a router knows of an attempt that it holds: it submitted or adopted it, and nobody took it from it."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, Outcome] = field(default_factory=dict)
+    aborted: bool = False
+
+
+@dataclass
+class Router:
+    """One run of a router, and its stream while it has one."""
+
+    name: str
+    run: int
+    port: Port
+    is_attached: bool = True
+    views: dict[AttemptKey, View] = field(default_factory=dict)
+
+
+class AdoptionMachine(RuleBasedStateMachine):
+    """A node and three routers that submit, adopt, abort, die, come back, and are told what came of it all."""
+
+    @initialize()
+    def start(self) -> None:
+        self.loop = VirtualTimeLoop()
+        self.routers: list[Router] = []
+        self.params: dict[AttemptKey, SamplingParams] = {}
+        self.runs = itertools.count(1)
+        self.do(self._start())
+
+    async def _start(self) -> None:
+        self.rig = NodeRig(clock=LoopClock(), orphan_grace_s=GRACE_S)
+        for index in range(2):
+            self._attach(f"router-{index}", next(self.runs))
+
+    def do(self, action: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(action)
+
+    def _attach(self, name: str, run: int) -> Router:
+        for router in self.routers:
+            if (router.name, router.run) == (name, run):
+                router.is_attached = False
+        router = Router(name, run, self.rig.service.open_port(name, f"{name}.{run}"))
+        self.routers.append(router)
+        return router
+
+    @property
+    def attached(self) -> list[Router]:
+        return [router for router in self.routers if router.is_attached]
+
+    @rule(name=st.sampled_from(["router-0", "router-1", "router-2"]), again=st.booleans())
+    def attach(self, name: str, again: bool) -> None:
+        """A new run of a router, or the latest one once more."""
+        runs = [router.run for router in self.routers if router.name == name]
+        run = runs[-1] if again and runs else next(self.runs)
+
+        async def action() -> None:
+            self._attach(name, run)
+            await self._hear()
+
+        self.do(action())
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        router = data.draw(st.sampled_from(self.attached))
+
+        async def action() -> None:
+            await self._hear()
+            router.is_attached = False
+            router.port.close()
+
+        self.do(action())
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data(), n=st.sampled_from([1, 1, 3]), max_tokens=st.integers(1, 9), given=st.integers(0, 3))
+    def submit(self, data: st.DataObject, n: int, max_tokens: int, given: int) -> None:
+        router = data.draw(st.sampled_from(self.attached))
+        key = AttemptKey(f"r{len(self.params)}", 1, 5)
+        params = self.params[key] = SamplingParams(temperature=0.0, seed=3, max_tokens=max_tokens, n=n)
+        begun = self._expected(key, 0, min(given, max_tokens - 1)) if n == 1 else []
+        router.views[key] = View({0: list(begun)})
+
+        async def action() -> None:
+            router.port.receive(submit(key, sampling_params=params, output_token_ids=begun))
+
+        self.do(action())
+
+    @precondition(lambda self: self.attached and self.params)
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        router = data.draw(st.sampled_from(self.attached))
+        key = data.draw(st.sampled_from(sorted(self.params)))
+
+        async def action() -> None:
+            await self._hear()
+            router.views[key] = View()
+            router.port.receive(Adopt(key))
+            await self._hear()
+
+        self.do(action())
+
+    @precondition(lambda self: self.attached and self.params)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """By whoever: only its owner's counts, or anybody's while nobody owns it."""
+        router = data.draw(st.sampled_from(self.attached))
+        key = data.draw(st.sampled_from(sorted(self.params)))
+        owners = [other for other in self.attached if key in other.views]
+
+        async def action() -> None:
+            await self._hear()
+            router.port.receive(Abort(key, "enough"))
+
+        if not owners or router in owners:
+            for owner in owners:
+                owner.views[key].aborted = True
+        self.do(action())
+
+    @rule(times=st.integers(1, 4))
+    def turn(self, times: int) -> None:
+        async def action() -> None:
+            for _ in range(times):
+                self.rig.driver.turn()
+
+        self.do(action())
+
+    @rule(seconds=st.sampled_from([1.0, GRACE_S - 0.5, GRACE_S + 0.5]))
+    def wait(self, seconds: float) -> None:
+        async def action() -> None:
+            await asyncio.sleep(seconds)
+
+        self.do(action())
+
+    @invariant()
+    def what_routers_hear_is_right(self) -> None:
+        if hasattr(self, "rig"):
+            self.do(self._hear())
+
+    async def _hear(self) -> None:
+        for router in self.attached:
+            for report in await heard(router.port):
+                for delta in report.deltas:
+                    self._take(router, delta)
+
+    def _take(self, router: Router, delta: RequestDelta) -> None:
+        view = router.views.get(delta.attempt)
+        if delta.outcome in (Outcome.MOVED, Outcome.UNKNOWN):
+            del router.views[delta.attempt]
+            return
+        if view is None or view.aborted:
+            assert view is not None or delta.outcome is Outcome.ABORTED, f"{delta} is nothing of {router.name}'s"
+            return
+        got = view.tokens.setdefault(delta.sequence_index, [])
+        if delta.token_ids:
+            assert delta.first_index == len(got), f"{router.name} missed something before {delta}"
+            got += delta.token_ids
+        whole = self._expected(delta.attempt, delta.sequence_index, self.params[delta.attempt].max_tokens)
+        assert got == whole[: len(got)]
+        if delta.outcome is not None:
+            assert delta.sequence_index not in view.ends, f"{delta} is a second end"
+            view.ends[delta.sequence_index] = delta.outcome
+            assert delta.outcome is Outcome.LENGTH
+            assert got == whole
+
+    def _expected(self, key: AttemptKey, index: int, count: int) -> list[int]:
+        return expected_tokens(PROMPT, count, seed=sequence_seed(3, index), vocab_size=VOCAB)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.do(self._settle())
+        pending = asyncio.all_tasks(self.loop)
+        self.loop.close()
+        assert not pending
+
+    async def _settle(self) -> None:
+        rig = self.rig
+        rig.driver.run(limit=1000)
+        await self._hear()
+        for router in self.attached:
+            for key, view in router.views.items():
+                if not view.aborted:
+                    assert len(view.ends) == self.params[key].n, f"{key} has not ended for {router.name}"
+        await asyncio.sleep(GRACE_S + 1)
+        rig.driver.run(limit=1000)
+        await rig.service.wait_idle()
+        assert not rig.scheduler.requests
+        late = self._attach("late", next(self.runs))
+        for key in self.params:
+            late.port.receive(Adopt(key))
+        answers = [delta.outcome for report in await heard(late.port) for delta in report.deltas]
+        assert answers == [Outcome.UNKNOWN] * len(self.params), "something is kept for ever"
+        rig.service.close()
+
+
+TestAdoptionMachine = AdoptionMachine.TestCase
+TestAdoptionMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, phases=set(Phase) - {Phase.explain}
+)

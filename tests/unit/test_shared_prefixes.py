@@ -1,0 +1,199 @@
+"""What knowing the caches is worth: eight long prefixes shared by two hundred requests, on nodes made of arithmetic.
+
+Each node computes one prompt after the other at known rates, keeps the blocks of the latest ones in a cache of its own,
+and tells what it does as real ones do. Times are exact, and take no time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import BlockRemoved, BlockStored
+from baton.engine.request import SamplingParams
+from baton.ids import AttemptKey
+from baton.rpc.messages import (
+    KVCacheUpdate,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    StageTimings,
+    StepFigures,
+    StepReport,
+)
+from router.placer import PlacementSettings, Placer, Policy
+from router.request import ValidRequest
+from router.view import ClusterView
+from tests.support.router_parts import MODEL, decode, prefill, record_of
+
+SIZE, CHUNK, PREFIX, SUFFIX = 16, 512, 1024, 32
+STEP_MS, TOKEN_MS = 3.0, 0.15
+OUTPUT_MS = 60.0
+PREFIX_BLOCKS = PREFIX // SIZE
+HASHER = BlockHasher(CacheKeyFields("print", "float32", "layout"), SIZE)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request on its way."""
+
+    request: ValidRequest
+    keys: Sequence[bytes]
+    arrived: float
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.request.request_id, 1)
+
+
+class Node:
+    """Its cache, and the prompts that it has to compute."""
+
+    def __init__(self, description: NodeDescription, cache_blocks: int) -> None:
+        self.description = description
+        self.queue: list[Work] = []
+        self.num_streams = 0
+        self._capacity = cache_blocks
+        self._cache: OrderedDict[bytes, None] = OrderedDict()
+        self._next_event = 0
+
+    @property
+    def load(self) -> LoadReport:
+        tokens = sum(self.uncached(work) for work in self.queue)
+        return LoadReport(running=len(self.queue) + self.num_streams, uncomputed_tokens=tokens)
+
+    def uncached(self, work: Work) -> int:
+        cached = next((number for number, key in enumerate(work.keys) if key not in self._cache), len(work.keys))
+        return max(1, len(work.request.prompt_token_ids) - cached * SIZE)
+
+    def keep(self, keys: Sequence[bytes]) -> KVCacheUpdate:
+        """They are cached now, and those that were unused for longest no more, the ends of prompts first."""
+        stored = [key for key in keys if key not in self._cache]
+        for key in reversed(keys):
+            self._cache[key] = None
+            self._cache.move_to_end(key)
+        gone = [self._cache.popitem(last=False)[0] for _ in range(len(self._cache) - self._capacity)]
+        first, self._next_event = self._next_event, self._next_event + 2
+        return KVCacheUpdate(first, first + 2, [BlockStored(stored), BlockRemoved(gone)])
+
+
+class Cluster:
+    """Two prefill and two decode nodes, a placer, and what happens when."""
+
+    def __init__(self, policy: Policy, cache_blocks: int) -> None:
+        self.now = 0.0
+        self.first_token_ms: list[float] = []
+        self._placer, self._view = Placer(PlacementSettings(policy, alone_tokens=0)), ClusterView()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._decodes: dict[str, Node] = {}
+        sizes: dict[str, Any] = {"block_size": SIZE, "max_model_len": 4096, "num_blocks": 4096, "block_bytes": 50_000}
+        sizes |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 256, "kv_layout": "layout"}
+        parts = [replace(part, **sizes) for part in (prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))]
+        self.nodes = {part.incarnation: Node(part, cache_blocks) for part in parts}
+        self._view.registered([record_of(part) for part in parts])
+        for part in parts:
+            self._view.attached(part, -100.0)
+            self._placer.on_attached(part)
+            self._report(self.nodes[part.incarnation], KVCacheUpdate(0, 0, (), restart=True))
+
+    def run(self, arrivals: Sequence[tuple[float, ValidRequest, Sequence[bytes]]]) -> float:
+        """Serve them all; returns the mean time to first token in ms."""
+        for when, request, keys in arrivals:
+            self._at(when, lambda work=Work(request, keys, when): self._arrive(work))
+        while self._events:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+        assert len(self.first_token_ms) == len(arrivals)
+        assert self._placer.is_idle
+        return mean(self.first_token_ms)
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, self._number, happen))
+
+    def _report(
+        self, node: Node, update: KVCacheUpdate, *deltas: RequestDelta, step: StepFigures | None = None
+    ) -> None:
+        incarnation = node.description.incarnation
+        assert not self._placer.on_report(incarnation, StepReport(deltas, node.load, update, step=step), self.now)
+        self._view.reported(incarnation, node.load, self.now)
+
+    def _arrive(self, work: Work) -> None:
+        choice = self._placer.choose(self._view.candidates(), work.request, frozenset(), 1, 0.0, self.now)
+        self._placer.placed(choice, self.now)
+        assert choice.placement.prefill is not None
+        first, second = choice.placement.prefill.incarnation, choice.placement.decode.incarnation
+        for incarnation in (first, second):
+            self._view.dispatched(incarnation, work.key)
+        self._decodes[work.request.request_id] = self.nodes[second]
+        node = self.nodes[first]
+        node.queue.append(work)
+        if len(node.queue) == 1:
+            self._begin(node)
+
+    def _begin(self, node: Node) -> None:
+        tokens = node.uncached(node.queue[0])
+        took_ms = -(-tokens // CHUNK) * STEP_MS + tokens * TOKEN_MS
+        self._at(self.now + took_ms / 1e3, lambda: self._computed(node, tokens, took_ms))
+
+    def _computed(self, node: Node, tokens: int, took_ms: float) -> None:
+        work = node.queue.pop(0)
+        self.first_token_ms.append((self.now - work.arrived) * 1e3)
+        step = StepFigures(took_ms, tokens, 0, 0)
+        self._report(node, node.keep(work.keys), RequestDelta(work.key, outcome=Outcome.HANDED_OFF), step=step)
+        self._view.released(node.description.incarnation, work.key)
+        if node.queue:
+            self._begin(node)
+        decodes = self._decodes[work.request.request_id]
+        decodes.num_streams += 1
+        self._report(decodes, decodes.keep(work.keys))
+        self._at(self.now + OUTPUT_MS / 1e3, lambda: self._decoded(decodes, work))
+
+    def _decoded(self, node: Node, work: Work) -> None:
+        node.num_streams -= 1
+        ended = RequestDelta(work.key, outcome=Outcome.LENGTH)
+        self._report(node, node.keep(()), ended, step=StepFigures(OUTPUT_MS / 16, 0, node.num_streams + 1, 0))
+        self._view.released(node.description.incarnation, work.key)
+        self._placer.finished(work.request.request_id, StageTimings(), 0.0, self.now)
+        self._placer.over(work.request.request_id)
+
+
+def arrivals(per_s: float, seed: int) -> list[tuple[float, ValidRequest, Sequence[bytes]]]:
+    """200 requests: one of 8 prefixes of 1,024 tokens, and 32 tokens of their own."""
+    rng = Random(seed)
+    prefixes = [[rng.randrange(50_000) for _ in range(PREFIX)] for _ in range(8)]
+    found, when = [], 0.0
+    for number in range(200):
+        prompt = (*rng.choice(prefixes), *(rng.randrange(50_000) for _ in range(SUFFIX)))
+        keys: list[bytes] = []
+        HASHER.extend(keys, HASHER.root(), prompt)
+        found.append((when, ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=16)), keys))
+        when += rng.expovariate(per_s)
+    return found
+
+
+def mean_ms(policy: Policy, cache_prefixes: int, per_s: float, seed: int) -> float:
+    return Cluster(policy, cache_prefixes * (PREFIX_BLOCKS + 2)).run(arrivals(per_s, seed))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_that_can_not_cache_all_prefixes_share_them_out(seed: int) -> None:
+    """Each has room for five of the eight: turns compute most prompts anew, which takes 170 ms instead of 8."""
+    by_turns = mean_ms(Policy.ROUND_ROBIN, 5, 8.0, seed)
+    assert mean_ms(Policy.COST, 5, 8.0, seed) < by_turns / 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_where_everything_fits_everywhere_each_prefix_is_computed_once_instead_of_on_each_node(seed: int) -> None:
+    by_turns = mean_ms(Policy.ROUND_ROBIN, 99, 8.0, seed)
+    assert mean_ms(Policy.COST, 99, 8.0, seed) < by_turns * 0.8

@@ -1,0 +1,278 @@
+"""Both Python clients over real gRPC: one answer, whatever its routers do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from baton.client import AsyncGenerationClient, GenerationClient
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    DuplicateRequest,
+    EngineFault,
+    RequestNotFound,
+    Unreachable,
+)
+from baton.rpc import generation_service
+from baton.rpc.generation_service import GenerationServicer
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, Path
+from baton.rpc.server import RpcServer
+
+T = TypeVar("T")
+REQUEST = GenerateRequest((1, 2, 3), max_tokens=6)
+TEXT = "abcdef"
+FINISHED = Finished("length", None, 3, 6, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6, Path("p", "d", 2, ""))
+
+
+class FirstOfAll(Random):
+    """Every client begins at the first router."""
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
+
+
+class Router:
+    """Says the same letters as every other, until it breaks."""
+
+    def __init__(self, breaks_after: int | None = None, error: BatonError | None = None) -> None:
+        self.breaks_after = breaks_after
+        self.error = error or Draining("closing")
+        self.knows = True
+        self.hangs = False
+        self.calls: list[object] = []
+        self.closed = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+        self.calls.append(request)
+        async for event in self._answer(request.request_id, 0):
+            yield event
+
+    async def resume(
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        self.calls.append((request_id, *next_token_index))
+        if not self.knows:
+            raise RequestNotFound("nobody knows it")
+        async for event in self._answer(request_id, next_token_index[0]):
+            yield event
+
+    async def _answer(self, request_id: str, first: int) -> AsyncGenerator[GenerateEvent, None]:
+        try:
+            for index in range(first, len(TEXT)):
+                if index == self.breaks_after:
+                    raise self.error
+                if index == first:
+                    yield Accepted(request_id, 7, 3)
+                yield Chunk(index, (index,), TEXT[index])
+            if self.hangs:
+                await asyncio.get_running_loop().create_future()
+            yield FINISHED
+        finally:
+            self.closed.set()
+
+    async def cancel(self, request_id: str) -> None:
+        self.calls.append(request_id)
+        if not self.knows:
+            raise RequestNotFound("nobody knows it")
+
+    async def tokenize(self, model: str, text: str) -> Sequence[int]:
+        return [len(text)]
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        return str(list(token_ids))
+
+    def list_models(self) -> Sequence[ModelCard]:
+        return [ModelCard("m", 64, 300)]
+
+
+@asynccontextmanager
+async def served(*routers: Router) -> AsyncIterator[list[str]]:
+    """Their addresses."""
+    async with AsyncExitStack() as stack:
+        addresses = []
+        for router in routers:
+            server = RpcServer((generation_service.SERVICE_NAME,))
+            addresses.append(f"127.0.0.1:{server.bind('127.0.0.1', 0)}")
+            GenerationServicer(router).add_to_server(server.server)
+            await server.start()
+            stack.push_async_callback(server.stop, 0.0)
+        yield addresses
+
+
+Ask = Callable[..., Awaitable[list[GenerateEvent]]]
+
+
+async def ask_async(
+    addresses: Sequence[str], request: GenerateRequest = REQUEST, timeout_s: float | None = None
+) -> list[GenerateEvent]:
+    async with AsyncGenerationClient(*addresses, rng=FirstOfAll()) as client:
+        return [event async for event in client.generate(request, timeout_s)]
+
+
+async def ask_sync(
+    addresses: Sequence[str], request: GenerateRequest = REQUEST, timeout_s: float | None = None
+) -> list[GenerateEvent]:
+    def run() -> list[GenerateEvent]:
+        with GenerationClient(*addresses, rng=FirstOfAll()) as client:
+            return list(client.generate(request, timeout_s))
+
+    return await asyncio.to_thread(run)
+
+
+@pytest.fixture(params=[ask_async, ask_sync], ids=["async", "sync"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    chosen: Ask = request.param
+    return chosen
+
+
+def assert_whole(events: Sequence[GenerateEvent]) -> None:
+    """Accepted once, each token and letter once, Finished."""
+    assert isinstance(events[0], Accepted)
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(len(TEXT)))
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    assert isinstance(events[-1], Finished)
+    assert len(events) == len(chunks) + 2
+
+
+async def test_a_lost_stream_is_resumed_at_the_next_router(ask: Ask) -> None:
+    first, second = Router(breaks_after=2), Router()
+    async with served(first, second) as addresses:
+        assert_whole(await ask(addresses))
+    sent = first.calls[0]
+    assert isinstance(sent, GenerateRequest)
+    assert sent.seed is not None
+    assert second.calls == [(sent.request_id, 2)]
+
+
+async def test_what_nobody_knows_any_more_is_asked_for_again(ask: Ask) -> None:
+    first, second = Router(breaks_after=3), Router()
+    second.knows = False
+    async with served(first, second) as addresses:
+        assert_whole(await ask(addresses))
+    assert second.calls == [(second.calls[0][0], 3), first.calls[0]]  # type: ignore[index]
+
+
+async def test_who_comes_again_too_early_takes_the_live_stream(ask: Ask) -> None:
+    first = Router(breaks_after=0, error=DuplicateRequest("is live"))
+    async with served(first) as addresses:
+        with pytest.raises(DuplicateRequest):
+            await ask(addresses, GenerateRequest((1,), request_id="mine"))
+
+    class Half(Router):
+        """Begins anew, but has the request already."""
+
+        async def generate(
+            self, request: GenerateRequest, timeout_s: float | None
+        ) -> AsyncGenerator[GenerateEvent, None]:
+            self.calls.append(request)
+            raise DuplicateRequest("is live")
+            yield FINISHED
+
+    half = Half()
+    async with served(half) as addresses:
+        assert_whole(await ask(addresses))
+    assert [type(call) for call in half.calls] == [GenerateRequest, tuple]
+
+
+async def test_a_router_that_is_not_there_is_passed_over(ask: Ask) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    async with served(Router()) as addresses:
+        assert_whole(await ask([nobody, *addresses]))
+    with pytest.raises(Unreachable):
+        await ask([nobody, nobody])
+
+
+async def test_what_is_said_of_the_request_is_final(ask: Ask) -> None:
+    first, second = Router(breaks_after=2, error=EngineFault("NaN")), Router()
+    async with served(first, second) as addresses:
+        with pytest.raises(EngineFault):
+            await ask(addresses)
+    assert second.calls == []
+
+
+async def test_the_deadline_is_one_for_all_calls(ask: Ask) -> None:
+    first, second = Router(breaks_after=2), Router()
+    second.hangs = True
+    async with served(first, second) as addresses:
+        with pytest.raises(DeadlineExceeded):
+            await ask(addresses, timeout_s=0.5)
+        await second.closed.wait()
+
+
+async def test_a_router_that_only_takes_connections_is_left() -> None:
+    """As a stopped process does: the kernel answers for it."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        async with served(Router()) as addresses:
+            mute = f"127.0.0.1:{stopped.getsockname()[1]}"
+            async with AsyncGenerationClient(mute, *addresses, rng=FirstOfAll(), silence_s=0.05) as client:
+                assert_whole([event async for event in client.generate(REQUEST)])
+                # It is doubted now, so nobody waits for it again.
+                assert_whole([event async for event in client.generate(REQUEST)])
+
+
+async def test_a_router_that_has_nothing_to_say_is_asked_and_kept() -> None:
+    first, second = Router(), Router()
+    first.hangs = True
+    async with served(first, second) as addresses:
+        async with AsyncGenerationClient(*addresses, rng=FirstOfAll(), silence_s=0.02) as client:
+            stream = client.generate(REQUEST, timeout_s=0.5)
+            with pytest.raises(DeadlineExceeded):
+                async for _ in stream:
+                    pass
+        assert second.calls == []
+
+
+async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> None:
+    first, second = Router(), Router()
+    first.hangs, first.knows = True, False
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    async with served(first, second) as addresses:
+        async with AsyncGenerationClient(*addresses, rng=FirstOfAll()) as client:
+            stream = client.generate(REQUEST)
+            await anext(stream)
+            await stream.aclose()
+            await first.closed.wait()
+            await client.cancel("r")
+            assert second.calls == ["r"]
+            second.knows = False
+            with pytest.raises(RequestNotFound):
+                await client.cancel("r")
+        async with AsyncGenerationClient(nobody, *addresses, rng=FirstOfAll()) as client:
+            assert await client.tokenize("four") == [4]
+            assert await client.detokenize([4]) == "[4]"
+            assert [card.name for card in await client.list_models()] == ["m"]
+            with pytest.raises(Unreachable):
+                await client.cancel("r")
+
+
+async def test_who_knows_that_the_cluster_is_gone_tries_no_more() -> None:
+    first = Router(breaks_after=2)
+    async with served(first) as addresses:
+
+        def run() -> None:
+            with GenerationClient(*addresses, is_hopeless=lambda: True) as client:
+                list(client.generate(REQUEST))
+
+        with pytest.raises(Draining):
+            await asyncio.to_thread(run)
+    assert len(first.calls) == 1
+
+
+async def test_a_request_that_was_cancelled_stays_so(ask: Ask) -> None:
+    first, second = Router(breaks_after=1, error=Cancelled("by an operator")), Router()
+    async with served(first, second) as addresses:
+        with pytest.raises(Cancelled):
+            await ask(addresses)
+    assert second.calls == []

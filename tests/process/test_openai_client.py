@@ -76,6 +76,10 @@ def test_errors_are_the_client_s_own(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as unknown:
         client.completions.create(model=MODEL, prompt="x", extra_body={"max_tokenz": 1})
     assert unknown.value.param == "max_tokenz"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}}
+    with pytest.raises(openai.BadRequestError) as no_schema:
+        client.chat.completions.create(model=MODEL, messages=CHAT, response_format=schema)  # type: ignore[call-overload]
+    assert no_schema.value.param == "response_format"
     late = {"x-request-timeout-ms": "1"}
     with pytest.raises(openai.InternalServerError) as deadline:
         client.completions.create(**GREEDY, extra_headers=late)

@@ -87,6 +87,7 @@ class SimulatedLimits:
     num_host_blocks: int = 0
     preemption_mode: PreemptionMode = "recompute"
     on_transfer_failure: TransferFailurePolicy = "reroute"
+    orphan_grace_s: float = 10.0
     digests: bool = True
     """Whether both sides compute them."""
 
@@ -293,7 +294,15 @@ class SimulatedNode:
         )
         self.description = self._describe(address)
         role = _Role(self.half, connector)
-        self.service = NodeService(self.description, role, self.driver, self.log, clock, lambda: None)  # type: ignore[arg-type]
+        self.service = NodeService(
+            self.description,
+            role,  # type: ignore[arg-type]
+            self.driver,
+            self.log,
+            clock,
+            lambda: None,
+            limits.orphan_grace_s,
+        )
         self._heartbeat: asyncio.Task[None] | None = None
 
     def _new_scheduler(self, limits: SimulatedLimits, clock: Clock, connector: Any) -> Scheduler:
@@ -489,7 +498,9 @@ class SimulatedCluster:
         self._ending: list[asyncio.Task[None]] = []
         timers = LoopTimers()
         self.view = ClusterView()
-        self._links = NodeLinks(lambda address: _Client(self, address), ROUTER, timers, rng)
+        self._links = NodeLinks(
+            lambda address: _Client(self, address), ROUTER, timers, rng, router_incarnation=f"{ROUTER}.1"
+        )
         spec = limits.spec
         card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
         patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)

@@ -47,6 +47,10 @@ class RunningNode:
         return stats.total_blocks - stats.free_blocks
 
 
+BOTH_KINDS = PlacementSettings(Policy.LEAST_LOADED)
+"""Short prompts take a prefill and a decode node, too."""
+
+
 class MiniCluster(Caller):
     """Started by `mini_cluster`."""
 
@@ -87,6 +91,7 @@ async def mini_cluster(
     prefill: int = 1,
     decode: int = 1,
     token_ids_only: bool = False,
+    placement: PlacementSettings = BOTH_KINDS,
     **node_settings: object,
 ) -> AsyncIterator[MiniCluster]:
     """Start router and nodes; `make_runner(node_id)` gives each node its model. Everything has ended on exit."""
@@ -97,7 +102,7 @@ async def mini_cluster(
         for name in names:
             runner = make_runner(name)
             cluster.nodes[name] = await _start_node(stack, store, name, runner, model_dir, node_settings)
-        cluster.router = await _start_router(stack, store, runner.model.name, model_dir, token_ids_only)
+        cluster.router = await _start_router(stack, store, runner.model.name, model_dir, token_ids_only, placement)
         cluster.channel = grpc.aio.insecure_channel(cluster.router.grpc)
         stack.push_async_callback(cluster.channel.close, None)
         await _until_placeable(cluster, len(names))
@@ -146,7 +151,12 @@ async def _end(task: asyncio.Task[None], stop: NodeStop) -> None:
 
 
 async def _start_router(
-    stack: AsyncExitStack, store: MemoryStore, model_name: str, model_dir: Path, token_ids_only: bool
+    stack: AsyncExitStack,
+    store: MemoryStore,
+    model_name: str,
+    model_dir: Path,
+    token_ids_only: bool,
+    placement: PlacementSettings,
 ) -> RouterAddresses:
     config = RouterConfig(
         registry_url="memory://",
@@ -158,7 +168,7 @@ async def _start_router(
         http_port=0,
         simulated=SimulatedSpec() if token_ids_only else None,
         drain_s=0.0,
-        placement=PlacementSettings(Policy.LEAST_LOADED),
+        placement=placement,
     )
     membership, stop = MemoryRegistry(store, CLUSTER), asyncio.Event()
     stack.push_async_callback(membership.close)

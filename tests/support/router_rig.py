@@ -29,6 +29,7 @@ from router.dispatcher import Dispatcher, DispatchLimits
 from router.fake_node import FakeNode, FakeNodes
 from router.flight_journal import FlightJournal
 from router.node_links import NodeLinks
+from router.placer import Placer
 from router.timers import ManualTimers
 from router.view import ClusterView
 from tests.support.router_parts import MODEL, record_of
@@ -109,7 +110,7 @@ class Reader:
 class RouterRig:
     """What a test holds: the dispatcher, its nodes by name, and time."""
 
-    def __init__(self, limits: DispatchLimits | None) -> None:
+    def __init__(self, limits: DispatchLimits | None, placer: Placer | None = None) -> None:
         self.timers = ManualTimers()
         self.view = ClusterView()
         self.fakes = FakeNodes()
@@ -117,7 +118,15 @@ class RouterRig:
         card = ModelCard(MODEL, 64, 300)
         self.store = MemoryFlightStore()
         self.dispatcher = Dispatcher(
-            self.view, self.links, Letters(), lambda: card, self.timers, Random(7), limits, self.journal("router-1.a")
+            self.view,
+            self.links,
+            Letters(),
+            lambda: card,
+            self.timers,
+            Random(7),
+            limits,
+            self.journal("router-1.a"),
+            placer,
         )
         self.nodes: dict[str, FakeNode] = {}
 
@@ -199,16 +208,19 @@ class RouterRig:
 
 
 @asynccontextmanager
-async def router_rig(*descriptions: NodeDescription, limits: DispatchLimits | None = None) -> AsyncIterator[RouterRig]:
+async def router_rig(
+    *descriptions: NodeDescription, limits: DispatchLimits | None = None, placer: Placer | None = None
+) -> AsyncIterator[RouterRig]:
     """A rig with these nodes attached. At the end nothing may be left of it: no request, timer, task or client."""
     before = asyncio.all_tasks()
-    rig = RouterRig(limits)
+    rig = RouterRig(limits, placer)
     rig.register(*descriptions)
     await rig.attached(len(descriptions))
     try:
         yield rig
         assert rig.dispatcher.num_live == 0
         assert rig.in_flight() == 0
+        assert rig.dispatcher.placer.is_idle
     finally:
         await rig.links.close()
     assert asyncio.all_tasks() == before

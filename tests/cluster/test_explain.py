@@ -1,0 +1,62 @@
+"""Placement that knows the caches, over real connections, and what operators are told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.rpc.messages import GenerateRequest
+from router.placer import PlacementSettings
+from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+
+SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+PROMPT = [7] * 200
+
+
+async def baton(cluster: MiniCluster, *words: str) -> str:
+    """What the command prints of this cluster."""
+    command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode()
+
+
+async def ask(cluster: MiniCluster, request_id: str, prompt: list[int]) -> int:
+    """Run a request to its end; returns how many of its prompt's tokens were cached."""
+    answer = await cluster.generate(GenerateRequest(prompt, request_id, temperature=0.0, max_tokens=4))
+    assert answer.finished is not None
+    return answer.finished.cached_tokens
+
+
+async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_why(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    placement = PlacementSettings(alone_tokens=0)
+
+    def make_runner(_: str) -> SimulatedRunner:
+        return SimulatedRunner(SPEC)
+
+    async with mini_cluster(
+        make_runner, tmp_path, prefill=2, decode=2, token_ids_only=True, placement=placement
+    ) as cluster:
+        assert await ask(cluster, "first", [*PROMPT, 1]) == 0
+        assert await ask(cluster, "other", [8, *PROMPT]) == 0
+        assert await ask(cluster, "second", [*PROMPT, 2]) == 192
+        first, second = [json.loads(await baton(cluster, "explain", r, "-o", "json")) for r in ("first", "second")]
+        (before,), (after,) = first["decisions"], second["decisions"]
+        assert (after["prefill_node"], after["decode_node"]) == (before["prefill_node"], before["decode_node"])
+        assert (after["decision"], after["reason"]) == ("pair", "cheapest pair")
+        taken = next(
+            way
+            for way in after["ways"]
+            if (way["prefill_node"], way["decode_node"]) == (after["prefill_node"], after["decode_node"])
+        )
+        assert (taken["cached_tokens"], after["outcome"]["cached_tokens"]) == (192, 192)
+        assert sum(way["cached_tokens"] == 192 for way in after["ways"]) < len(after["ways"]), "others have it not"
+        text = await baton(cluster, "explain", "second")
+        assert text.startswith("second, attempt 1, ")
+        assert "in hindsight" in text

@@ -1,0 +1,93 @@
+"""What the dispatcher and its placer have to do with each other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_events import BlockStored
+from baton.rpc.messages import KVCacheUpdate, NodeDescription, Outcome, StageTimings, WatchKVCache
+from router.placer import PlacementSettings, Placer
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import RouterRig, router_rig
+
+PROMPT = "a long beginning, and an end"
+
+
+def telling(node: NodeDescription) -> NodeDescription:
+    """A node that says how it names its blocks."""
+    return replace(node, kv_layout="layout")
+
+
+def placer() -> Placer:
+    return Placer(PlacementSettings(alone_tokens=0))
+
+
+def stored(text: str) -> BlockStored:
+    keys: list[bytes] = []
+    hasher = BlockHasher(CacheKeyFields("print", "float32", "layout"), 4)
+    hasher.extend(keys, hasher.root(), [ord(letter) for letter in text])
+    return BlockStored(keys)
+
+
+async def tell_cached(rig: RouterRig, name: str, update: KVCacheUpdate) -> None:
+    node = rig.nodes[name]
+    node.report(kv_cache=update)
+    await node.all_read()
+
+
+async def asked_for_everything(rig: RouterRig, name: str) -> None:
+    assert isinstance(await rig.nodes[name].inbox.get(), WatchKVCache)
+
+
+async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
+    """Ask, and see the request through on these nodes."""
+    reader = rig.ask(PROMPT, max_tokens=2)
+    submit = await rig.submitted(pair[0])
+    assert (await rig.submitted(pair[1])).attempt == submit.attempt
+    rig.tell(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
+    rig.tell(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
+    finished = await reader.finished()
+    (told,) = rig.dispatcher.placer.explain(reader.accepted.request_id)
+    assert told.decision.actual is not None
+    assert (told.decision.actual.timings.queue_ms, told.decision.actual.first_token_ms) == (1, finished.ttft_ms)
+
+
+async def test_nodes_are_asked_what_they_have_and_requests_follow() -> None:
+    nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
+    async with router_rig(*nodes, placer=placer()) as rig:
+        for name in ("p1", "p2", "d1"):
+            await asked_for_everything(rig, name)
+        await tell_cached(rig, "p2", KVCacheUpdate(0, 0, [stored(PROMPT)], restart=True))
+        for _ in range(3):
+            await served(rig, ("p2", "d1"))
+
+
+async def test_who_missed_something_asks_for_everything_again() -> None:
+    nodes = [telling(prefill("p1")), telling(prefill("p2")), telling(decode())]
+    async with router_rig(*nodes, placer=placer()) as rig:
+        for name in ("p1", "p2", "d1"):
+            await asked_for_everything(rig, name)
+        await tell_cached(rig, "p2", KVCacheUpdate(0, 0, [], restart=True))
+        await tell_cached(rig, "p2", KVCacheUpdate(4, 5, [stored("nothing of this")]))
+        await asked_for_everything(rig, "p2")
+        await tell_cached(rig, "p2", KVCacheUpdate(5, 5, [stored(PROMPT)], restart=True))
+        await served(rig, ("p2", "d1"))
+
+
+async def test_nobody_is_asked_for_what_no_policy_uses() -> None:
+    async with router_rig(telling(prefill()), telling(decode())) as rig:
+        await served(rig, ("p1", "d1"))
+
+
+async def test_a_request_that_ends_before_it_is_placed_or_by_its_client_leaves_nothing() -> None:
+    async with router_rig(telling(prefill()), telling(decode()), placer=placer()) as rig:
+        for name in ("p1", "d1"):
+            await asked_for_everything(rig, name)
+        reader = rig.ask(PROMPT, max_tokens=2)
+        await rig.submitted("p1")
+        assert not rig.dispatcher.placer.is_idle
+        reader.task.cancel()
+        await asyncio.gather(reader.task, return_exceptions=True)
+        assert rig.dispatcher.placer.is_idle

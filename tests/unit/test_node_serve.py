@@ -16,7 +16,7 @@ from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.outputs import SchedulerOutput
 from baton.engine.request import Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner
+from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.errors import BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
 from baton.node.fake_role import FakeRole
@@ -24,7 +24,7 @@ from baton.node.role import RoleContext
 from baton.node.serve import Node, NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
+from baton.rpc.messages import Adopt, NodeDescription, Outcome, RequestDelta, Submit
 from baton.rpc.node_client import NodeClient, NodeStream
 
 KEY = AttemptKey("r", 1, 5)
@@ -109,6 +109,29 @@ async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
         await node.task
         with pytest.raises(NodeLost):
             await until_end(stream)
+
+
+async def test_a_router_goes_on_with_what_another_one_lost(tmp_path: Path) -> None:
+    async with running(tmp_path) as (node, client, stream):
+        await stream.send(submit(max_tokens=400))
+        reports = aiter(stream)
+        told: list[RequestDelta] = []
+        while not any(delta.token_ids for delta in told):
+            told += (await anext(reports)).deltas
+        await stream.close()
+        second = await client.attach("router-1", router_incarnation="router-1.x")
+        await second.send(Adopt(KEY))
+        end, tokens = None, []
+        async for report in second:
+            for delta in report.deltas:
+                assert not delta.token_ids or delta.first_index == len(tokens)
+                tokens += delta.token_ids
+                end = delta.outcome or end
+            if end is not None:
+                break
+        assert end is Outcome.LENGTH
+        vocab = node.runner.model.vocab_size
+        assert tokens == expected_tokens((1, 2, 3), 400, seed=0, vocab_size=vocab)
 
 
 async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: Path) -> None:

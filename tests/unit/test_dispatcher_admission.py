@@ -219,6 +219,7 @@ async def test_a_cancelled_request_makes_room_at_once() -> None:
         for _ in running:
             await rig.submitted("d1")
         rig.dispatcher.cancel("d1-1")
+        assert rig.dispatcher.num_waiting == 0, "in the same breath"
         assert (await rig.aborted("d1")).attempt.request_id == "d1-1"
         assert (await rig.submitted("d1")).attempt.request_id == "next"
         with pytest.raises(Cancelled):

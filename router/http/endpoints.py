@@ -221,7 +221,8 @@ def _wishes(body: Body, logprobs: bool) -> Wishes:
 def _timeout_s(header: bytes | None) -> float | None:
     if header is None:
         return None
-    if not (header.isdigit() and 0 < int(header[:12]) <= _MAX_TIMEOUT_MS):
+    # Bounded first: Python reads no number of thousands of digits.
+    if not (len(header) <= 12 and header.isdigit() and 0 < int(header) <= _MAX_TIMEOUT_MS):
         raise InvalidRequest("x-request-timeout-ms", f"must be 1 to {_MAX_TIMEOUT_MS}")
     return int(header) / 1e3
 

@@ -1,0 +1,259 @@
+"""HTTP bodies that nobody would write, to a whole cluster in virtual time.
+
+A good one is served, one with a single wrong field is refused by that name, and whatever else has an answer that is no
+fault of ours; nothing of it is left, and a request alongside gets its own tokens. `BATON_FUZZ_EXAMPLES=100000` runs so
+many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
+from router.http.app import HttpFront
+from router.http.model import ServedModel
+from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, Letters, Run, fuzzed_cluster
+from tests.support.http_client import AsgiClient, Exchange
+
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "300"))
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class Spelling(Letters):
+    """As the HTTP front wants it."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def spelling(self, token_id: int) -> bytes:
+        return chr(32 + token_id).encode()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with fuzzed_cluster() as made:
+        yield made
+
+
+async def post(
+    cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
+) -> Exchange:
+    model = ServedModel(cluster.card, Spelling(), ChatTemplate(DEFAULT_TEMPLATE, {}), lambda: datetime(2026, 1, 2))
+    front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", ManualClock(5.0), Random(1), 1000.0)
+    exchange = AsgiClient(front).post(path, body, headers)
+    if leaves:
+        exchange.leave()
+        await exchange.task
+        return exchange
+    return await exchange.end()
+
+
+# For each field good values, then wrong ones.
+
+NO_NUMBERS: list[Any] = ["1", True, [], {}, [1], 10**400, "\0"]
+NO_TEXTS: list[Any] = [1, True, [], {}, ["x"]]
+FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 0.5, 2, None], [*NO_NUMBERS, -0.1, 2.1, 1e308]),
+    "top_p": ([1, 0.5, 1e-300], [*NO_NUMBERS, 0, -1, 1.1]),
+    "top_k": ([-1, 1, SPEC.vocab_size], [*NO_NUMBERS, 0, -2, SPEC.vocab_size + 1, 1.5, 2**64]),
+    "min_p": ([0, 0.1, 1], [*NO_NUMBERS, -0.1, 1.1]),
+    "seed": ([0, 7, 2**64 - 1], [*NO_NUMBERS, -1, 2**64, 0.5]),
+    "presence_penalty": ([-2, 0, 2], [*NO_NUMBERS, -2.1, 2.1]),
+    "frequency_penalty": ([-2, 0, 2], [*NO_NUMBERS, -2.1, 2.1]),
+    "repetition_penalty": ([0.1, 1, 2], [*NO_NUMBERS, 0, 2.1]),
+    "logit_bias": (
+        [{}, {"1": 5, "96": -100.0}],
+        ["1", [1], {"x": 1}, {"97": 1}, {"-1": 1}, {"1": "1"}, {"1": 10**400}],
+    ),
+    "max_tokens": ([1, 5, 24], [*NO_NUMBERS, 0, -1, 128, 2**31, 1.5]),
+    "min_tokens": ([0, 1], [*NO_NUMBERS, -1, 128, 2**63]),
+    "stop": (["x", [], ["ab", "é"], ["x"] * 16], [1, [1], ["x"] * 17, [""], "", "x" * 257, "a\0", "\udc80", {"a": 1}]),
+    "stop_token_ids": ([[], [0, 96]], [1, "1", [97], [-1], ["1"], [True], [1] * 257, [10**400]]),
+    "ignore_eos": ([True, False], [0, 1, "true", []]),
+    "n": ([1, 2, 3], [*NO_NUMBERS, 0, -1, 9, 1.5]),
+    "priority": ([0, -5, 2**31 - 1], [*NO_NUMBERS, 2**31, -(2**31) - 1]),
+    "cache_salt": (["", "salt"], [*NO_TEXTS, "a\0", "x" * 257, "\ud800"]),
+    "ttft_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),
+    "tpot_slo_ms": ([1e6], [*NO_NUMBERS, 0, -1]),
+    "stream": ([True, False], [1, "true", {}]),
+    "user": (["somebody"], NO_TEXTS),
+    "model": (["", SPEC.name, None], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
+    "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, []]),
+    "skip_special_tokens": ([True], [False, 1, "x"]),
+    "metadata": ([{}, {"a": {"b": 1}}], [1, "x"]),
+    "no_such_field": ([], [None, 1, {"a": 1}]),
+    "tool_calls\0": ([], [1]),
+}
+ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
+    "prompt": (
+        COMPLETIONS,
+        ["hello", [1, 2, 96], ["hello"], [[1, 2]], "é\U0001f600"],
+        [
+            None,
+            1,
+            "",
+            [],
+            [[]],
+            [97],
+            [-1],
+            [True],
+            [1.5],
+            "x" * 128,
+            [1] * 128,
+            "\0",
+            "\ud800",
+            {},
+            ["a"] * 33,
+            [10**400],
+        ],
+    ),
+    "logprobs": (COMPLETIONS, [None, 0, 20], [*NO_NUMBERS, -1, 21]),
+    "suffix": (COMPLETIONS, [None, ""], ["x", 1]),
+    "echo": (COMPLETIONS, [False], [True, 1]),
+    "messages": (
+        CHAT,
+        [[{"role": "user", "content": "hi"}], [{"role": "system", "content": "s"}, {"role": "user", "content": []}]],
+        [
+            *(None, [], "x", [1], [{}], [{"role": "user", "content": 1}], [{"role": "x", "content": "x"}]),
+            *([{"role": "user", "content": "x" * 200}], [{"role": "user", "content": "\0"}]),
+            *([{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": "\udfff"}]),
+            [{"role": "user", "content": "x", "y": 1}],
+        ],
+    ),
+    "top_logprobs": (CHAT, [], [*NO_NUMBERS, -1, 1, 21]),
+    "tools": (CHAT, [None, []], [[{"type": "function"}], 1]),
+}
+HEADERS: dict[str, tuple[list[str], list[str]]] = {
+    "x-request-id": (["mine", "a" * 64], ["", "a b", "a" * 65, "\xff"]),
+    "x-request-timeout-ms": (["100000", "86400000"], ["", "0", "-1", "x", "1" * 30, "0" * 11 + "1" + "9" * 5000]),
+    "last-event-id": ([], ["", "x", "1", "9" * 5000, "0:0", "-1"]),
+}
+
+
+def fields_of(path: str) -> dict[str, tuple[list[Any], list[Any]]]:
+    alone = {name: (good, bad) for name, (only, good, bad) in ALONE.items() if only == path}
+    return {**FIELDS, **alone}
+
+
+@st.composite
+def good_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    fields = {name: good for name, (good, _) in fields_of(path).items() if good}
+    names = draw(st.sets(st.sampled_from(sorted(fields)), max_size=6)) | {
+        "prompt" if path == COMPLETIONS else "messages"
+    }
+    body = {name: draw(st.sampled_from(fields[name])) for name in sorted(names)}
+    # A chat's prompt is long.
+    return {"max_tokens": 5, **body}
+
+
+PATHS = st.sampled_from([COMPLETIONS, CHAT])
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=EXAMPLES <= 500,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+def assert_is_error(exchange: Exchange) -> None:
+    assert set(exchange.error) == {"message", "type", "param", "code"}
+    assert len(exchange.error["message"]) < 20_000
+
+
+@fuzzed
+@given(data=st.data())
+def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.DataObject) -> None:
+    path = data.draw(PATHS)
+    body = data.draw(good_bodies(path))
+    headers = {
+        name: data.draw(st.sampled_from(HEADERS[name][0]))
+        for name in data.draw(st.sets(st.sampled_from(["x-request-id"])))
+    }
+    spoilt = data.draw(st.sampled_from([None, *sorted(fields_of(path)), *HEADERS]))
+    if spoilt in HEADERS:
+        headers[spoilt] = data.draw(st.sampled_from(HEADERS[spoilt][1]))
+    elif spoilt is not None:
+        body[spoilt] = data.draw(st.sampled_from(fields_of(path)[spoilt][1]))
+    exchange = run(lambda cluster: post(cluster, path, json.dumps(body).encode(), headers))
+    event(str(exchange.status))
+    if spoilt is None:
+        assert exchange.status == 200, exchange.body
+        if body.get("stream"):
+            assert exchange.events[-1].is_done
+            assert not any("error" in one.json for one in exchange.events[:-1])
+        else:
+            assert len(exchange.json["choices"]) == (body.get("n") or 1)
+        return
+    assert exchange.status == (404 if spoilt == "model" and isinstance(body["model"], str) else 400), exchange.body
+    assert_is_error(exchange)
+    named = str(exchange.error["param"])
+    related = {"last-event-id": {"x-request-id", "stream"}, "n": {"best_of"}}.get(spoilt, set())
+    assert named.partition(".")[0].partition("[")[0] in {spoilt, *related}, (spoilt, exchange.error)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, path: str) -> bytes:
+    """A good body's bytes with a few of them changed, cut out, repeated or put in."""
+    data = bytearray(json.dumps(draw(good_bodies(path))).encode())
+    for _ in range(draw(st.integers(1, 4))):
+        place, size = draw(st.integers(0, len(data))), draw(st.integers(0, 12))
+        kind = draw(st.sampled_from(["flip", "cut", "repeat", "insert"]))
+        if kind == "flip" and place < len(data):
+            data[place] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del data[place : place + size]
+        elif kind == "repeat":
+            data[place:place] = data[place : place + size]
+        else:
+            junk = st.sampled_from(
+                [b"NaN", b"-Infinity", b"1e999", b'"\\ud800"', b"[" * 70, b'"a":1,', b"null", b"\xff", b"0"]
+            )
+            data[place:place] = draw(junk)
+    return bytes(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def wild_bodies(draw: st.DrawFn, path: str) -> bytes:
+    """Any values under names that mean something."""
+    body = draw(good_bodies(path))
+    for name in draw(st.sets(st.sampled_from(sorted(fields_of(path))), min_size=1, max_size=4)):
+        body[name] = draw(JSON)
+    return json.dumps(body).encode()
+
+
+@fuzzed
+@given(data=st.data(), leaves=st.sampled_from([False, False, False, True]))
+def test_whatever_comes_has_an_answer(run: Run, data: st.DataObject, leaves: bool) -> None:
+    path = data.draw(PATHS)
+    body = data.draw(mutations(path) | wild_bodies(path) | st.binary(max_size=40))
+    headers = {
+        name: data.draw(st.text(st.characters(max_codepoint=255), max_size=20))
+        for name in data.draw(st.sets(st.sampled_from(sorted(HEADERS)), max_size=1))
+    }
+    exchange = run(lambda cluster: post(cluster, path, body, headers, leaves))
+    event(str(exchange.status))
+    if leaves:
+        return
+    assert exchange.status in (200, 400, 404, 409, 503, 504), exchange.body
+    if exchange.status != 200:
+        assert_is_error(exchange)
+    if exchange.status in (503, 504):
+        assert b"slo" in body or "x-request-timeout-ms" in headers, exchange.body

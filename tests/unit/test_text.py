@@ -95,7 +95,7 @@ def test_text_does_not_depend_on_how_tokens_were_grouped(data: st.DataObject) ->
     assert rest == grouped.finish()
     if not stop:
         # A stream that is searched for what never comes goes the long way.
-        searched = TextStream(tokenizer, ("\x01",), 0)
+        searched = TextStream(tokenizer, ("never to be drawn",), 0)
         text = "".join(searched.push(place, (token,)).text for place, token in enumerate(ids))
         assert "".join(pieces) + rest == text + searched.finish()
 

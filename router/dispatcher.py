@@ -80,6 +80,7 @@ from router.schemas import SchemaCheck
 from router.served import Served
 from router.text_stream import TextCodec
 from router.timers import TimerHandle, Timers
+from router.turns import Turns
 from router.validation import validate
 from router.view import ClusterView
 
@@ -141,11 +142,13 @@ class DispatchCounters:
 class _Run:
     """A flight with everything impure around it."""
 
-    def __init__(self, request: ValidRequest, flight_id: int, answer: Answer, started: float) -> None:
+    def __init__(
+        self, request: ValidRequest, flight_id: int, answer: Answer, queue: EventQueue, started: float
+    ) -> None:
         self.request = request
         self.flight = Flight(request, flight_id)
         self.answer = answer
-        self.queue = EventQueue()
+        self.queue = queue
         self.started = started
         self.first_token_at: float | None = None
         self.placed_at: float | None = None
@@ -223,6 +226,7 @@ class Dispatcher:
         self._runs: dict[str, _Run] = {}
         self._adopting: set[_Run] = set()
         """Those whose nodes have yet to tell what they brought for another router."""
+        self._turns = Turns()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -340,7 +344,7 @@ class Dispatcher:
             if timer is not None:
                 timer.cancel()
         run.stall = None
-        before, run.queue = run.queue, EventQueue()
+        before, run.queue = run.queue, EventQueue(self._turns)
         before.end(Cancelled("continued elsewhere"))
         run.answer = ResumedAnswer(self._codec, run.request, positions)
         run.queue.put_all(told_again(run.answer, run.flight.sequences, run.logprobs))
@@ -457,7 +461,7 @@ class Dispatcher:
             raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
-        run = _Run(request, self._rng.getrandbits(64), answer, started)
+        run = _Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started)
         self._set_deadline(run, started, timeout_s)
         self._runs[request.request_id] = run
         self._idle.clear()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from baton.errors import BatonError
 from baton.rpc.messages import Chunk, GenerateEvent
+from router.turns import Turns
 
 MAX_JOINED_TOKENS = 256
 
@@ -19,9 +20,11 @@ class EventQueue:
     there is to do. Chunks without tokens (text that was held back until the end) stay by themselves.
     """
 
-    __slots__ = ("_error", "_events", "_is_over", "_waiter", "backlog")
+    __slots__ = ("_error", "_events", "_is_over", "_turns", "_waiter", "backlog")
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
+        """`turns` are those of all queues of a router."""
+        self._turns = turns or Turns()
         self._events: deque[GenerateEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_over = False
@@ -54,16 +57,12 @@ class EventQueue:
 
     async def get(self) -> GenerateEvent | None:
         """The next event, None after the last one; raises the error of the end. For one reader."""
-        while not self._events:
-            if self._is_over:
-                if self._error is not None:
-                    raise self._error
-                return None
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        if not self._events or not self._turns.may_go():
+            await self._turn()
+        if not self._events:
+            if self._error is not None:
+                raise self._error
+            return None
         event = self._events.popleft()
         if isinstance(event, Chunk):
             if self._events and event.token_ids:
@@ -93,6 +92,19 @@ class EventQueue:
             first.sequence_index,
         )
 
+    async def _turn(self) -> None:
+        """Return when there is something, or nothing more will come, and it is our turn."""
+        waiter = asyncio.get_running_loop().create_future()
+        if self._events or self._is_over:
+            self._turns.wake(waiter)
+        else:
+            self._waiter = waiter
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            self._turns.wake(waiter)

@@ -169,13 +169,15 @@ class RelayNode:
         if self._port is None:
             return
         first = self._owner.script[stream.offset % len(self._owner.script)]
-        is_all = stream.max_tokens == 1 or submit.leg is Leg.WHOLE
-        outcome = Outcome.LENGTH if is_all else Outcome.HANDED_OFF
+        goes_on = Outcome.HANDED_OFF if submit.leg is Leg.PREFILL else None
+        outcome = Outcome.LENGTH if stream.max_tokens == 1 else goes_on
         stream.sent_at.append(time.monotonic())
         self._port.put(
             StepReport([RequestDelta(submit.attempt, 0, (first,), outcome=outcome, timings=_TIMINGS)], self.load())
         )
-        if stream.waiting is not None:
+        if outcome is None:
+            self.run(submit.attempt, stream)
+        elif stream.waiting is not None:
             node, attempt = stream.waiting
             node.run(attempt, stream)
 

@@ -26,6 +26,7 @@ from baton.bench.router_process import RouterProcess, node_record, router_proces
 from baton.bench.spread import Spread
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
+from baton.rpc.event_loop import RpcEventLoop
 from baton.rpc.messages import NodeDescription
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
@@ -111,7 +112,8 @@ def run(config: RouterBenchConfig) -> RouterReport:
         raise ConfigError("there must be two nodes at least")
     os.sched_setaffinity(0, {cores[-1]})
     try:
-        return asyncio.run(_run(config, router_core=cores[0]))
+        with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
+            return runner.run(_run(config, router_core=cores[0]))
     finally:
         os.sched_setaffinity(0, cores)
 

@@ -1,0 +1,55 @@
+"""Readers go on in order, so many in a turn of the event loop, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.rpc.messages import Chunk
+from router.event_queue import EventQueue
+from router.turns import Turns
+
+
+async def reader(name: int, queue: EventQueue, order: list[tuple[int, int]]) -> None:
+    while (event := await queue.get()) is not None:
+        assert isinstance(event, Chunk)
+        order.append((name, len(event.token_ids)))
+
+
+def tell_all(queues: list[EventQueue], index: int) -> None:
+    for queue in queues:
+        queue.put(Chunk(index, (index,), "x"))
+
+
+async def test_so_many_go_in_a_turn_and_the_others_find_more() -> None:
+    turns = Turns(per_turn=2)
+    queues = [EventQueue(turns) for _ in range(6)]
+    order: list[tuple[int, int]] = []
+    tasks = [asyncio.create_task(reader(name, queue, order)) for name, queue in enumerate(queues)]
+    await asyncio.sleep(0)
+    tell_all(queues, 0)
+    await asyncio.sleep(0)
+    assert order == [(0, 1), (1, 1)]
+    tell_all(queues, 1)
+    for queue in queues:
+        queue.end()
+    await asyncio.gather(*tasks)
+    # Those who had to wait take what came meanwhile along.
+    assert order[2:] == [(2, 2), (3, 2), (4, 2), (5, 2), (0, 1), (1, 1)]
+
+
+async def test_one_who_gave_up_takes_nobodys_turn() -> None:
+    turns = Turns(per_turn=1)
+    queues = [EventQueue(turns) for _ in range(4)]
+    order: list[tuple[int, int]] = []
+    tasks = [asyncio.create_task(reader(name, queue, order)) for name, queue in enumerate(queues)]
+    await asyncio.sleep(0)
+    tell_all(queues, 0)
+    tasks[1].cancel()
+    tasks[2].cancel()
+    for queue in queues:
+        queue.end()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [(0, 1), (3, 1)]
+    again = EventQueue(turns)
+    again.put(Chunk(0, (1,), "x"))
+    assert await again.get() is not None

@@ -100,12 +100,12 @@ class CacheView:
         return False
 
     def expect(self, incarnation: str, keys: Sequence[bytes]) -> None:
-        """A prompt that begins with these blocks goes there."""
-        self._expected.add(incarnation, _milestones(keys))
+        """A prompt with these `milestones` goes there."""
+        self._expected.add(incarnation, keys)
 
     def expect_no_more(self, incarnation: str, keys: Sequence[bytes]) -> None:
         """It is over; what was computed has been told by now."""
-        self._expected.remove(incarnation, _milestones(keys))
+        self._expected.remove(incarnation, keys)
 
     def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
         """How many of a prompt's first tokens each node has; those that have none are left out.
@@ -119,7 +119,7 @@ class CacheView:
         for fields in {cache_keys_of(node) for node in nodes} - {None}:
             assert fields is not None
             num_blocks = _leading(prompt, fields, told)
-            for incarnation, passed in self._expected.leading(_milestones(prompt.first(fields, _FIRST_BLOCKS))).items():
+            for incarnation, passed in self._expected.leading(milestones(prompt.first(fields, _FIRST_BLOCKS))).items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
                 found[incarnation] = count * fields[-1]
@@ -139,7 +139,7 @@ class CacheView:
                 self._forget_told(incarnation)
 
 
-def _milestones(keys: Sequence[bytes]) -> Sequence[bytes]:
+def milestones(keys: Sequence[bytes]) -> Sequence[bytes]:
     """Keys of the first, second, fourth, eighth ... block: enough to know about how long a common beginning is."""
     return [keys[(1 << power) - 1] for power in range(len(keys).bit_length())]
 

@@ -15,7 +15,7 @@ from baton.observe.metrics import Figure
 from baton.rpc.messages import StageTimings
 from router.cost_model import Found, Question, Terms
 
-_KEPT = 4096
+_KEPT = 2048
 _RECENT = 256
 _MOST_ATTEMPTS = 16
 """Of one request that are kept."""

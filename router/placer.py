@@ -16,7 +16,7 @@ from baton.errors import NoCapacity
 from baton.observe.metrics import Figure
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from router.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.cache_view import CacheView, PromptKeys, cache_keys_of, milestones
 from router.cost_model import (
     Found,
     NodeCosts,
@@ -75,7 +75,7 @@ class _Live:
     attempt: int
     placement: Placement
     expected: Sequence[tuple[str, Sequence[bytes]]] = ()
-    """Blocks that nodes are about to have, by incarnation."""
+    """The `milestones` of blocks that nodes are about to have, by incarnation."""
 
 
 class Placer:
@@ -310,12 +310,13 @@ class Placer:
 
     def _expect(self, request: ValidRequest, placement: Placement) -> Sequence[tuple[str, Sequence[bytes]]]:
         """The prompt's first blocks are going to be on its nodes, and whoever has the same should follow."""
-        prompt = self._prompts.get(request.request_id)
+        # It is not kept: there may be thousands of requests, and few are placed once more.
+        prompt = self._prompts.pop(request.request_id, None)
         expected: list[tuple[str, Sequence[bytes]]] = []
         for node in (placement.prefill, placement.decode):
             fields = cache_keys_of(node) if node is not None else None
             if node is not None and fields is not None and prompt is not None and len(self._names) > 2:
-                keys = prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields))))
+                keys = milestones(prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields)))))
                 self._caches.expect(node.incarnation, keys)
                 expected.append((node.incarnation, keys))
         return expected

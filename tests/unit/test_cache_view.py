@@ -19,7 +19,7 @@ from baton.engine.kv_events import (
 )
 from baton.node.kv_cache_updates import kv_cache_updates
 from baton.rpc.messages import KVCacheUpdate, NodeDescription
-from router.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.cache_view import CacheView, PromptKeys, cache_keys_of, milestones
 from tests.support.router_parts import decode
 
 SIZE = 4
@@ -104,7 +104,7 @@ def test_a_restart_of_the_numbering_forgets_what_was_before() -> None:
 def test_who_is_gone_has_nothing_and_is_not_heard() -> None:
     keys = keys_of()
     view = watching(stored(keys))
-    view.expect(RUN, keys)
+    view.expect(RUN, milestones(keys))
     view.forget(RUN)
     view.forget(RUN)
     assert not view.updated(RUN, snapshot(0, stored(keys)))
@@ -123,10 +123,10 @@ def test_salts_and_layouts_keep_prompts_apart() -> None:
 def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
     keys = keys_of()
     view = watching()
-    view.expect(RUN, keys[:5])
+    view.expect(RUN, milestones(keys[:5]))
     assert (cached(view), view.num_keys) == (4 * SIZE, 0), "known to a power of two"
     view.updated(RUN, KVCacheUpdate(5, 6, [stored(keys[:2])]))
-    view.expect_no_more(RUN, keys[:5])
+    view.expect_no_more(RUN, milestones(keys[:5]))
     assert cached(view) == 2 * SIZE
 
 

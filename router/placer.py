@@ -117,7 +117,7 @@ class Placer:
 
     def on_report(self, incarnation: str, report: StepReport, now: float) -> bool:
         """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
-        if report.step is not None:
+        if report.step is not None and self._predicts:
             self._rates.stepped(incarnation, report.step)
         self._known.pop(incarnation, None)
         pending = self._pending.get(incarnation)

@@ -108,7 +108,8 @@ class _Cards:
         nodes = [node for node in self._view.descriptions() if node.model == self._known.name]
         if nodes:
             longest = max(node.max_model_len for node in nodes)
-            self._known = ModelCard(self._known.name, longest, min(node.vocab_size for node in nodes))
+            vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
+            self._known = ModelCard(self._known.name, longest, vocab_size, has_end)
         return self._known
 
 
@@ -288,7 +289,7 @@ def _card_without_nodes(config: RouterConfig) -> ModelCard:
     if config.simulated is not None:
         return ModelCard(config.model_name, config.simulated.max_model_len, config.simulated.vocab_size)
     files = read_model_files(config.model_dir)
-    return ModelCard(config.model_name, files.max_position_embeddings, files.vocab_size)
+    return ModelCard(config.model_name, files.max_position_embeddings, files.vocab_size, bool(files.eos_token_ids))
 
 
 def main(config: ProcessConfig) -> int:

@@ -75,7 +75,7 @@ def validate(
     prompt = _prompt(raw.prompt, card, encode)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     if raw.json_schema:
-        sampling = _with_grammar(sampling, raw.json_schema, encode is not None)
+        sampling = _with_grammar(sampling, raw.json_schema, card, has_text=encode is not None)
     return ValidRequest(
         request_id=request_id,
         model=card.name,
@@ -213,9 +213,11 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
     )
 
 
-def _with_grammar(sampling: SamplingParams, json_schema: str, has_text: bool) -> SamplingParams:
+def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *, has_text: bool) -> SamplingParams:
     if not has_text:
         raise InvalidRequest("json_schema", "this model is served without a tokenizer")
+    if not card.has_end:
+        raise InvalidRequest("json_schema", f"{card.name} has no end-of-sequence token, so its answers don't end")
     # Where nothing but the end may follow, they would ask for what can't be.
     for field in ("ignore_eos", "min_tokens"):
         if getattr(sampling, field):

@@ -421,6 +421,8 @@ class ModelCard:
     name: str
     max_model_len: int
     vocab_size: int
+    has_end: bool = True
+    """Whether it has an end-of-sequence token. Clients are not told."""
 
 
 @dataclass(frozen=True, slots=True)

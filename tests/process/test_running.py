@@ -83,8 +83,7 @@ def test_a_schema_that_can_not_be_served_is_refused(shell: Shell, cluster: Proce
     ask = ("generate", "hello", "--run-dir", cluster.run_dir, "--json-schema")
     schema = tmp_path / "schema.json"
     assert refusal(shell.baton(*ask, f"@{schema}"), 2).startswith(f"--json-schema: {schema} can't be read")
-    schema.write_text('{"type": "string", "pattern": "("}')
-    assert "unclosed group" in refusal(shell.baton(*ask, f"@{schema}"), 2)
+    assert "no end-of-sequence token" in refusal(shell.baton(*ask, "{}"), 2)
 
 
 def test_prompts_come_as_text_from_standard_input_or_as_ids(shell: Shell, cluster: ProcessCluster, model: Path) -> None:

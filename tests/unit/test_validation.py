@@ -84,6 +84,10 @@ def test_json_schema() -> None:
     assert check(json_schema="").sampling_params.has_grammar is False
     valid = check(json_schema="{}", ignore_eos=False, min_tokens=0, n=2, stop=["}"], logit_bias={1: 1.0})
     assert (valid.sampling_params.json_schema, valid.sampling_params.has_grammar) == ("{}", True)
+    endless = ModelCard("demo", 32, 100, has_end=False)
+    assert validate(GenerateRequest([1]), endless, encode, Random(1)).sampling_params.json_schema == ""
+    with pytest.raises(InvalidRequest, match="json_schema: demo has no end-of-sequence token"):
+        validate(GenerateRequest([1], json_schema="{}"), endless, encode, Random(1))
 
 
 def test_several_sequences() -> None:

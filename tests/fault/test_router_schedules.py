@@ -1,0 +1,129 @@
+"""Schedules of faults with two routers, over a whole cluster in virtual time: routers and nodes die, records are lost,
+clients go elsewhere while their streams are open. Each request gets each of its tokens once, or an error of a node.
+
+`BATON_ROUTER_SCHEDULES=1000` runs so many, `BATON_FAULT_SEED=N` one of them alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.engine.sequence_group import sequence_seed
+from baton.errors import BatonError, StreamDiverged
+from baton.rpc.messages import GenerateRequest
+from kv_transfer.backends.faulty import Faults
+from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
+from tests.support.simulated_routers import RoutedCluster
+from tests.support.virtual_time import run_virtually
+
+NUM_SCHEDULES = int(os.environ.get("BATON_ROUTER_SCHEDULES", "60"))
+SEEDS = range(NUM_SCHEDULES)
+if "BATON_FAULT_SEED" in os.environ:
+    SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
+HAPPENING_S = 2.5
+PATIENCE_S = 400.0
+ROUTERS = ("router-a", "router-b")
+
+
+class Schedule:
+    """One cluster with its routers, a few requests, and what befalls them. Everything follows from the seed."""
+
+    def __init__(self, seed: int, struck: Counter[str]) -> None:
+        self.rng = Random(seed)
+        self.struck = struck
+        self.limits = SimulatedLimits(
+            num_blocks=48,
+            chunk=self.rng.choice([4, 8, 24]),
+            orphan_grace_s=self.rng.choice([0.0, 0.3, 10.0, 10.0]),
+            on_transfer_failure=self.rng.choice(["reroute", "recompute"]),
+        )
+        self.cluster: RoutedCluster
+
+    async def run(self) -> None:
+        rng = self.rng
+        sizes = {"prefill": rng.randint(1, 2), "decode": rng.randint(1, 2)}
+        async with simulated_cluster(rng, **sizes, limits=self.limits, faults=Faults, cluster=RoutedCluster) as made:
+            assert isinstance(made, RoutedCluster)
+            self.cluster = made
+            for name in ROUTERS:
+                made.start_router(name)
+            asking = [asyncio.create_task(self._ask(number)) for number in range(rng.randint(2, 5))]
+            await asyncio.gather(*(self._disturb() for _ in range(rng.randint(1, 3))))
+            self.cluster.store.up = True
+            made.heal()
+            async with asyncio.timeout(PATIENCE_S):
+                await asyncio.gather(*asking)
+            await made.idle(PATIENCE_S)
+            for node in made.nodes.values():
+                node.assert_nothing_is_left()
+            for router in made.routers.values():
+                assert router.dispatcher.num_live == 0
+                self.struck["adopted"] += router.dispatcher.counters.adopted
+                self.struck["moved"] += router.dispatcher.counters.moved
+                self.struck["resumed"] += router.dispatcher.counters.resumed
+
+    async def _ask(self, number: int) -> None:
+        rng = self.rng
+        prompt = [rng.randrange(self.limits.spec.vocab_size) for _ in range(rng.randint(1, 40))]
+        await asyncio.sleep(rng.uniform(0, HAPPENING_S / 2))
+        temperature, seed = rng.choice([(0.0, 0), (1.0, 5)])
+        params = SamplingParams(temperature=temperature, seed=seed, max_tokens=rng.randint(1, 40))
+        n = rng.choice([1, 1, 1, 3])
+        request = GenerateRequest(
+            prompt, f"r{number}", temperature=temperature, seed=seed, max_tokens=params.max_tokens, n=n
+        )
+        chance = rng.choice([0.0, 0.0, 0.1])
+        answer = await self.cluster.ask(request, lambda: rng.random() < chance)
+        each = [replace(params, seed=sequence_seed(seed, index)) for index in range(n)]
+        expected = [expected_tokens(prompt, one, self.limits.spec) for one in each]
+        if answer.error is not None:
+            assert type(answer.error) not in (BatonError, StreamDiverged), f"{answer.error!r}"
+            self.struck[f"failed: {type(answer.error).__name__}"] += 1
+            return
+        assert answer.sequences == dict(enumerate(expected))
+        self.struck["finished"] += 1
+
+    async def _disturb(self) -> None:
+        await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))
+        match self.rng.randrange(5):
+            case 0:
+                node = self.cluster.nodes[self.rng.choice(sorted(self.cluster.nodes))]
+                self.struck["node killed"] += 1
+                self.cluster.kill(node.node_id)
+                await asyncio.sleep(self.rng.choice([0.0, 0.5, 2.0]))
+                await self.cluster.start(node.node_id)
+            case 1:
+                self.struck["records lost"] += 1
+                self.cluster.store.up = False
+                await self._kill_router()
+            case _:
+                await self._kill_router()
+
+    async def _kill_router(self) -> None:
+        name = self.rng.choice(ROUTERS)
+        if self.cluster.routers[name].is_gone:
+            return
+        self.struck["router killed"] += 1
+        await self.cluster.routers[name].kill()
+        await asyncio.sleep(self.rng.choice([0.05, 0.5, 2.0]))
+        self.cluster.start_router(name)
+
+
+def test_whatever_router_dies_each_token_comes_once() -> None:
+    struck: Counter[str] = Counter()
+    for seed in SEEDS:
+        try:
+            run_virtually(Schedule(seed, struck).run())
+        except BaseException as error:
+            error.add_note(f"BATON_FAULT_SEED={seed}")
+            raise
+    if NUM_SCHEDULES >= 60 and len(SEEDS) > 1:
+        for name in ("router killed", "node killed", "records lost", "adopted", "moved", "resumed"):
+            assert struck[name], struck
+        assert struck["finished"] > 2 * NUM_SCHEDULES, struck

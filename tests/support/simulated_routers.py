@@ -1,0 +1,151 @@
+"""Several routers over a simulated cluster, and clients that go from one to the other: all in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from random import Random
+
+from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.rota import Rota
+from baton.errors import BatonError, Unreachable
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from kv_transfer.backends.faulty import Faults
+from router.dispatcher import Dispatcher, DispatchLimits
+from router.flight_journal import FlightJournal
+from router.node_links import NodeLinks
+from router.timers import LoopTimers
+from router.view import ClusterView
+from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, _Client
+
+_PROGRESS_S = 200.0
+
+
+class SimulatedRouter:
+    """One incarnation of a router: what a process has of it."""
+
+    def __init__(self, cluster: RoutedCluster, name: str, run: int) -> None:
+        self.name = name
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_gone = False
+        incarnation, timers, spec = f"{name}.{run}", LoopTimers(), cluster.limits.spec
+        self.view = ClusterView()
+        self.links = NodeLinks(
+            lambda address: _Client(cluster, address), name, timers, cluster.rng, router_incarnation=incarnation
+        )
+        card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
+        journal = FlightJournal(MemoryFlightRecords(cluster.store, "c"), incarnation, timers.monotonic)
+        patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
+        self.dispatcher = Dispatcher(self.view, self.links, None, lambda: card, timers, cluster.rng, patience, journal)
+
+    async def answer(
+        self, ask: Callable[[Dispatcher], AsyncGenerator[GenerateEvent, None]]
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """One call of a client; Unreachable once the process is gone."""
+        if self.is_gone:
+            raise Unreachable(f"{self.name} is gone")
+        async with aclosing(ask(self.dispatcher)) as events:
+            while True:
+                following = asyncio.ensure_future(anext(events))
+                await asyncio.wait({following, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                if self.is_gone:
+                    following.cancel()
+                    await asyncio.gather(following, return_exceptions=True)
+                    raise Unreachable(f"{self.name} is gone: connection reset")
+                try:
+                    event = following.result()
+                except StopAsyncIteration:
+                    return
+                yield event
+
+    async def kill(self) -> None:
+        """As SIGKILL does: every connection breaks, and nothing is said any more."""
+        self.is_gone = True
+        await self.links.close()
+        self._gone.set_result(None)
+
+
+class RoutedCluster(SimulatedCluster):
+    """A simulated cluster with routers that die; the one that it has by itself serves nobody."""
+
+    def __init__(self, limits: SimulatedLimits, rng: Random, faults: Callable[[], Faults]) -> None:
+        self.store = MemoryFlightStore()
+        self.routers: dict[str, SimulatedRouter] = {}
+        self._router_runs: dict[str, int] = {}
+        super().__init__(limits, rng, faults)
+
+    def start_router(self, name: str) -> SimulatedRouter:
+        """A new incarnation of the router."""
+        self._router_runs[name] = run = self._router_runs.get(name, 0) + 1
+        router = self.routers[name] = SimulatedRouter(self, name, run)
+        self._tell(router)
+        return router
+
+    def _register(self) -> None:
+        super()._register()
+        for router in self.routers.values():
+            self._tell(router)
+
+    def _tell(self, router: SimulatedRouter) -> None:
+        if not router.is_gone:
+            records = [node.record for node in self.nodes.values()]
+            router.view.registered(records)
+            router.links.update(records)
+
+    async def close(self) -> None:
+        for router in self.routers.values():
+            await router.links.close()
+        await super().close()
+
+    async def ask(self, request: GenerateRequest, leaves: Callable[[], bool] = lambda: False) -> Answer:
+        """Run one request to its end, as the Python client does it. With each event it may leave the stream open and
+        go on at another router, as one does whose connection is only believed to be there.
+        """
+        loop, names, answer = asyncio.get_running_loop(), sorted(self.routers), Answer()
+        request = repeatable(request, self.rng)
+        continuation = Continuation(Rota(names, self.rng), self.rng, loop.time(), _PROGRESS_S)
+        left: list[AsyncGenerator[GenerateEvent, None]] = []
+        while answer.finished is None:
+            call = continuation.next_call()
+            router = self.routers[names[call.place]]
+            events = router.answer(partial(_call, call, request))
+            try:
+                async for event in events:
+                    fresh = continuation.take(event, loop.time())
+                    if fresh is not None:
+                        _note(answer, fresh)
+                    if answer.finished is not None:
+                        break
+                    if leaves():
+                        left.append(events)
+                        raise Unreachable("nothing is heard of it any more")
+            except BatonError as error:
+                try:
+                    wait_s = continuation.failed(error, loop.time())
+                except BatonError as final:
+                    answer.error = final
+                    break
+                await asyncio.sleep(wait_s)
+            if events not in left:
+                await events.aclose()
+        for events in left:
+            await events.aclose()
+        return answer
+
+
+def _call(call: Call, request: GenerateRequest, dispatcher: Dispatcher) -> AsyncGenerator[GenerateEvent, None]:
+    if call.kind is CallKind.GENERATE:
+        return dispatcher.generate(request)
+    return dispatcher.resume(request.request_id, call.positions)
+
+
+def _note(answer: Answer, event: GenerateEvent) -> None:
+    if isinstance(event, Chunk):
+        token_ids = answer.sequences.setdefault(event.sequence_index, [])
+        assert event.first_index == len(token_ids), "a gap, or a token twice"
+        token_ids += event.token_ids
+    elif isinstance(event, Finished):
+        answer.finished = event

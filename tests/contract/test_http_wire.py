@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -178,6 +179,12 @@ async def test_what_does_not_end_is_cut_when_the_server_stops(caplog: pytest.Log
         assert b"[DONE]" not in await reader.read()
         writer.close()
     assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_signals_stay_the_process_s_own() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    async with served():
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

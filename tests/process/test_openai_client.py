@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
 from tests.process.shell import Shell, refusal
+from tests.support.http_streams import sse, text_of, tokens_of
 from tests.support.process_cluster import ProcessCluster
 
 MODEL = "tiny"
@@ -98,36 +98,6 @@ def test_a_stream_that_was_cut_goes_on_behind_its_last_event(cluster: ProcessClu
             assert tokens_of(first, index) + tokens_of(rest, index) == tokens_of(whole, index)
             assert text_of(first, index) + text_of(rest, index) == text_of(whole, index)
         assert rest[-1][1] == "[DONE]"
-
-
-def sse(url: str, body: dict[str, object], headers: dict[str, str], limit: int | None = None) -> list[tuple[str, Any]]:
-    """A stream's events as (id, data), up to a limit; then the connection is closed."""
-    asked = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
-    events: list[tuple[str, Any]] = []
-    last_id = ""
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        for line in answer:
-            name, _, value = line.decode().rstrip("\n").partition(": ")
-            if name == "id":
-                last_id = value
-            elif name == "data":
-                events.append((last_id, value if value == "[DONE]" else json.loads(value)))
-            if len(events) == limit:
-                break
-    return events
-
-
-def choices_of(events: list[tuple[str, Any]], index: int) -> list[dict[str, Any]]:
-    found = [choice for _, data in events if data != "[DONE]" for choice in data["choices"]]
-    return [choice for choice in found if choice["index"] == index]
-
-
-def tokens_of(events: list[tuple[str, Any]], index: int) -> list[int]:
-    return [token for choice in choices_of(events, index) for token in choice.get("token_ids", ())]
-
-
-def text_of(events: list[tuple[str, Any]], index: int) -> str:
-    return "".join(choice["delta"].get("content", "") for choice in choices_of(events, index))
 
 
 async def test_who_leaves_in_mid_stream_leaves_nothing_behind(client: OpenAI, cluster: ProcessCluster) -> None:

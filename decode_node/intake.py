@@ -33,6 +33,7 @@ from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_client import LinkClient, open_channel
 from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
+from kv_transfer.liveness import IsRunning, is_running
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
 from kv_transfer.refused_links import RefusedLinks
@@ -76,6 +77,7 @@ class Intake:
         digests: BlockDigests | None = None,
         hasher: Executor | None = None,
         clock: Clock | None = None,
+        is_running: IsRunning = is_running,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
@@ -88,6 +90,7 @@ class Intake:
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
+        self._is_running = is_running
         self._digests = digests
         self._hashing = DigestThread[_Learned](lambda: post(self._pick_up), hasher)
         clock = clock or SystemClock()
@@ -219,7 +222,12 @@ class Intake:
 
     def _open(self, source: KVSource) -> None:
         self._links[source.incarnation] = LinkClient(
-            self._identity, source, self, self._heartbeat_s, make_channel=self._make_channel
+            self._identity,
+            source,
+            self,
+            self._heartbeat_s,
+            make_channel=self._make_channel,
+            is_running=self._is_running,
         )
 
     def _reopen_later(self, source: KVSource) -> None:

@@ -18,6 +18,7 @@ from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
 from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+from kv_transfer.liveness import IsRunning, is_running
 
 _log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]
@@ -51,6 +52,7 @@ class LinkClient:
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
         make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        is_running: IsRunning = is_running,
     ) -> None:
         self._identity = identity
         self._source = source
@@ -58,6 +60,7 @@ class LinkClient:
         self._heartbeat_s = heartbeat_s
         self._handshake_s = handshake_s
         self._make_channel = make_channel
+        self._is_running = is_running
         self._stream: LinkStream[ReaderMessage, SenderMessage] | None = None
         self._cut_by: TransferFailed | None = None
         self.counters: Counter[str] = Counter()
@@ -112,6 +115,7 @@ class LinkClient:
                 write=lambda message: call.write(write_reader_message(message)),
                 received=lambda message: self._handler.link_received(peer, message),
                 heartbeat_s=heartbeat_s,
+                is_running=lambda: self._is_running(self._source.address, heartbeat_s),
             )
             self._handler.link_up(welcome)
             reason = await self._stream.run()

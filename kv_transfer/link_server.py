@@ -16,6 +16,7 @@ from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
 from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
 from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+from kv_transfer.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -46,12 +47,14 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         handler: LinkServerHandler,
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
+        is_running: IsRunning = is_running,
     ) -> None:
         self._identity = identity
         self._memory = memory
         self._handler = handler
         self._heartbeat_s = heartbeat_s
         self._handshake_s = handshake_s
+        self._is_running = is_running
         self._links: dict[int, LinkStream[SenderMessage, ReaderMessage]] = {}
         self._numbers = itertools.count(1)
         self._closed = False
@@ -92,6 +95,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             write=lambda message: context.write(write_sender_message(message)),
             received=lambda message: self._handler.link_received(number, message),
             heartbeat_s=self._heartbeat_s,
+            is_running=lambda: self._is_running(hello.address, self._heartbeat_s),
         )
         self._links[number] = stream
         self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)

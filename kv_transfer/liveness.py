@@ -1,10 +1,19 @@
-"""Whether a process is gone for certain, asked of the kernel that it ran under."""
+"""Whether a process is gone for certain, asked of the kernel that it ran under; whether it runs, asked of itself."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from baton.rpc.channel import CHANNEL_OPTIONS
+
+IsRunning = Callable[[str, float], Awaitable[bool]]
+"""Of the process that listens on HOST:PORT; answers within so many seconds."""
 
 _ANSWER_S = 1.0
+_NEW_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
 async def nobody_listens(address: str) -> bool:
@@ -22,3 +31,24 @@ async def nobody_listens(address: str) -> bool:
         return False
     writer.close()
     return False
+
+
+async def is_running(address: str, within_s: float) -> bool:
+    """Whether the process that listens on HOST:PORT greets a new connection.
+
+    gRPC's own threads do that: they need neither the process's loop nor its interpreter, however busy those are. A
+    process that was stopped greets nobody.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        # gRPC makes a channel of anything, and one to nowhere never ends.
+        return False
+    try:
+        async with (
+            grpc.aio.insecure_channel(address, options=(*CHANNEL_OPTIONS, _NEW_CONNECTION)) as channel,
+            asyncio.timeout(within_s),
+        ):
+            await channel.channel_ready()
+    except TimeoutError:
+        return False
+    return True

@@ -33,7 +33,7 @@ from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, Lease
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_messages import Closing, ConfirmRead, ReaderMessage, request_of
 from kv_transfer.link_server import LinkServer
-from kv_transfer.liveness import nobody_listens
+from kv_transfer.liveness import IsRunning, is_running, nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.refused_links import RefusedLinks
@@ -62,6 +62,7 @@ class HandOff:
         nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
         digests: BlockDigests | None = None,
         hasher: Executor | None = None,
+        is_running: IsRunning = is_running,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; a sender has no use for them.
 
@@ -83,6 +84,7 @@ class HandOff:
         self._server: LinkServer | None = None
         self._refused = RefusedLinks(clock)
         self._nobody_listens = nobody_listens
+        self._is_running = is_running
         self._readers: dict[int, tuple[str, str]] = {}
         """Of each link, the reader's incarnation and where it listens."""
         self._looking: set[asyncio.Task[None]] = set()
@@ -93,7 +95,7 @@ class HandOff:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.mover.start)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
-        self._server = LinkServer(self._identity, memory, self, self._heartbeat_s)
+        self._server = LinkServer(self._identity, memory, self, self._heartbeat_s, is_running=self._is_running)
 
     def add_to_server(self, server: Any) -> None:
         """Serve KvLink on a grpc.aio server."""

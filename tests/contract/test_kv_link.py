@@ -23,7 +23,7 @@ from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.lease_machine import LeaseState
-from kv_transfer.link import MISSED_HEARTBEATS
+from kv_transfer.link import MISSED_HEARTBEATS, PATIENCE
 from kv_transfer.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
 from kv_transfer.link_messages import (
     Closing,
@@ -557,6 +557,35 @@ async def test_a_sender_that_falls_silent_is_taken_for_lost(rig: HandoffRig) -> 
     await server.stop(None)
 
 
+async def test_a_silent_sender_whose_process_runs_is_spared_for_a_while(rig: HandoffRig) -> None:
+    source, server = await _odd_source(rig, lambda request: [])
+    rig.receiver.notes.running = True
+    rig.receiver.take(KEY, 18, source, OURS)
+    await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+    assert rig.receiver.notes.asked_running == [source.address] * (PATIENCE + 1)
+    await server.stop(None)
+
+
+async def test_a_silent_reader_whose_process_runs_keeps_its_lease(rig: HandoffRig) -> None:
+    rig.sender.notes.running = True
+    rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
+    async with grpc.aio.insecure_channel(rig.sender.source.address) as channel:
+        call = kv_link_pb2_grpc.KvLinkStub(channel).Open()
+        hello = LinkHello(PROTOCOL_VERSION, "c", "d9", "d9.first", "p0.first", LAYOUT, "somewhere:9")
+        await call.write(write_hello(hello))
+        await call.write(write_reader_message(Subscribe(ATTEMPT, 0)))
+        await rig.sender.notes.until(lambda: rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING)
+        for _ in range(3):
+            rig.clock.advance(LeaseTimes().lease_s - 1)
+            await _heartbeat(rig)
+            rig.sender.handoff.tick()
+        assert rig.sender.handoff.book.state(ATTEMPT) is LeaseState.READING
+        assert set(rig.sender.notes.asked_running) == {"somewhere:9"}
+        rig.sender.notes.running = False
+        await rig.sender.notes.event("lease_suspect", KEY)
+        call.cancel()
+
+
 async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: HandoffRig) -> None:
     def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
         if request.HasField("subscribe"):
@@ -604,6 +633,12 @@ async def test_a_link_begins_with_hello(rig: HandoffRig) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _heartbeat(rig: HandoffRig) -> None:
+    """Return when the sender has heard one more, or has taken something for one."""
+    heartbeats = rig.sender.notes.heartbeats
+    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > heartbeats)
 
 
 async def _listen(call: Any, seen: list[str | None]) -> None:

@@ -67,6 +67,9 @@ class Notes:
     asked: bool = False
     """A reader has asked whether the lease was held."""
     dropped_peers: list[str] = field(default_factory=list)
+    running: bool = False
+    """What is said of a silent peer's process."""
+    asked_running: list[str] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -81,6 +84,10 @@ class Notes:
     def record(self, name: str, attempt: AttemptKey, value: int, detail: str) -> None:
         self.events.append((name, str(attempt), value, detail))
         self._changed.set()
+
+    async def says_running(self, address: str, within_s: float) -> bool:
+        self.asked_running.append(address)
+        return self.running
 
     def names(self, key: str) -> list[str]:
         return [name for name, attempt, _, _ in self.events if attempt == key]
@@ -167,6 +174,7 @@ class SenderHalf:
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
             digests=self.digests,
+            is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
@@ -238,6 +246,7 @@ class ReceiverHalf:
             post,
             heartbeat_s=HEARTBEAT_S,
             digests=self.digests,
+            is_running=self.notes.says_running,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

@@ -120,6 +120,11 @@ class MemoryNetwork:
     def server(self, address: str) -> tuple[str, Any] | None:
         return self._servers.get(address)
 
+    async def answers(self, name: str, address: str) -> bool:
+        """Whether somebody on this address would greet a new connection from there."""
+        server, _ = self._servers.get(address, (None, None))
+        return server is not None and not self.is_held(name, server) and not self.is_held(server, name)
+
     def channel(self, name: str, address: str) -> MemoryChannel:
         """What `grpc.aio.insecure_channel` would give that process."""
         return MemoryChannel(self, name, address)

@@ -269,6 +269,7 @@ class SimulatedNode:
                 cluster.nobody_listens,
                 digests=digests,
                 hasher=hasher,
+                is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half, connector = handoff, OfferConnector(handoff, self.runner.layout, outbox.add)
         else:
@@ -283,6 +284,7 @@ class SimulatedNode:
                 lambda address: network.channel(self.incarnation, address),
                 digests=digests,
                 hasher=hasher,
+                is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector

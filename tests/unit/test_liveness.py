@@ -1,13 +1,16 @@
-"""What the kernel says of a process that may be gone."""
+"""What the kernel says of a process that may be gone, and the process itself of whether it runs."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from kv_transfer.liveness import nobody_listens
+from kv_transfer.liveness import is_running, nobody_listens
 
 
 async def test_a_port_is_refused_when_its_process_has_let_go_of_it() -> None:
@@ -29,3 +32,40 @@ async def test_a_process_that_accepts_nothing_is_not_gone() -> None:
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:none", "127.0.0.1:99999999", "no.such.host.invalid:1"])
 async def test_what_can_not_be_asked_says_nothing(address: str) -> None:
     assert not await nobody_listens(address)
+
+
+BUSY_SERVER = """
+import asyncio, ctypes, grpc
+
+async def serve():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    asyncio.get_running_loop().call_later(0.2, ctypes.PyDLL(None).pause)
+    await server.wait_for_termination()
+
+asyncio.run(serve())
+"""
+"""Soon keeps its loop and the interpreter busy, for good."""
+
+
+async def test_a_process_that_is_busy_runs_and_one_that_is_stopped_does_not() -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY_SERVER, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        address = f"127.0.0.1:{int(await process.stdout.readline())}"
+        assert await is_running(address, within_s=20.0)
+        process.send_signal(signal.SIGSTOP)
+        assert not await is_running(address, within_s=0.5)
+        process.send_signal(signal.SIGCONT)
+        assert await is_running(address, within_s=20.0)
+    finally:
+        process.kill()
+        await process.wait()
+    assert not await is_running(address, within_s=0.5)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:none", "no.such.host.invalid:1"])
+async def test_what_can_not_be_asked_is_not_said_to_run(address: str) -> None:
+    assert not await is_running(address, within_s=0.1)

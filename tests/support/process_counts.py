@@ -1,0 +1,44 @@
+"""What processes hold, as the kernel counts it: descriptors by kind, and threads."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.cli.state import ProcessState
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Of one process."""
+
+    threads: int
+    descriptors: Counter[str] = field(default_factory=Counter)
+    """By kind: socket, pipe, anon_inode:[eventpoll], file, ..."""
+
+    def counted(self) -> Counter[str]:
+        """Threads, too."""
+        return self.descriptors + Counter({"thread": self.threads})
+
+
+def holdings(pid: int) -> Holdings:
+    """Now. Raises FileNotFoundError for a process that has ended."""
+    kinds: Counter[str] = Counter()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        kinds["file" if target.startswith("/") else target.partition(":[")[0].partition("[")[0] or target] += 1
+    return Holdings(len(os.listdir(f"/proc/{pid}/task")), kinds)
+
+
+def by_role(processes: Iterable[ProcessState]) -> dict[str, Holdings]:
+    """The most that any process of a role holds, kind by kind."""
+    most: dict[str, Holdings] = {}
+    for process in processes:
+        held, known = holdings(process.pid), most.get(process.role, Holdings(0))
+        most[process.role] = Holdings(max(held.threads, known.threads), held.descriptors | known.descriptors)
+    return most

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.beam_search import BeamSearch
 from baton.engine.connector_fake import FakeLoad
+from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.request_queue import tokens_to_compute
@@ -38,6 +39,8 @@ class Sketch(NamedTuple):
     beam_width: int
     given: int
     """So many tokens of its output it comes with, if it has more and is one sequence."""
+    has_grammar: bool
+    """It waits for one, unless it is a beam search."""
 
 
 def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.SearchStrategy[list[Sketch]]:
@@ -53,6 +56,7 @@ def sketches_of(beam_widths: Sequence[int], most_sequences: int = 4) -> st.Searc
         n=st.sampled_from([n for n in (1, 1, 1, 2, 4) if n <= most_sequences]),
         beam_width=st.sampled_from(beam_widths),
         given=st.sampled_from([0, 0, 1, 3, 8]),
+        has_grammar=st.sampled_from([False, False, True]),
     )
     return st.lists(sketch, min_size=1, max_size=4)
 
@@ -145,6 +149,7 @@ class EngineMachine(RuleBasedStateMachine):
                 beam_width=sketch.beam_width,
                 given=self._given(sketch, prompt),
                 client_index=self.added % 3,
+                json_schema="{}" if sketch.has_grammar and not sketch.beam_width else "",
             )
 
     def _given(self, sketch: Sketch, prompt: Sequence[int]) -> int:
@@ -172,6 +177,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self._abort_some(data)
+
+    @rule(number=st.integers(0, 20))
+    def a_grammar_is_compiled(self, number: int) -> None:
+        """Perhaps of one that does not wait for it, or not any more."""
+        self.rig.core.grammar_compiled(f"r{number}", [ScriptedMatcher([], ())] * 4)
 
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
@@ -264,6 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert min(by_reason.values()) >= 0
         statuses = Counter(request.status for request in alive.values())
         assert by_reason["preempted"] == statuses[RequestStatus.PREEMPTED]
+        assert by_reason["grammar"] == statuses[RequestStatus.WAITING_FOR_GRAMMAR]
         assert by_reason["swapped"] == statuses[RequestStatus.SWAPPED]
         assert by_reason["remote_kv"] == statuses[RequestStatus.WAITING_FOR_REMOTE_KVS]
 
@@ -293,6 +304,8 @@ class EngineMachine(RuleBasedStateMachine):
         rig = self.rig
         rig.connector.unknown.clear()
         rig.runner.failures.clear()
+        for number in range(self.added):
+            self.a_grammar_is_compiled(number)
         for _ in range(4 * self.added + 4):
             for name in sorted(rig.connector.leased):
                 self._read_leased(name)

@@ -691,7 +691,7 @@ class Dispatcher:
             until = self._timers.monotonic() + self._limits.stall_s
             error = SlowReader(f"{run.queue.backlog} tokens were left unread for {self._limits.stall_s:g} s")
             run.stall = self._timers.call_at(until, lambda: self._feed(run, GiveUp(error)))
-        found = run.answer.found(sequence_index)
+        found = run.answer.found(sequence_index) if run.request.stop else None
         return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
 
     def _ease_stall(self, run: _Run) -> None:

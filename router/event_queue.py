@@ -94,7 +94,7 @@ class EventQueue:
 
     async def _turn(self) -> None:
         """Return when there is something, or nothing more will come, and it is our turn."""
-        waiter = asyncio.get_running_loop().create_future()
+        waiter = self._turns.future()
         if self._events or self._is_over:
             self._turns.wake(waiter)
         else:

@@ -50,7 +50,9 @@ class TextStream:
         detokenizer = self._detokenizer
         if self._search.is_off and detokenizer is not None and not ends_with_stop_token:
             self.num_tokens += len(token_ids)
-            return Chunk(first_index, token_ids, "".join(map(detokenizer.push, token_ids)), logprobs)
+            push = detokenizer.push
+            piece = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
+            return Chunk(first_index, token_ids, piece, logprobs)
         text = []
         taken = 0
         for offset, token in enumerate(token_ids):

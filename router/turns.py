@@ -17,11 +17,18 @@ class Turns:
     """
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._per_turn = per_turn
         self._left = per_turn
         """Of this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._ends: asyncio.Handle | None = None
+
+    def future(self) -> asyncio.Future[None]:
+        """What a reader waits for."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # kept: asking for it is a system call
+        return self._loop.create_future()
 
     def may_go(self) -> bool:
         """Whether a reader that has something may take it now; who may not waits with `wake`."""
@@ -41,7 +48,8 @@ class Turns:
     def _take_one(self) -> None:
         self._left -= 1
         if self._ends is None:
-            self._ends = asyncio.get_running_loop().call_soon(self._next_turn)
+            loop = self._loop or asyncio.get_running_loop()
+            self._ends = loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         self._ends = None

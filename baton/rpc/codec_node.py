@@ -255,22 +255,28 @@ def report_to_pb(report: StepReport) -> node.StepReport:
     )
 
 
+def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
+    """Done for each token: what it does not need costs nothing."""
+    token_ids, logprobs = list(pb.token_ids), pb.logprobs
+    delta = RequestDelta(
+        attempt_from_pb(pb.attempt),
+        pb.first_index,
+        token_ids,
+        logprobs_from_pb(logprobs) if logprobs else (),
+        sequence_index=pb.sequence_index,
+    )
+    if pb.outcome:
+        delta.outcome = _OUTCOME_NAMES.get(pb.outcome, Outcome.ERROR)
+        delta.stop_token_id = pb.stop_token_id if pb.HasField("stop_token_id") else None
+        delta.error = pb.error
+    if pb.HasField("timings"):
+        delta.timings = _timings_from_pb(pb.timings)
+    return delta
+
+
 def report_from_pb(pb: node.StepReport) -> StepReport:
     """One engine step's news. An outcome of a newer version counts as an error, never as going on."""
-    deltas = [
-        RequestDelta(
-            attempt=attempt_from_pb(delta.attempt),
-            first_index=delta.first_index,
-            token_ids=list(delta.token_ids),
-            logprobs=logprobs_from_pb(delta.logprobs),
-            outcome=_OUTCOME_NAMES.get(delta.outcome, Outcome.ERROR),
-            stop_token_id=delta.stop_token_id if delta.HasField("stop_token_id") else None,
-            error=delta.error,
-            timings=_timings_from_pb(delta.timings) if delta.HasField("timings") else None,
-            sequence_index=delta.sequence_index,
-        )
-        for delta in pb.deltas
-    ]
+    deltas = [_delta_from_pb(delta) for delta in pb.deltas]
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
     notice = pb.notice if pb.HasField("notice") else None
     step = _step_from_pb(pb.step) if pb.HasField("step") else None

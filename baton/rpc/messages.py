@@ -132,9 +132,11 @@ class StageTimings:
     kv_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDelta:
-    """What one engine step brought for one attempt."""
+    """What one engine step brought for one attempt. One for each token: frozen, it would take six times as long to
+    make; treat it as if it were.
+    """
 
     attempt: AttemptKey
     first_index: int = 0
@@ -353,9 +355,9 @@ class Accepted:
     prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
-    """Tokens that follow the ones before, with the text that became certain."""
+    """Tokens that follow the ones before, with the text that became certain. Not frozen, as `RequestDelta`."""
 
     first_index: int
     token_ids: Sequence[int]

@@ -25,7 +25,7 @@ from router.http.model import ServedModel
 from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, Letters, Run, fuzzed_cluster
 from tests.support.http_client import AsgiClient, Exchange
 
-EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
-from baton.rpc.messages import ModelCard
+from baton.rpc.messages import ModelCard, NodeDescription, StepReport
 from baton.v1 import generation_pb2 as pb
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher, DispatchLimits
@@ -72,6 +72,24 @@ class CountedTimers(LoopTimers):
         return len(self._made)
 
 
+class Ear:
+    """What the dispatcher hears of its nodes; `spoil` says in the place of a report what else is to be heard."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.spoil: Callable[[StepReport], Sequence[StepReport]] = lambda report: (report,)
+
+    def on_attached(self, description: NodeDescription) -> None:
+        self._dispatcher.on_attached(description)
+
+    def on_report(self, incarnation: str, report: StepReport) -> None:
+        for heard in self.spoil(report):
+            self._dispatcher.on_report(incarnation, heard)
+
+    def on_lost(self, incarnation: str, reason: str) -> None:
+        self._dispatcher.on_lost(incarnation, reason)
+
+
 class FuzzedCluster:
     """A cluster that outlives its requests, and the door that they come to."""
 
@@ -86,6 +104,8 @@ class FuzzedCluster:
         limits = DispatchLimits(thread_text_chars=200)
         self.dispatcher = Dispatcher(cluster.view, cluster._links, codec, card, self.timers, Random(2), limits)
         cluster.dispatcher = self.dispatcher
+        self.ear = Ear(self.dispatcher)
+        cluster._links.listen(self.ear)
         self.card = card
         self.server = LocalServer()
         self.handler = GenerationHandler(self.dispatcher, codec, card)

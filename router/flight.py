@@ -247,7 +247,7 @@ class Flight:
     def _known_tokens(self) -> Sequence[int]:
         """What the nodes are given with the prompt. They take it for one sequence that needs no other state."""
         params = self.request.sampling_params
-        if params.n > 1 or params.beam_width or params.has_grammar:
+        if params.n > 1 or params.beam_width:
             return ()
         return tuple(self._sequences[0].token_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from baton.observe.metrics import Distribution, Figure, by_label
@@ -26,7 +27,8 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
     ):
         yield Figure(name, text, value, {})
     text = "Requests that were turned away before they had a token."
-    yield from by_label("rejections_total", text, "reason", counters.rejections)
+    rejections = {_snake_case(name): count for name, count in counters.rejections.items()}
+    yield from by_label("rejections_total", text, "reason", rejections)
     text = "What requests waited at the router until a node was found."
     yield counters.queue_time.now("request_queue_time_seconds", text)
     yield from counters.served.figures()
@@ -34,3 +36,7 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
     for status in view.statuses(now, wall):
         labels = {"node": status.name, "node_role": status.role}
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -140,7 +140,7 @@ async def test_a_full_queue_turns_away_who_is_no_better_and_lets_the_worst_go_fo
         assert rig.dispatcher.num_waiting == 2
         assert rig.dispatcher.counters.rejections == {"QueueFull": 2}
         page = render(figures(rig.dispatcher, rig.view, 0.0, 0.0), {}).decode()
-        assert 'baton_rejections_total{reason="QueueFull"} 2.0' in page
+        assert 'baton_rejections_total{reason="queue_full"} 2.0' in page
         assert "baton_num_requests_waiting 2.0" in page
         await finish(rig, *running)
         await finish(rig, better, waiting[0])

@@ -20,23 +20,25 @@ from random import Random
 from statistics import median
 
 from baton.bench.host import processor
+from baton.bench.http_front import HttpFront
 from baton.bench.relay_clients import Front, GrpcFront, RelayClients
 from baton.bench.relay_nodes import RelayNode, RelayNodes
 from baton.bench.router_process import RouterProcess, node_record, router_process
 from baton.bench.spread import Spread
+from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
 from baton.rpc.event_loop import RpcEventLoop
-from baton.rpc.messages import NodeDescription
+from baton.rpc.messages import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
-from router.placement import Demand, choose
+from router.placer import Placer
+from router.request import ValidRequest
 from router.view import ClusterView
 
 _STEPS_UNREAD = 4
 """A node that takes steps as fast as clients read lets so many of them be unread."""
 _WARM_UP_STREAMS = 64
-_SETTLE_S = 1.0
 _TEXT = (
     "The runner who finishes the first leg hands the baton to the second. It is passed in the air, at speed, within "
     "twenty metres, and a team whose hands are sure can beat one whose legs are faster. "
@@ -61,6 +63,8 @@ class RouterBenchConfig:
     """Likewise, in the mixed load: streams end and begin at this rate."""
     pending_requests: int = 128
     """Requests that are open at once where only requests are counted."""
+    settle_s: float = 1.0
+    """Before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +176,9 @@ class _Bench:
         try:
             async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
                 self._router = router
-                await self._front.open(router.addresses.address, self._config.connections)
+                addresses = router.addresses
+                address = addresses.http_address if self._config.front == "http" else addresses.address
+                await self._front.open(address, self._config.connections)
                 yield router
                 self._front.close()
         finally:
@@ -185,7 +191,7 @@ class _Bench:
         self._clients.open(_WARM_UP_STREAMS)
         async with self._stepping_when_read():
             await self._clients.until(lambda: self._clients.num_open == 0)
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self._config.settle_s)
 
     async def open_idle_streams(self) -> None:
         """Streams that have brought one token and bring no more."""
@@ -196,7 +202,7 @@ class _Bench:
         while (opened := clients.num_open) < self._config.streams:
             clients.open(min(100, self._config.streams - opened))
             await clients.until(lambda: clients.num_tokens == clients.num_open)
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self._config.settle_s)
         self._nodes.paused = False
 
     async def relay(self) -> LoadFigures:
@@ -232,7 +238,7 @@ class _Bench:
     async def end_streams(self) -> None:
         self._clients.is_replacing = False
         self._clients.cancel_all()
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self._config.settle_s)
 
     @asynccontextmanager
     async def _stepping_when_read(self) -> AsyncIterator[None]:
@@ -293,7 +299,7 @@ class _Bench:
     async def _measure(self) -> LoadFigures:
         clients, router = self._clients, self._router
         assert router is not None
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self._config.settle_s)
         rounds = []
         for _ in range(self._config.rounds):
             gc.collect()
@@ -347,20 +353,33 @@ def _quantile(values: array[float], share: float) -> float:
 def _front(name: str) -> Front:
     if name == "grpc":
         return GrpcFront()
+    if name == "http":
+        return HttpFront()
     raise ConfigError(f"there is no front {name!r}")
 
 
 def placement_us(descriptions: Sequence[NodeDescription], rounds: int = 500) -> Spread:
-    """Microseconds to choose nodes for one request, from the router's view of so many."""
-    view = ClusterView()
+    """Microseconds to choose nodes for one request of 1,024 tokens that nobody has cached, by predicted cost, among
+    nodes that were all just heard of.
+    """
+    view, placer, rng = ClusterView(), Placer(), Random(0)
     view.registered([node_record(node) for node in descriptions])
+    step = StepFigures(10.0, 512, 16, 16_000)
+    took = []
     for node in descriptions:
         view.attached(node, 0.0)
-    demand = Demand(descriptions[0].model, 1024, 256)
-    took = []
+        placer.on_attached(node)
     for number in range(rounds):
+        for node in descriptions:
+            report = StepReport((), LoadReport(running=rng.randrange(16)), step=step)
+            placer.on_report(node.incarnation, report, float(number))
+            view.reported(node.incarnation, report.load, float(number))
+        prompt = [rng.randrange(descriptions[0].vocab_size) for _ in range(1024)]
+        request = ValidRequest(str(number), descriptions[0].model, prompt, SamplingParams(max_tokens=256))
         started = time.perf_counter()
-        placement = choose(view.candidates(), demand)
+        choice = placer.choose(view.candidates(), request, frozenset(), 1, 0.0, float(number))
+        placer.placed(choice, float(number))
         took.append(time.perf_counter() - started)
-        view.dispatched(placement.decode.incarnation, AttemptKey(str(number), 1))
+        view.dispatched(choice.placement.decode.incarnation, AttemptKey(str(number), 1))
+        placer.over(request.request_id)
     return Spread.of(took, 1e6)

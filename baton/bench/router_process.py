@@ -84,6 +84,7 @@ def _start(url: str, model_dir: Path, core: int, await_nodes: int) -> tuple[subp
         "--model": str(model_dir),
         "--model-name": "bench",
         "--grpc-port": "0",
+        "--http-port": "0",
         "--await-nodes": str(await_nodes),
         "--drain-s": "0",
         "--notify-fd": str(write_end),

@@ -21,13 +21,14 @@ class Front(enum.StrEnum):
     """Ways into the router."""
 
     GRPC = "grpc"
+    HTTP = "http"
 
 
 def router(
     streams: Annotated[list[int] | None, typer.Option(help="Open streams; may be repeated. Default: 1000.")] = None,
     nodes: Annotated[int, typer.Option(help="Simulated nodes.", min=2)] = 64,
     front: Annotated[Front, typer.Option(help="The clients' way in.")] = Front.GRPC,
-    connections: Annotated[int, typer.Option(help="Connections that the streams share.", min=1)] = 8,
+    connections: Annotated[int, typer.Option(help="Connections that gRPC streams share.", min=1)] = 8,
     tokens_per_s: Annotated[float, typer.Option(help="Rate for the added latency.", min=1)] = 25_000.0,
     requests_per_s: Annotated[float, typer.Option(help="Likewise, in the mixed load.", min=1)] = 500.0,
     rounds: Annotated[int, typer.Option(help="Rounds to take the medians of.", min=1)] = 5,

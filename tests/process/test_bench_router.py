@@ -1,0 +1,35 @@
+"""The router's benchmark on a small scale: real router, simulated nodes, both fronts; each stream gets its tokens."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from baton.bench.router import RouterBenchConfig, run
+from baton.config import bundled_model_dir
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the router needs a core of its own")
+@pytest.mark.parametrize("front", ["grpc", "http"])
+def test_tokens_and_requests_get_through(front: str) -> None:
+    config = RouterBenchConfig(
+        bundled_model_dir(),
+        streams=6,
+        nodes=4,
+        front=front,
+        connections=2,
+        rounds=1,
+        round_s=0.3,
+        settle_s=0.1,
+        tokens_per_s=120.0,
+        requests_per_s=12.0,
+        pending_requests=4,
+    )
+    report = run(config)
+    for load in (report.relay, report.half, report.mixed, report.requests):
+        assert load.tokens_per_s.median > 0
+        assert 0 < load.latency_ms_p50.median <= load.latency_ms_p99.median
+    assert report.relay.requests_per_s.median == 0
+    assert report.requests.requests_per_s.median > 0
+    assert report.router_mb > 0

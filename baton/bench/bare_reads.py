@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -27,7 +27,9 @@ from kv_transfer.mover_events import MoverEvent
 
 _COLD_BYTES = 256 << 20
 """Of memory on each side: several times what the last cache of any processor holds for one core."""
-_REPEATS = 40
+_ROUNDS = 8
+_READS = 12
+"""Of each kind in a round."""
 _PUMP_S = 0.0005
 """How often the sender calls in. Less often and reads wait for it, more often and it takes the receiver's core."""
 
@@ -68,45 +70,75 @@ def bare_sender(block_bytes: int, num_blocks: int) -> Iterator[Sender]:
             process.kill()
 
 
-def bare_milliseconds(sender: Sender, num_blocks: int) -> float:
-    """Median time of a read of so many neighbouring blocks in a bare loop."""
+@dataclass(frozen=True, slots=True)
+class ReadTimes:
+    """Medians over rounds, in milliseconds a read."""
+
+    bare_ms: float
+    """From the post to the end, in a bare loop."""
+    mover_ms: float
+    """From the end of one to the next one's, through a node's mover that always has another."""
+    mover_share: float
+    """Of the bare loop's bandwidth, reached by the mover: each round against its own, since the machine drifts."""
+
+
+def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
+    """What reads of so many neighbouring blocks take; bare loop and mover take turns."""
+    places = itertools.cycle(range(0, sender.num_blocks - num_blocks + 1, num_blocks))
+    reads = ([ReadRange(block, block, num_blocks)] for block in places)
+    bare, moved = [], []
+    with _bare_reader(sender) as backend, _moved_reader(sender) as (mover, events):
+        for number in range(_ROUNDS):
+            turn = list(itertools.islice(reads, _READS))
+            bare.append(_bare_ms(backend, sender, turn))
+            moved.append(_moved_ms(mover, events, sender, turn, number * _READS))
+    shares = [alone / through for alone, through in zip(bare, moved, strict=True)]
+    return ReadTimes(median(bare), median(moved), median(shares))
+
+
+@contextmanager
+def _bare_reader(sender: Sender) -> Iterator[NixlBackend]:
     backend = NixlBackend("bare-reader", host_memory(sender.num_blocks, sender.block_bytes))
     backend.connect(sender.memory)
-    times = []
-    for block in _places(sender, num_blocks):
-        started = time.perf_counter()
-        handle = backend.post_read(sender.memory.incarnation, [ReadRange(block, block, num_blocks)])
-        while backend.poll(handle) is not ReadState.DONE:
-            pass
-        backend.release(handle)
-        times.append((time.perf_counter() - started) * 1e3)
-    backend.disconnect(sender.memory.incarnation)
+    yield backend
     backend.close()
-    return median(times)
 
 
-def mover_milliseconds(sender: Sender, num_blocks: int) -> float:
-    """Median time from the end of such a read to the next one's through a node's mover, which always has another."""
+@contextmanager
+def _moved_reader(sender: Sender) -> Iterator[tuple[Mover, SimpleQueue[MoverEvent]]]:
     events: SimpleQueue[MoverEvent] = SimpleQueue()
     memory = host_memory(sender.num_blocks, sender.block_bytes)
     mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock())
     mover.start()
     mover.connect(sender.memory)
     events.get()
+    yield mover, events
+    mover.stop()
+
+
+def _bare_ms(backend: NixlBackend, sender: Sender, reads: Sequence[list[ReadRange]]) -> float:
+    times = []
+    for ranges in reads:
+        started = time.perf_counter()
+        handle = backend.post_read(sender.memory.incarnation, ranges)
+        while backend.poll(handle) is not ReadState.DONE:
+            pass
+        backend.release(handle)
+        times.append((time.perf_counter() - started) * 1e3)
+    return median(times)
+
+
+def _moved_ms(
+    mover: Mover, events: SimpleQueue[MoverEvent], sender: Sender, reads: Sequence[list[ReadRange]], first_id: int
+) -> float:
     ends = []
-    for number, block in enumerate(_places(sender, num_blocks)):
-        mover.read(number, sender.memory.incarnation, [ReadRange(block, block, num_blocks)])
+    for number, ranges in enumerate(reads):
+        mover.read(first_id + number, sender.memory.incarnation, ranges)
         if number:
             events.get()
             ends.append(time.perf_counter() * 1e3)
-    mover.stop()
+    events.get()
     return median(after - before for before, after in itertools.pairwise(ends))
-
-
-def _places(sender: Sender, num_blocks: int) -> Iterator[int]:
-    """Where the reads of a loop begin."""
-    places = range(0, sender.num_blocks - num_blocks + 1, num_blocks)
-    return itertools.islice(itertools.cycle(places), _REPEATS)
 
 
 def _send(pipe: Connection, block_bytes: int, num_blocks: int) -> None:

@@ -18,7 +18,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from baton.bench.bare_reads import bare_milliseconds, bare_sender, mover_milliseconds
+from baton.bench.bare_reads import bare_sender, read_times
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
@@ -69,6 +69,8 @@ class HandoffReport:
     """Of reads as long as the last chunk's through a mover that always has another one."""
     raw_bandwidth_gbps: float
     """Of such reads in a bare loop."""
+    mover_share: float
+    """Of that, reached by the mover; turn by turn, so that drift of the machine cancels out."""
     ttft_cluster_ms: float
     ttft_cluster_ms_p10: float
     ttft_cluster_ms_p90: float
@@ -201,7 +203,7 @@ def _report(
     bounds = [0, *(end // block_size for end in chunk_ends), blocks]
     pieces = [after - before for before, after in itertools.pairwise(bounds)]
     with bare_sender(block_bytes, blocks) as sender:
-        raw_ms, moved_ms = bare_milliseconds(sender, pieces[-1]), mover_milliseconds(sender, pieces[-1])
+        reads = read_times(sender, pieces[-1])
     ttft = sorted(one.ttft_ms for one in cluster_runs)
     ttft_alone = sorted(one.ttft_ms for one in solo_runs)
     total_bytes = blocks * block_bytes
@@ -211,15 +213,16 @@ def _report(
         prompt_tokens=config.prompt_tokens,
         chunks=len(pieces),
         bytes=total_bytes,
-        raw_nixl_ms=raw_ms,
+        raw_nixl_ms=reads.bare_ms,
         handover_ms=median(t.handover_ms for t in times),
         transfer_ms=transfer,
         transfer_without_digests_ms=plain,
         digest_cost=transfer / plain - 1,
         decode_step_ms=median(one.step_ms for one in cluster_runs),
         bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
-        mover_bandwidth_gbps=pieces[-1] * block_bytes / moved_ms / 1e6,
-        raw_bandwidth_gbps=pieces[-1] * block_bytes / raw_ms / 1e6,
+        mover_bandwidth_gbps=pieces[-1] * block_bytes / reads.mover_ms / 1e6,
+        raw_bandwidth_gbps=pieces[-1] * block_bytes / reads.bare_ms / 1e6,
+        mover_share=reads.mover_share,
         ttft_cluster_ms=median(ttft),
         ttft_cluster_ms_p10=_quantile(ttft, 0.1),
         ttft_cluster_ms_p90=_quantile(ttft, 0.9),

@@ -362,6 +362,23 @@ def test_an_orphan_that_nobody_adopts_is_aborted_after_the_grace() -> None:
     in_time(_nobody_comes)
 
 
+async def _adopted_in_time(rig: NodeRig) -> None:
+    port, other = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(port, sampling_params=LONG)
+    turn(rig, 1)
+    port.close()
+    await asyncio.sleep(GRACE_S - 1)
+    other.receive(Adopt(KEY))
+    await asyncio.sleep(GRACE_S * 3)
+    assert rig.service.running_for(other) == [KEY]
+    rig.driver.run()
+    assert tokens(of(0, await deltas(other))) == whole(12)
+
+
+def test_who_is_adopted_has_all_the_time_it_needs() -> None:
+    in_time(_adopted_in_time)
+
+
 async def _ends_as_an_orphan(rig: NodeRig) -> None:
     port, other = attach(rig, "router-0"), attach(rig, "router-1")
     rig.ask(port)

@@ -52,7 +52,10 @@ def _logit_bias(value: Any) -> Mapping[int, float]:
         raise ValueError("must be an object from token ids to numbers")
     if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 16)), None):
         raise ValueError(f"has the key {bad[:32]!r}, which is no token id")
-    return {int(key): float(bias) for key, bias in value.items()}
+    try:
+        return {int(key): float(bias) for key, bias in value.items()}
+    except OverflowError:
+        raise ValueError("has a bias that is too large") from None
 
 
 def _content(value: Any) -> str:

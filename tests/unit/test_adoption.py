@@ -337,7 +337,10 @@ async def test_a_node_that_closes_ends_everything_at_once() -> None:
 
 def in_time(test: Callable[[NodeRig], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         await test(NodeRig(clock=LoopClock(), orphan_grace_s=GRACE_S))
+        assert not errors
 
     run_virtually(main())
 

@@ -158,6 +158,22 @@ def merge(had: dict[int, Got], positions: list[int], rest: Sequence[GenerateEven
     return had
 
 
+@pytest.mark.parametrize("position", range(8))
+def test_the_best_of_several_is_cut_at_any_token_too(position: int) -> None:
+    """Though it is given out as a whole."""
+    params = SamplingParams(seed=1, max_tokens=7, n=2, logprobs=0)
+    request = ValidRequest("r", "m", (1,), params, ("zz",), num_returned=1)
+    outputs = [list(b"abababz"), list(b"cdcdcdz")]
+    script = Script(request, outputs, stop_token=False)
+    whole, _ = collect(script.play(Answer(PairCodec(), request), Random(1), 3))
+    rest = script.play(ResumedAnswer(PairCodec(), request, [position]), Random(1), 3)
+    assert whole[0].text == "abababz"
+    # Two tokens make a piece, and the last one comes with the rest.
+    done = position - position % 2
+    had = {0: Got(whole[0].token_ids[:position], whole[0].text[:done])}
+    assert merge(had, [position], rest) == whole
+
+
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
 def test_a_live_flight_is_told_again_as_it_was(seed: int, stops: list[str]) -> None:

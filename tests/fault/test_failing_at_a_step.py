@@ -87,3 +87,24 @@ async def test_stopped_at(session: ClusterSession, asked: Path, place: str, tran
         assert name not in (answer.end.path.prefill_node, answer.end.path.decode_node)
     await session.whole()
     await session.idle()
+
+
+async def test_a_loop_that_is_held_up_costs_no_link(session: ClusterSession, asked: Path, transport: str) -> None:
+    leave_to_the_other(transport, 0)
+    await session.idle()
+    request = ask("held-up", chunks=3)
+    ended = _ended_links(session)
+    # Longer than three heartbeats. The router has no such patience: it asks another decode node.
+    with Drill(asked, "Offer", f"sleep 4.5 {request.request_id}") as drill:
+        await _answered(session, request)
+        assert drill.has_struck()
+        assert _process(session, drill.pid).role == "decode"
+    await session.whole()
+    await session.idle()
+    assert _ended_links(session) == ended
+
+
+def _ended_links(session: ClusterSession) -> int:
+    """How many links to decode nodes the prefill nodes have lost so far."""
+    logs = (session.cluster.run_dir / "logs" / f"{name}.log" for name in session.cluster.nodes("prefill"))
+    return sum("ended: " in line and '"event": "link ' in line for log in logs for line in log.read_text().splitlines())

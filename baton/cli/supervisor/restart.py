@@ -14,7 +14,8 @@ from baton.machine import Machine
 FIRST_DELAY_S = 0.2
 LONGEST_DELAY_S = 30.0
 STABLE_S = 10.0
-"""Having been ready for so long clears what happened before: it died of something else than its start, and is missed."""
+"""Having been ready for so long clears what happened before: it died of something else than its start, and is missed.
+"""
 LOOP_AFTER = 3
 """So many deaths in a row are a crash loop."""
 

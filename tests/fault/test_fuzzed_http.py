@@ -89,7 +89,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "user": (["somebody"], NO_TEXTS),
     "model": (["", SPEC.name, None], [*NO_TEXTS, "another", "\0", "x" * 100_000]),
     "response_format": ([None, {"type": "text"}], [1, {}, {"type": "grammar"}, {"type": "text", "x": 1}, []]),
-    "skip_special_tokens": ([True], [False, 1, "x"]),
+    "skip_special_tokens": ([True], [False, "x"]),
     "metadata": ([{}, {"a": {"b": 1}}], [1, "x"]),
     "no_such_field": ([], [None, 1, {"a": 1}]),
     "tool_calls\0": ([], [1]),

@@ -56,6 +56,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now
 
+    async def shutdown_default_executor(self, *_bound: object) -> None:
+        """Nothing to wait for: it has no thread. The loop's own way takes one, whose end no clock would await."""
+
 
 class LoopClock:
     """The running loop's time as everybody's clock."""

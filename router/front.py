@@ -104,10 +104,11 @@ class OperatorHandler:
 
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request went where it went; raises RequestNotFound for one that is unknown or long ago."""
-        found = self._dispatcher.placer.explain(request_id)
+        now = self._clock.monotonic()
+        found = self._dispatcher.placer.explain(request_id, now)
         if not found:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
-        return [explained(explanation, self._clock.monotonic()) for explanation in found]
+        return [explained(explanation, now) for explanation in found]
 
     def _health(self) -> tuple[str, str]:
         roles = {candidate.node.role for candidate in self._view.candidates()}

@@ -118,7 +118,7 @@ class Placer:
     def on_report(self, incarnation: str, report: StepReport, now: float) -> bool:
         """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
         if report.step is not None and self._predicts:
-            self._rates.stepped(incarnation, report.step)
+            self._rates.stepped(incarnation, report.step, now)
         self._known.pop(incarnation, None)
         pending = self._pending.get(incarnation)
         for delta in report.deltas:
@@ -161,7 +161,7 @@ class Placer:
                 if pair is not None and incarnation == decode.incarnation:
                     self._pairs.succeeded(pair, now)
         if delta.timings is not None and pair is not None and incarnation == decode.incarnation:
-            self._rates.transferred(incarnation, delta.timings)
+            self._rates.transferred(incarnation, delta.timings, now)
 
     # Where requests go.
 
@@ -222,11 +222,11 @@ class Placer:
         if decision.question is None or now < self._judged_at + _JUDGE_EVERY_S:
             return
         self._judged_at = now
-        self.log.regretted(self._judge(decision)[1])
+        self.log.regretted(self._judge(decision, now)[1])
 
-    def explain(self, request_id: str) -> Sequence[Explanation]:
+    def explain(self, request_id: str, now: float) -> Sequence[Explanation]:
         """Why a request went where it went, attempt by attempt; nothing for one that is unknown or long ago."""
-        return [self._explain(decision) for decision in self.log.of(request_id)]
+        return [self._explain(decision, now) for decision in self.log.of(request_id)]
 
     @property
     def is_idle(self) -> bool:
@@ -295,8 +295,8 @@ class Placer:
         costs = node_costs(
             candidate,
             sum(pending.values()) if pending else 0,
-            self._rates.steps(incarnation),
-            self._rates.ms_per_byte(incarnation),
+            self._rates.steps(incarnation, now),
+            self._rates.ms_per_byte(incarnation, now),
             share,
             prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
         )
@@ -334,12 +334,12 @@ class Placer:
                 pending.pop((request_id, live.attempt), None)
                 self._known.pop(incarnation, None)
 
-    def _judge(self, decision: Decision) -> tuple[Found, float]:
+    def _judge(self, decision: Decision, now: float) -> tuple[Found, float]:
         """The cheapest way as it looks now, and the regret. The decision has a question and an end."""
         assert decision.question is not None
         assert decision.found is not None
         assert decision.actual is not None
-        question = replace(decision.question, costs=[self._renewed(costs) for costs in decision.question.costs])
+        question = replace(decision.question, costs=[self._renewed(costs, now) for costs in decision.question.costs])
         best = cheapest(question)
         assert best is not None
         by_incarnation = {costs.node.incarnation: costs for costs in question.costs}
@@ -350,20 +350,20 @@ class Placer:
             taken = question.pair_terms(by_incarnation[prefill.node.incarnation], decode)
         return best, regret_ms(taken, decision.actual, best)
 
-    def _renewed(self, costs: NodeCosts) -> NodeCosts:
+    def _renewed(self, costs: NodeCosts, now: float) -> NodeCosts:
         """What was known of a node's load then, at the rates of now."""
         incarnation = costs.node.incarnation
-        rates, ms_per_byte = self._rates.steps(incarnation), self._rates.ms_per_byte(incarnation)
+        rates, ms_per_byte = self._rates.steps(incarnation, now), self._rates.ms_per_byte(incarnation, now)
         is_prefill = costs.node.role is Role.PREFILL
         return node_costs(costs.candidate, costs.pending_tokens, rates, ms_per_byte, prefills_only=is_prefill)
 
-    def _explain(self, decision: Decision) -> Explanation:
+    def _explain(self, decision: Decision, now: float) -> Explanation:
         if decision.question is None or decision.found is None:
             return Explanation(decision)
         ways = ways_beside(decision.question, decision.found)
         if decision.actual is None:
             return Explanation(decision, ways)
-        best, regret = self._judge(decision)
+        best, regret = self._judge(decision, now)
         return Explanation(decision, ways, best.terms, regret)
 
 

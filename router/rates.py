@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +40,12 @@ _HOLD = 0.5
 _HUBER = 3.0
 """Mean relative errors, beyond which a step counts less."""
 _TRANSFERS = 32
+_GUESSED_MS_PER_BYTE = 1e-6
+"""1 GB/s."""
+_PRIOR_BYTES = 4 << 20
+"""The guess weighs as much as a transfer of so many."""
+_HALF_LIFE_S = 5.0
+"""Of what a node has shown, while it shows nothing."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -136,64 +141,97 @@ def _solve(moments: Floats, products: Floats, before: Floats) -> Floats:
 
 
 class TransferLearner:
-    """How fast KV comes into one node: the median of the last transfers."""
+    """How fast KV comes into one node: bytes and time of the last transfers, but for the slowest."""
 
-    def __init__(self, ms_per_byte: float = 1e-6) -> None:
-        """1 GB/s until it is known better."""
-        self._ms_per_byte = ms_per_byte
-        self._last: deque[float] = deque(maxlen=_TRANSFERS)
+    def __init__(self, prior_ms_per_byte: float = _GUESSED_MS_PER_BYTE) -> None:
+        prior = (prior_ms_per_byte * _PRIOR_BYTES, _PRIOR_BYTES)
+        self._last: deque[tuple[float, int]] = deque([prior], maxlen=_TRANSFERS)
+        self.ms_per_byte = prior_ms_per_byte
 
     def observe(self, timings: StageTimings) -> None:
-        """A transfer ended."""
-        if timings.kv_bytes > 0 and 0.0 < timings.transfer_ms < math.inf:
-            self._last.append(timings.transfer_ms / timings.kv_bytes)
-            self._ms_per_byte = median(self._last)
+        """A transfer ended. The first ones between two nodes take long, and small ones tell of other things."""
+        if timings.kv_bytes <= 0 or not 0.0 < timings.transfer_ms < math.inf:
+            return
+        self._last.append((timings.transfer_ms, timings.kv_bytes))
+        usual = sorted(self._last, key=lambda one: one[0] / one[1])[: (3 * len(self._last) + 3) // 4]
+        self.ms_per_byte = sum(time_ms for time_ms, _ in usual) / sum(num_bytes for _, num_bytes in usual)
 
-    @property
-    def ms_per_byte(self) -> float:
-        return self._ms_per_byte
+
+class _Node:
+    """What one node has shown, and when it did so last."""
+
+    def __init__(self, fleet: StepLearner) -> None:
+        self.learner = StepLearner(fleet.rates)
+        self.step_at = self.prompt_at = 0.0
 
 
 class FleetRates:
-    """All nodes' rates, by incarnation."""
+    """All nodes' rates, by incarnation. Seconds on the caller's clock.
+
+    Who looks slow gets no work and could never show that it is not. So what a node has shown counts less and less while
+    it shows nothing: it is taken to be as fast as the others by and by, and gets another chance.
+    """
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._fleet = StepLearner()
         self._fleet_transfer = TransferLearner()
-        self._steps: dict[str, StepLearner] = {}
-        self._transfers: dict[str, TransferLearner] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._transfers: dict[str, tuple[TransferLearner, float]] = {}
 
-    def stepped(self, incarnation: str, step: StepFigures) -> None:
+    def stepped(self, incarnation: str, step: StepFigures, now: float) -> None:
         """A node computed a step."""
         self._num_steps += 1
         if self._num_steps % _FLEETS_SHARE == 0 or self._num_steps < _AT_ONCE:
             self._fleet.observe(step)
-        learner = self._steps.get(incarnation)
-        if learner is None:
-            learner = self._steps[incarnation] = StepLearner(self._fleet.rates)
-        learner.observe(step)
+        node = self._nodes.get(incarnation)
+        if node is None:
+            node = self._nodes[incarnation] = _Node(self._fleet)
+        node.learner.observe(step)
+        node.step_at = now
+        if step.prefill_tokens:
+            node.prompt_at = now
 
-    def transferred(self, incarnation: str, timings: StageTimings) -> None:
+    def transferred(self, incarnation: str, timings: StageTimings, now: float) -> None:
         """A transfer into a node ended."""
         self._fleet_transfer.observe(timings)
-        learner = self._transfers.get(incarnation)
-        if learner is None:
-            learner = self._transfers[incarnation] = TransferLearner(self._fleet_transfer.ms_per_byte)
+        learner, _ = self._transfers.get(incarnation, (None, 0.0))
+        learner = learner or TransferLearner(self._fleet_transfer.ms_per_byte)
         learner.observe(timings)
+        self._transfers[incarnation] = (learner, now)
 
     def forget(self, incarnation: str) -> None:
         """The node is gone."""
-        self._steps.pop(incarnation, None)
+        self._nodes.pop(incarnation, None)
         self._transfers.pop(incarnation, None)
 
-    def steps(self, incarnation: str) -> StepRates:
-        """A node's rates; the fleet's for what it has not done yet."""
-        learner = self._steps.get(incarnation, self._fleet)
-        if learner.num_prompt_steps:
-            return learner.rates
-        return replace(learner.rates, token_ms=self._fleet.rates.token_ms)
+    def steps(self, incarnation: str, now: float) -> StepRates:
+        """A node's rates; the fleet's for what it has not done for long, or never."""
+        node, fleet = self._nodes.get(incarnation), self._fleet.rates
+        if node is None:
+            return fleet
+        own, fresh = node.learner.rates, _freshness(now - node.step_at)
+        prompts = _freshness(now - node.prompt_at) if node.learner.num_prompt_steps else 0.0
+        return StepRates(
+            step_ms=_between(fleet.step_ms, own.step_ms, fresh),
+            token_ms=_between(fleet.token_ms, own.token_ms, prompts),
+            sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
+            context_ms=_between(fleet.context_ms, own.context_ms, fresh),
+        )
 
-    def ms_per_byte(self, incarnation: str) -> float:
+    def ms_per_byte(self, incarnation: str, now: float) -> float:
         """Of transfers into a node."""
-        return self._transfers.get(incarnation, self._fleet_transfer).ms_per_byte
+        fleet = self._fleet_transfer.ms_per_byte
+        if incarnation not in self._transfers:
+            return fleet
+        learner, at = self._transfers[incarnation]
+        return _between(fleet, learner.ms_per_byte, _freshness(now - at))
+
+
+def _freshness(age_s: float) -> float:
+    """How much of what was learnt so long ago still counts."""
+    return float(0.5 ** (max(0.0, age_s) / _HALF_LIFE_S))
+
+
+def _between(fleet: float, own: float, freshness: float) -> float:
+    return fleet + (own - fleet) * freshness

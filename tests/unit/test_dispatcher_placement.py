@@ -49,7 +49,7 @@ async def served(rig: RouterRig, pair: tuple[str, str]) -> None:
     rig.tell(pair[0], submit.attempt, 0, "x", Outcome.HANDED_OFF, StageTimings(1, 2))
     rig.tell(pair[1], submit.attempt, 1, "y", Outcome.LENGTH, StageTimings(transfer_ms=3, kv_bytes=10))
     finished = await reader.finished()
-    (told,) = rig.dispatcher.placer.explain(reader.accepted.request_id)
+    (told,) = rig.dispatcher.placer.explain(reader.accepted.request_id, rig.timers.monotonic())
     assert told.decision.actual is not None
     assert (told.decision.actual.timings.queue_ms, told.decision.actual.first_token_ms) == (1, finished.ttft_ms)
 

@@ -330,7 +330,7 @@ def test_turns_and_the_least_loaded() -> None:
 def test_a_decision_is_explained_and_judged_afterwards() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"))
     choice = fleet.place(1024)
-    (before,) = fleet.placer.explain(choice.request.request_id)
+    (before,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert (before.decision.decision, before.decision.attempt, before.best) == ("pair", 1, None)
     ways = {(way.prefill, way.decode) for way in before.ways}
     assert names(choice) in ways
@@ -342,7 +342,7 @@ def test_a_decision_is_explained_and_judged_afterwards() -> None:
     for _ in range(200):
         fleet.report(str(taken), StepReport((), LoadReport(), step=StepFigures(500.0, 512, 0, 0)))
     fleet.placer.finished(choice.request.request_id, slow, 1010.0, fleet.now)
-    (after,) = fleet.placer.explain(choice.request.request_id)
+    (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.best is not None
     assert after.best.prefill not in (taken, "")
     assert 600 < after.regret_ms < 1000
@@ -353,14 +353,14 @@ def test_a_decision_is_explained_and_judged_afterwards() -> None:
     assert figures["router_decisions_total", "pair", "cheapest_pair"] == 1
     assert figures["router_placement_regret_seconds",] == pytest.approx(after.regret_ms / 1e3)
     fleet.placer.over(choice.request.request_id)
-    assert fleet.placer.explain("nobody") == []
+    assert fleet.placer.explain("nobody", fleet.now) == []
 
 
 def test_a_wrong_prediction_of_the_best_way_is_no_regret() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"))
     choice = fleet.place(1024)
     fleet.placer.finished(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
-    (after,) = fleet.placer.explain(choice.request.request_id)
+    (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.regret_ms == 0.0
 
 

@@ -17,6 +17,7 @@ from baton.rpc.messages import Accepted, Chunk, GenerateRequest
 _GENERATE = "/baton.v1.Generation/Generate"
 _CHECKED_EVERY = 64
 """One stream of so many keeps its text, to be compared."""
+_RETRY_S = 1.0
 
 OnTokens = Callable[[int, int, str], None]
 """Of a chunk: index of the first token, number of tokens, text."""
@@ -94,7 +95,7 @@ class RelayClients:
 
     def begin(self) -> None:
         """Forget what was counted."""
-        self.num_tokens = self.num_messages = self.num_finished = 0
+        self.num_tokens = self.num_messages = self.num_finished = self.num_refused = 0
         self.latencies = array("f")
         """Seconds of each token, from its step's report to its client."""
 
@@ -125,6 +126,10 @@ class RelayClients:
     def raise_failure(self) -> None:
         if self.failures:
             raise BatonError(f"{len(self.failures)} streams failed; the first: {self.failures[0]}")
+
+    def _open_if_replacing(self) -> None:
+        if self.is_replacing:
+            self._open_one()
 
     def _open_one(self) -> None:
         self._opened += 1
@@ -163,6 +168,13 @@ class RelayClients:
     def _ended(self, stream: RelayStream, error: str, text: str | None) -> None:
         self._cancels.pop(stream.request_id, None)
         self._nodes.streams.pop(stream.request_id, None)
+        if error and not stream.num_read:
+            # Turned away: more than the router can do. It comes again later, as a client would.
+            self.num_refused += 1
+            self._changed.set()
+            if self.is_replacing:
+                asyncio.get_running_loop().call_later(_RETRY_S, self._open_if_replacing)
+            return
         script = self._nodes.script
         if not error and stream.num_read != stream.max_tokens:
             error = f"{stream.num_read} tokens of {stream.max_tokens}"

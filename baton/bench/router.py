@@ -74,6 +74,8 @@ class LoadFigures:
     tokens_per_s: Spread
     requests_per_s: Spread
     """That ended."""
+    refused_per_s: float
+    """Requests that were turned away."""
     tokens_per_message: float
     latency_ms_p50: Spread
     """Of a token, from its step's report to its client."""
@@ -312,6 +314,7 @@ class _Bench:
                 _Round(
                     tokens_per_s=clients.num_tokens / took,
                     requests_per_s=clients.num_finished / took,
+                    refused_per_s=clients.num_refused / took,
                     tokens_per_message=clients.num_tokens / max(1, clients.num_messages),
                     p50=_quantile(clients.latencies, 0.5),
                     p99=_quantile(clients.latencies, 0.99),
@@ -326,6 +329,7 @@ class _Bench:
 class _Round:
     tokens_per_s: float
     requests_per_s: float
+    refused_per_s: float
     tokens_per_message: float
     p50: float
     p99: float
@@ -337,6 +341,7 @@ def _figures(rounds: Sequence[_Round]) -> LoadFigures:
     return LoadFigures(
         tokens_per_s=Spread.of([one.tokens_per_s for one in rounds]),
         requests_per_s=Spread.of([one.requests_per_s for one in rounds]),
+        refused_per_s=median(one.refused_per_s for one in rounds),
         tokens_per_message=median(one.tokens_per_message for one in rounds),
         latency_ms_p50=Spread.of([one.p50 for one in rounds], 1e3),
         latency_ms_p99=Spread.of([one.p99 for one in rounds], 1e3),

@@ -38,8 +38,8 @@ def router(
 ) -> None:
     """Measure what one router core sustains: simulated nodes, real processes, real text.
 
-    The router has a core to itself; nodes and clients, one process, have another. LATENCY is a token's way from its
-    node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near 1,
+    The router has a core to itself; nodes and clients, one process, have another. P50 and P99 are of a token's way from
+    its node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near 1,
     nodes and clients are the bottleneck. Run it on an otherwise idle machine of two cores or more.
     """
     from baton.bench.router import RouterBenchConfig, run
@@ -48,28 +48,26 @@ def router(
     for count in streams or [1000]:
         if output is Format.TEXT:
             note(f"measuring with {count} streams")
-        reports.append(
-            run(
-                RouterBenchConfig(
-                    model_dir=model or bundled_model_dir(),
-                    streams=count,
-                    nodes=nodes,
-                    front=front.value,
-                    connections=connections,
-                    tokens_per_s=tokens_per_s,
-                    requests_per_s=requests_per_s,
-                    rounds=rounds,
-                    round_s=round_s,
-                )
+        report = run(
+            RouterBenchConfig(
+                model_dir=model or bundled_model_dir(),
+                streams=count,
+                nodes=nodes,
+                front=front.value,
+                connections=connections,
+                tokens_per_s=tokens_per_s,
+                requests_per_s=requests_per_s,
+                rounds=rounds,
+                round_s=round_s,
             )
         )
+        reports.append(report)
+        if output is Format.TEXT:
+            _print(report)
     if output is Format.JSON:
         print_json([asdict(report) for report in reports])
     elif output is Format.YAML:
         print_yaml([asdict(report) for report in reports])
-    else:
-        for report in reports:
-            _print(report)
 
 
 def _print(report: RouterReport) -> None:
@@ -80,12 +78,23 @@ def _print(report: RouterReport) -> None:
     )
     loads = {"relay": report.relay, "half": report.half, "mixed": report.mixed, "requests": report.requests}
     print_table(
-        ["LOAD", "TOKENS/S", "REQUESTS/S", "PER MESSAGE", "LATENCY P50 MS", "P99 MS", "CPU ROUTER", "CPU LOAD"],
+        [
+            "LOAD",
+            "TOKENS/S",
+            "REQUESTS/S",
+            "REFUSED/S",
+            "PER MESSAGE",
+            "LATENCY P50 MS",
+            "P99 MS",
+            "CPU ROUTER",
+            "CPU LOAD",
+        ],
         [
             [
                 name,
                 _spread(load.tokens_per_s),
                 _spread(load.requests_per_s),
+                f"{load.refused_per_s:.0f}",
                 f"{load.tokens_per_message:.2f}",
                 _spread(load.latency_ms_p50),
                 _spread(load.latency_ms_p99),

@@ -22,7 +22,7 @@ from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_ROUTER_SCHEDULES", "60"))
+NUM_SCHEDULES = int(os.environ.get("BATON_ROUTER_SCHEDULES", "40"))
 SEEDS = range(NUM_SCHEDULES)
 if "BATON_FAULT_SEED" in os.environ:
     SEEDS = range(int(os.environ["BATON_FAULT_SEED"]), int(os.environ["BATON_FAULT_SEED"]) + 1)
@@ -123,7 +123,7 @@ def test_whatever_router_dies_each_token_comes_once() -> None:
         except BaseException as error:
             error.add_note(f"BATON_FAULT_SEED={seed}")
             raise
-    if NUM_SCHEDULES >= 60 and len(SEEDS) > 1:
+    if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
         for name in ("router killed", "node killed", "records lost", "adopted", "moved", "resumed"):
             assert struck[name], struck
         assert struck["finished"] > 2 * NUM_SCHEDULES, struck

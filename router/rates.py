@@ -39,6 +39,8 @@ _HOLD = 0.5
 """How many steps the fit before weighs."""
 _HUBER = 3.0
 """Mean relative errors, beyond which a step counts less."""
+_CHANGED = 2.0
+_KEPT_OF_BEFORE = 0.02
 _TRANSFERS = 32
 _GUESSED_MS_PER_BYTE = 1e-6
 """1 GB/s."""
@@ -108,6 +110,11 @@ class StepLearner:
         before = np.array([*_values(self._rates)])
         # In units of what was expected, so that no step has more to say than the others, however long it took.
         expected = np.maximum(seen[:, 1:] @ before, 1e-3)
+        factor = float(np.median(seen[:, 0] / expected))
+        if not 1 / _CHANGED < factor < _CHANGED:
+            # Most are far off: it is the node that has changed, and what it was tells little.
+            before, expected = before * factor, expected * factor
+            self._moments, self._products = self._moments * _KEPT_OF_BEFORE, self._products * _KEPT_OF_BEFORE
         rows, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
         ages = _DECAY ** np.arange(len(rows) - 1, -1, -1)
         errors = np.abs(times - 1.0)

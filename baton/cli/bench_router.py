@@ -39,8 +39,8 @@ def router(
     """Measure what one router core sustains: simulated nodes, real processes, real text.
 
     The router has a core to itself; nodes and clients, one process, have another. P50 and P99 are of a token's way from
-    its node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near 1,
-    nodes and clients are the bottleneck. Run it on an otherwise idle machine of two cores or more.
+    its node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near
+    1, nodes and clients are the bottleneck. Run it on an otherwise idle machine of two cores or more.
     """
     from baton.bench.router import RouterBenchConfig, run
 
@@ -84,7 +84,7 @@ def _print(report: RouterReport) -> None:
             "REQUESTS/S",
             "REFUSED/S",
             "PER MESSAGE",
-            "LATENCY P50 MS",
+            "P50 MS",
             "P99 MS",
             "CPU ROUTER",
             "CPU LOAD",

@@ -16,7 +16,7 @@ from baton.rpc.messages import HandoffReport
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.figures import failure_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, handshake_figures, read_figures, transfer_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
@@ -73,6 +73,7 @@ class DecodeRole:
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
             *failure_figures(self.intake.book.failures),
             *read_figures(self.intake.book.totals),
+            *handshake_figures(self.intake.handshakes),
             *transfer_figures(self.intake.report()),
         ]
 

@@ -93,13 +93,16 @@ class Intake:
         self._is_running = is_running
         self._digests = digests
         self._hashing = DigestThread[_Learned](lambda: post(self._pick_up), hasher)
-        clock = clock or SystemClock()
+        self._clock = clock = clock or SystemClock()
         self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None, clock=clock)
         self._refused = RefusedLinks(clock)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._reopened: Counter[str] = Counter()
         """How often in vain, by incarnation."""
+        self._opened_at: dict[str, float] = {}
+        self.handshakes: dict[str, float] = {}
+        """Seconds from opening a link to its memory being readable, by sender; the latest."""
         self._num_blocks: dict[str, int] = {}
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._stopped = False
@@ -163,6 +166,7 @@ class Intake:
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
         _log.info("link to %s ended: %s", incarnation, error)
         link = self._links.pop(incarnation, None)
+        self._opened_at.pop(incarnation, None)
         if link is not None:
             self._refused.ended(link.source.node_id, error.cause, error.story)
         if self._num_blocks.pop(incarnation, None) is not None:
@@ -207,6 +211,7 @@ class Intake:
                 num_blocks = self._num_blocks.get(incarnation)
                 # A link that ended while its memory was being connected needs no peer any more.
                 if num_blocks is not None:
+                    self._note_handshake(incarnation)
                     self._carry_out(self._book.peer_ready(incarnation, num_blocks))
             case ConnectFailed(incarnation, error):
                 self._cut(incarnation, error)
@@ -215,12 +220,18 @@ class Intake:
             case ReadFailed(read_id, cause, story):
                 self._carry_out(self._book.read_failed(read_id, cause, story))
 
+    def _note_handshake(self, incarnation: str) -> None:
+        opened_at, link = self._opened_at.pop(incarnation, None), self._links.get(incarnation)
+        if opened_at is not None and link is not None:
+            self.handshakes[link.source.node_id] = self._clock.monotonic() - opened_at
+
     def _cut(self, incarnation: str, error: TransferFailed) -> None:
         link = self._links.get(incarnation)
         if link is not None:
             link.cut(error)
 
     def _open(self, source: KVSource) -> None:
+        self._opened_at[source.incarnation] = self._clock.monotonic()
         self._links[source.incarnation] = LinkClient(
             self._identity,
             source,

@@ -31,9 +31,21 @@ def transfer_figures(report: HandoffReport) -> list[Figure]:
 def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[Figure]:
     """Prompts whose KV did not come to a reader; those of each sender that had any."""
     text = "Prompts whose KV did not come, by cause and sender."
+    wrong = sum(count for (_, cause), count in failures.items() if cause is TransferCause.DIGEST_MISMATCH)
     return [
-        Figure("kv_transfer_failures_total", text, count, {"cause": cause.value, "peer": peer})
-        for (peer, cause), count in sorted(failures.items(), key=lambda item: (item[0][0], item[0][1].value))
+        Figure("kv_digest_mismatch_total", "Prompts whose blocks were not what their sender computed.", wrong, {}),
+        *(
+            Figure("kv_transfer_failures_total", text, count, {"cause": cause.value, "peer": peer})
+            for (peer, cause), count in sorted(failures.items(), key=lambda item: (item[0][0], item[0][1].value))
+        ),
+    ]
+
+
+def handshake_figures(handshakes: Mapping[str, float]) -> list[Figure]:
+    """What it took to have a sender's memory readable, the latest of each."""
+    text = "From opening the latest link to its sender's memory being readable."
+    return [
+        Figure("kv_handshake_seconds", text, seconds, {"peer": peer}) for peer, seconds in sorted(handshakes.items())
     ]
 
 

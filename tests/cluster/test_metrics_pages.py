@@ -57,8 +57,9 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         assert decode["baton_prefix_cache_hits_total" + on_decode(model, ',source="remote"')] == 40
         arrived = ',outcome="arrived",peer="prefill-0",role="decode"'
         assert decode[f'baton_kv_transfers_total{{model_name="{model}",node="decode-0"{arrived}}}'] == 1
-        moved = f'baton_kv_transfer_bytes_total{{model_name="{model}",node="decode-0",peer="prefill-0",role="decode"}}'
-        assert decode[moved] > 0
+        of_peer = ',peer="prefill-0",role="decode"'
+        for figure in ("kv_transfer_bytes_total", "kv_handshake_seconds"):
+            assert decode[f'baton_{figure}{{model_name="{model}",node="decode-0"{of_peer}}}'] > 0
         assert not any(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states)
         states = [value for sample, value in prefill.items() if sample.startswith("baton_kv_leases{")]
         assert states == [0, 0, 0]

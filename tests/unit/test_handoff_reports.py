@@ -142,10 +142,16 @@ def test_figures_have_every_open_state_and_every_end() -> None:
 
 
 def test_failures_are_counted_by_cause_and_sender() -> None:
-    counted = {("p1", TransferCause.LEASE_LOST): 2, ("p0", TransferCause.PEER_GONE): 1}
+    counted = {
+        ("p1", TransferCause.DIGEST_MISMATCH): 2,
+        ("p0", TransferCause.PEER_GONE): 1,
+        ("p0", TransferCause.DIGEST_MISMATCH): 3,
+    }
     assert {_sample(figure): figure.value for figure in failure_figures(counted)} == {
         "kv_transfer_failures_total{cause=peer_gone,peer=p0}": 1,
-        "kv_transfer_failures_total{cause=lease_lost,peer=p1}": 2,
+        "kv_transfer_failures_total{cause=digest_mismatch,peer=p0}": 3,
+        "kv_transfer_failures_total{cause=digest_mismatch,peer=p1}": 2,
+        "kv_digest_mismatch_total{}": 5,
     }
 
 

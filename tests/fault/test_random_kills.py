@@ -1,0 +1,64 @@
+"""kill -9 of prefill nodes, decode nodes, routers and Redis, at random moments under load: no client notices.
+
+`BATON_KILLS=300` kills so often instead of a few times, `BATON_KILLS_SEED=N` draws others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from baton.client import AsyncGenerationClient
+from baton.config import bundled_model_dir
+from tests.support.kill_drill import ROLES, Killer, Load, ask, quantile, requests
+from tests.support.process_cluster import ProcessCluster, process_cluster
+
+NUM_KILLS = int(os.environ.get("BATON_KILLS", "4"))
+SEED = int(os.environ.get("BATON_KILLS_SEED", "1"))
+NUM_CLIENTS = 6
+NUM_REQUESTS = 30
+VOCAB_SIZE = 1024
+FLAGS = ("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--http-port", "0")
+
+
+@pytest.fixture(scope="module")
+def doomed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessCluster]:
+    with process_cluster(tmp_path_factory.mktemp("doomed") / "run", bundled_model_dir(), *FLAGS) as running:
+        yield running
+
+
+@pytest.mark.timeout(180 + 20 * NUM_KILLS)
+async def test_no_client_notices(doomed: ProcessCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = Random(SEED)
+    addresses = [process.address for process in doomed.state.processes if process.role == "router"]
+    asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)
+    async with AsyncGenerationClient(*addresses, rng=rng) as client:
+        undisturbed = [await ask(client, request) for request in asked]
+    assert all(seen.check(seen) == "" and seen.attempts == 1 for seen in undisturbed)
+    load = Load(addresses, asked, undisturbed)
+    killer = Killer(doomed, rng, NUM_KILLS, pause_s=(0.5, 3.0))
+    clients = [asyncio.create_task(load.client(Random(rng.getrandbits(32)))) for _ in range(NUM_CLIENTS)]
+    await killer.run()
+    load.stop()
+    await asyncio.gather(*clients)
+    result = load.result
+    with capsys.disabled():
+        kills = ", ".join(f"{killer.killed[role]} {role}" for role in ROLES)
+        stalls_s = result.stalls_s(killer.times)
+        stalls = ", ".join(f"{share:.0%} {quantile(stalls_s, share):.2f}" for share in (0.5, 0.9, 0.99, 1.0))
+        sys.stdout.write(
+            f"\nseed {SEED}, killed {kills}: {len(result.answers)} answers, {result.retried} retried, "
+            f"{len(result.lost)} lost, {len(result.wrong)} wrong; longest stall of {len(stalls_s)} that a kill met "
+            f"(s): {stalls}\n"
+        )
+    assert killer.killed.total() == NUM_KILLS
+    assert result.lost == []
+    assert result.wrong == []
+    async with doomed.session() as session:
+        await session.whole()
+        await session.idle()

@@ -144,7 +144,9 @@ async def test_text_in_text_out_for_several_at_once(model_dir: Path) -> None:
             finished = end_of(events)
             assert (finished.finish_reason, finished.completion_tokens) == ("length", 9)
             assert (finished.path.prefill_node, finished.path.attempts) == ("p1", 1)
-            assert (finished.queue_ms, finished.kv_bytes) == (1.0, 10)
+            # The node's millisecond, and what it took the router to find the nodes.
+            assert 1.0 <= finished.queue_ms <= finished.total_ms + 1.0
+            assert finished.kv_bytes == 10
         assert {end_of(events).path.decode_node for events in runs} == {"d1", "d2"}
 
 

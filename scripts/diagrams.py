@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.cli.supervisor.restart import CHILD_TABLE, ChildState
 from baton.machine import render_mermaid
+from baton.node.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseState
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
@@ -18,6 +19,7 @@ PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 DIAGRAMS = {
     "flight": render_mermaid(FlightState.PLACING, FLIGHT_TABLE),
     "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
+    "attempt": render_mermaid(AttemptState.RUNNING, ATTEMPT_TABLE),
     "lease": render_mermaid(LeaseState.GRANTED, LEASE_TABLE),
     "transfer": render_mermaid(TransferState.PLANNED, TRANSFER_TABLE),
     "node": render_mermaid(NodeState.STARTING, NODE_TABLE),

@@ -38,12 +38,13 @@ from baton.rpc.server import RpcServer, join_address
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatcher import Dispatcher
 from router.flight_journal import FlightJournal
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
 from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
+from router.limits import DispatchLimits
 from router.metrics import figures
 from router.node_links import LinkTimes, NodeLinks
 from router.placer import PlacementSettings, Placer, Policy

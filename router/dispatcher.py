@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import TypeVar
 
-from baton.config import MIN_PRIORITY
-from baton.engine.outputs import TokenLogprobs
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -25,15 +22,12 @@ from baton.errors import (
     Draining,
     DuplicateRequest,
     InvalidRequest,
-    NoCapacity,
     Overloaded,
     QueueFull,
     RequestNotFound,
     SlowReader,
-    WouldBeLate,
 )
 from baton.ids import REQUEST_ID_PATTERN
-from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 from baton.rpc.messages import (
     Accepted,
     Finished,
@@ -45,10 +39,8 @@ from baton.rpc.messages import (
     StepReport,
     WatchKVCache,
 )
-from router.admission import AdmissionQueue, Hope, Ticket
 from router.answer import Answer
 from router.event_queue import EventQueue
-from router.flight import Flight
 from router.flight_journal import FlightJournal
 from router.flight_record import FlightRecord
 from router.flight_table import (
@@ -71,123 +63,24 @@ from router.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
+from router.limits import DispatchCounters, DispatchLimits
 from router.node_links import NodeLinks
-from router.placement import Candidate, Placement
-from router.placer import Choice, PlacementSettings, Placer, Policy
+from router.placement import Placement
+from router.placer import PlacementSettings, Placer, Policy
 from router.request import ValidRequest
 from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
+from router.run import Run
 from router.schemas import SchemaCheck
-from router.served import Served
 from router.text_stream import TextCodec
-from router.timers import TimerHandle, Timers
+from router.timers import Timers
 from router.turns import Turns
 from router.validation import validate
 from router.view import ClusterView
+from router.waiting_room import WaitingRoom
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchLimits:
-    """Bounds of one router."""
-
-    capacity_wait_s: float = 10.0
-    """How long a new request waits for a node to come before it is turned away."""
-    recovery_wait_s: float = 120.0
-    """How long a request whose nodes were lost waits for one to come back: long enough to load a model."""
-    queue_wait_s: float = 120.0
-    """How long a request waits for nodes that are there but full."""
-    max_queue: int = 1024
-    """New requests that may wait."""
-    max_running: int = 16_384
-    """Requests on nodes; more wait."""
-    priority_ageing_s: float = 60.0
-    """Seconds of waiting that weigh as much as one step of priority; 0: none ever do."""
-    max_tokenizing: int = 64
-    """Long texts that may be on their way through the tokenizer."""
-    max_backlog_tokens: int = 256
-    stall_s: float = 30.0
-    """How long a client may leave more than the backlog unread."""
-    min_priority: int = MIN_PRIORITY
-    """Requests with a smaller one are refused."""
-    thread_text_chars: int = 16_384
-    """Longer prompts are tokenized in a thread, so that nobody else waits."""
-
-
-@dataclass(slots=True)
-class DispatchCounters:
-    """Totals since start."""
-
-    accepted: int = 0
-    finished: int = 0
-    failed: int = 0
-    retried: int = 0
-    late_deltas: int = 0
-    """Deltas of requests that were over."""
-    queue_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))
-    """What requests waited for their first nodes, in seconds; those that never had to included."""
-    resumed: int = 0
-    """Requests whose client came back for what follows..."""
-    adopted: int = 0
-    """... that ran on at their nodes meanwhile, for another router."""
-    moved: int = 0
-    """Requests that another router adopted from this one."""
-    served: Served = field(default_factory=Served)
-    rejections: Counter[str] = field(default_factory=Counter)
-    """Requests that were turned away without a token, by the error's name."""
-
-
-class _Run:
-    """A flight with everything impure around it."""
-
-    def __init__(
-        self, request: ValidRequest, flight_id: int, answer: Answer, queue: EventQueue, started: float
-    ) -> None:
-        self.request = request
-        self.flight = Flight(request, flight_id)
-        self.answer = answer
-        self.queue = queue
-        self.started = started
-        self.first_token_at: float | None = None
-        self.placed_at: float | None = None
-        """When nodes were found for the first time."""
-        self.wanted: Place | None = None
-        """Waits for nodes."""
-        self.ticket: Ticket[_Run] | None = None
-        """Its place in the queue while it does."""
-        self.why_waiting: Overloaded = NoCapacity("no node is up")
-        self.waiting_since = 0.0
-        self.deadline_at: float | None = None
-        self.deadline: TimerHandle | None = None
-        self.patience: TimerHandle | None = None
-        self.stall: TimerHandle | None = None
-        self.begin: Callable[[], Sequence[FlightEffect]] | None = self.flight.start
-        """What is to be done first; None once it is."""
-        self.logprobs: list[list[TokenLogprobs]] = []
-        """Of each sequence, where there are any: for a client that comes back."""
-        if request.sampling_params.logprobs is not None:
-            self.logprobs = [[] for _ in range(request.sampling_params.n)]
-        self.finish: tuple[Finish, Finished] | None = None
-        """How it ended, if it ended well."""
-        self.is_noted = False
-        """There is a record of it."""
-
-    def hope(self) -> Hope:
-        """`deadline` is to be known by now."""
-        slo_ms, params = self.request.ttft_slo_ms, self.request.sampling_params
-        may_stop = not params.ignore_eos or params.stop_token_ids or self.request.stop
-        return Hope(
-            deadline=self.deadline_at,
-            first_token_by=None if slo_ms is None else self.started + slo_ms / 1e3,
-            least_tokens=max(1, params.min_tokens) if may_stop else params.max_tokens,
-        )
-
-    def cancel_timers(self) -> None:
-        for timer in (self.deadline, self.patience, self.stall):
-            if timer is not None:
-                timer.cancel()
 
 
 class Dispatcher:
@@ -218,13 +111,20 @@ class Dispatcher:
         self._timers = timers
         self._rng = rng
         self._limits = limits = limits or DispatchLimits()
-        self._queue: AdmissionQueue[_Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
+        self._waiting = WaitingRoom(
+            view,
+            self.placer,
+            timers,
+            rng,
+            limits,
+            place=lambda run, place: self._guarded(run, partial(self._place, run, place)),
+            give_up=lambda run, error: self._feed(run, GiveUp(error)),
+        )
         self._room_came = False
         """A node has less to do, or there is a new one."""
-        self._num_placed = 0
         self._num_tokenizing = 0
-        self._runs: dict[str, _Run] = {}
-        self._adopting: set[_Run] = set()
+        self._runs: dict[str, Run] = {}
+        self._adopting: set[Run] = set()
         """Those whose nodes have yet to tell what they brought for another router."""
         self._turns = Turns()
         self._draining = False
@@ -243,12 +143,12 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a node."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def num_placed(self) -> int:
         """Requests that are on nodes, or whose client still reads what came from them."""
-        return self._num_placed
+        return self._waiting.num_placed
 
     def generate(self, raw: GenerateRequest, timeout_s: float | None = None) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished; any end that is not a Finished is a BatonError. Closing it cancels the request.
@@ -267,7 +167,7 @@ class Dispatcher:
         """
         return self._answer(lambda started: self._come_back(request_id, next_token_index, started, timeout_s))
 
-    async def _answer(self, enter: Callable[[float], Awaitable[_Run]]) -> AsyncGenerator[GenerateEvent, None]:
+    async def _answer(self, enter: Callable[[float], Awaitable[Run]]) -> AsyncGenerator[GenerateEvent, None]:
         run = await enter(self._timers.monotonic())
         queue, request = run.queue, run.request
         try:
@@ -284,19 +184,18 @@ class Dispatcher:
             if run.queue is queue:
                 self._close(run)
 
-    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> _Run:
+    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> Run:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._closing()
-            if self._queue:
-                # Before anything is done for it.
-                self._queue.check_room(raw.priority, self.num_placed)
+            # Before anything is done for it.
+            self._waiting.check_room(raw.priority)
             request = await self._validated(raw)
             return self._open(request, Answer(self._codec, request), started, timeout_s)
 
     async def _come_back(
         self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None
-    ) -> _Run:
+    ) -> Run:
         run = self._runs.get(request_id)
         if run is None:
             record = await self._record(request_id)
@@ -315,7 +214,7 @@ class Dispatcher:
             return None
         return await self._journal.find(request_id, self._card())
 
-    def _reopen(self, record: FlightRecord, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
+    def _reopen(self, record: FlightRecord, positions: Sequence[int], started: float, timeout_s: float | None) -> Run:
         """A flight that another router began, or this one before its client went away."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
@@ -327,15 +226,14 @@ class Dispatcher:
             run.begin = partial(self._adopt, run, record, placement)
         return run
 
-    def _adopt(self, run: _Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
+    def _adopt(self, run: Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
         self.counters.adopted += 1
-        self._num_placed += 1
-        run.placed_at = run.started
+        self._waiting.placed(run, run.started)
         self._adopting.add(run)
         run.is_noted = True
         return run.flight.adopt(record.key, placement, record.num_given)
 
-    def _take_over(self, run: _Run, positions: Sequence[int], started: float, timeout_s: float | None) -> _Run:
+    def _take_over(self, run: Run, positions: Sequence[int], started: float, timeout_s: float | None) -> Run:
         """Another stream of the same client goes on with a live run."""
         check_positions(run.request, positions)
         timers = run.deadline, run.stall
@@ -404,7 +302,7 @@ class Dispatcher:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
             self.changed.set()
-        if self._queue and not self._view.is_full(incarnation):
+        if self._waiting and not self._view.is_full(incarnation):
             self._serve_queue()
 
     def _settle(self, incarnation: str, report: StepReport) -> None:
@@ -456,19 +354,19 @@ class Dispatcher:
             self.counters.rejections[type(error).__name__] += 1
             raise
 
-    def _open(self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None) -> _Run:
+    def _open(self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None) -> Run:
         if self._draining:
             raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {request.request_id!r} is live")
-        run = _Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started)
+        run = Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started)
         self._set_deadline(run, started, timeout_s)
         self._runs[request.request_id] = run
         self._idle.clear()
         self.counters.accepted += 1
         return run
 
-    def _set_deadline(self, run: _Run, started: float, timeout_s: float | None) -> None:
+    def _set_deadline(self, run: Run, started: float, timeout_s: float | None) -> None:
         """Raises DeadlineExceeded, and changes nothing, when it has passed."""
         if timeout_s is None:
             run.deadline_at = run.deadline = None
@@ -479,39 +377,42 @@ class Dispatcher:
         run.deadline_at = started + timeout_s
         run.deadline = self._timers.call_at(run.deadline_at, lambda: self._feed(run, GiveUp(error)))
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: Run) -> None:
         if not run.flight.is_over:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
         self._adopting.discard(run)
-        self._leave_queue(run)
-        self._num_placed -= run.placed_at is not None
+        self._waiting.gone(run)
         del self._runs[run.request.request_id]
         if not self._runs:
             self._idle.set()
-        if self._queue:
+        if self._waiting:
             self._serve_queue()
 
-    def _feed(self, run: _Run, event: FlightEvent) -> None:
+    def _feed(self, run: Run, event: FlightEvent) -> None:
         self._guarded(run, partial(run.flight.handle, event))
-        if self._room_came and self._queue:
+        if self._room_came and self._waiting:
             self._serve_queue()
 
-    def _guarded(self, run: _Run, decide: Callable[[], Sequence[FlightEffect]]) -> None:
+    def _serve_queue(self) -> None:
+        self._room_came = False
+        self._waiting.serve()
+
+    def _guarded(self, run: Run, decide: Callable[[], Sequence[FlightEffect]]) -> None:
         """Decide and act. A fault in here ends this flight, never the others."""
         try:
             self._perform(run, decide())
         except Exception as fault:
             self._fault(run, fault)
 
-    def _fault(self, run: _Run, fault: Exception) -> None:
+    def _fault(self, run: Run, fault: Exception) -> None:
         _log.exception("request %s: %s", run.request.request_id, run.flight.story)
         error = BatonError(f"the router failed at this request: {fault}")
         if not run.flight.is_over:
             self._perform(run, run.flight.handle(GiveUp(error)))
         run.queue.end(error)
 
-    def _perform(self, run: _Run, effects: Sequence[FlightEffect]) -> None:
+    def _perform(self, run: Run, effects: Sequence[FlightEffect]) -> None:
         """Do what the flight says, and what follows from it, in order."""
         pending = deque(effects)
         while pending:
@@ -547,126 +448,37 @@ class Dispatcher:
                     run.is_noted = False
                     self._end(run, error)
 
-    def _place(self, run: _Run, place: Place) -> Sequence[FlightEffect]:
+    def _place(self, run: Run, place: Place) -> Sequence[FlightEffect]:
         """Find nodes, or wait for some; `wanted` stays set meanwhile."""
         if run.flight.is_over:
             return ()
         run.wanted = place
-        ticket = run.ticket or self._new_ticket(run, place)
         try:
-            choice = self._find_nodes(ticket, place)
-        except (InvalidRequest, WouldBeLate) as error:
+            choice = self._waiting.find_nodes(run, place)
+        except (InvalidRequest, Overloaded) as error:
             return run.flight.handle(GiveUp(error))
-        except Overloaded as error:
-            return self._wait(ticket, error)
+        if choice is None:
+            return ()
         run.wanted = None
-        self._leave_queue(run)
         self.placer.placed(choice, self._timers.monotonic())
         if place.attempt > 1:
             self.counters.retried += 1
             _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
         if run.placed_at is None:
-            run.placed_at = self._timers.monotonic()
-            self._num_placed += 1
-            self.counters.queue_time.observe(run.placed_at - run.started)
+            now = self._timers.monotonic()
+            self._waiting.placed(run, now)
+            self.counters.queue_time.observe(now - run.started)
         effects = run.flight.handle(Placed(choice.placement))
         self._note(run, choice.placement)
         return effects
 
-    def _note(self, run: _Run, placement: Placement) -> None:
+    def _note(self, run: Run, placement: Placement) -> None:
         """Leave word of the running attempt, for another router."""
         if self._journal is not None:
             self._journal.placed(run.request, run.flight.key, placement, run.flight.num_given)
             run.is_noted = True
 
-    def _find_nodes(self, ticket: Ticket[_Run], place: Place) -> Choice:
-        """Raises InvalidRequest when no node is large enough, WouldBeLate when its time is too short, else Overloaded
-        when there is no node or all are full.
-        """
-        run, candidates = ticket.item, self._view.candidates()
-        if ticket.is_retry:
-            # Its client is in mid-stream: whatever a node has to do, this comes first.
-            return self._choose(candidates, run, place)
-        if (first := self._queue.first()) is not None and not self._queue.is_next(ticket):
-            raise _again(first.item.why_waiting)
-        if self._num_placed >= self._limits.max_running:
-            raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
-        try:
-            choice = self._choose(_with_room(candidates), run, place)
-        except (InvalidRequest, NoCapacity):
-            choice = self._choose(candidates, run, place)
-        placement = choice.placement
-        chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
-        if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
-            raise Overloaded("every node is full")
-        self._check_in_time(ticket.hope, choice)
-        return choice
-
-    def _check_in_time(self, hope: Hope, choice: Choice) -> None:
-        terms = choice.found.terms if choice.found is not None else None
-        # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
-        if terms is not None and terms.queue_ms > 0.0:
-            first_s, each_s = terms.first_token_ms / 1e3, terms.token_ms / 1e3
-            self._queue.check_in_time(hope, self._timers.monotonic(), first_s, each_s, self._num_placed)
-
-    def _choose(self, candidates: Sequence[Candidate], run: _Run, place: Place) -> Choice:
-        now = self._timers.monotonic()
-        return self.placer.choose(candidates, run.request, place.exclude, place.attempt, now - run.started, now)
-
-    def _new_ticket(self, run: _Run, place: Place) -> Ticket[_Run]:
-        is_retry = place.attempt > 1
-        return self._queue.ticket(run, run.started, run.request.priority, run.hope(), is_retry=is_retry)
-
-    def _wait(self, ticket: Ticket[_Run], why: Overloaded) -> Sequence[FlightEffect]:
-        run, now = ticket.item, self._timers.monotonic()
-        run.why_waiting = why
-        if run.ticket is not None:
-            return ()
-        try:
-            displaced = self._queue.offer(ticket, now, self.num_placed)
-        except Overloaded as error:
-            return run.flight.handle(GiveUp(error))
-        run.ticket, run.waiting_since = ticket, now
-        self._await_patience(run)
-        if displaced is not None:
-            story = "the queue is full, and a more urgent request came"
-            self._feed(displaced.item, GiveUp(QueueFull(story, self._queue.retry_after_s(self.num_placed))))
-        return ()
-
-    def _await_patience(self, run: _Run) -> None:
-        """Give it up when it has waited long enough for what it waits for by then."""
-        limits = self._limits
-        if run.ticket is not None and run.ticket.is_retry:
-            patience_s = limits.recovery_wait_s
-        else:
-            patience_s = limits.capacity_wait_s if isinstance(run.why_waiting, NoCapacity) else limits.queue_wait_s
-        until = run.waiting_since + patience_s
-        if (slo := run.request.ttft_slo_ms) is not None and run.first_token_at is None:
-            until = min(until, run.started + slo / 1e3)
-        if self._timers.monotonic() < until:
-            run.patience = self._timers.call_at(until, lambda: self._await_patience(run))
-            return
-        self._feed(run, GiveUp(_again(run.why_waiting, self._queue.retry_after_s(self.num_placed))))
-
-    def _leave_queue(self, run: _Run) -> None:
-        if run.ticket is not None:
-            self._queue.leave(run.ticket)
-            run.ticket = None
-        if run.patience is not None:
-            run.patience.cancel()
-            run.patience = None
-
-    def _serve_queue(self) -> None:
-        """Place whoever can be, in their order."""
-        self._room_came = False
-        while (ticket := self._queue.first()) is not None:
-            run = ticket.item
-            if run.wanted is not None:
-                self._guarded(run, partial(self._place, run, run.wanted))
-            if self._queue.first() is ticket:
-                break
-
-    def _relay(self, run: _Run, delta: RequestDelta) -> None:
+    def _relay(self, run: Run, delta: RequestDelta) -> None:
         """Hand on what the flight has taken already."""
         try:
             if run.logprobs:
@@ -678,14 +490,14 @@ class Dispatcher:
             if effects:
                 self._guarded(run, lambda: effects)
 
-    def _emit(self, run: _Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
+    def _emit(self, run: Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
         if run.first_token_at is None:
             run.first_token_at = self._timers.monotonic()
         if run.logprobs:
             run.logprobs[tokens.sequence_index] += tokens.logprobs
         return self._give(run, run.answer.push(tokens), tokens.sequence_index)
 
-    def _give(self, run: _Run, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
+    def _give(self, run: Run, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
         run.queue.put_all(events)
         if run.queue.backlog > self._limits.max_backlog_tokens and run.stall is None:
             until = self._timers.monotonic() + self._limits.stall_s
@@ -694,12 +506,12 @@ class Dispatcher:
         found = run.answer.found(sequence_index) if run.request.stop else None
         return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
 
-    def _ease_stall(self, run: _Run) -> None:
+    def _ease_stall(self, run: Run) -> None:
         if run.stall is not None and run.queue.backlog <= self._limits.max_backlog_tokens:
             run.stall.cancel()
             run.stall = None
 
-    def _finish(self, run: _Run, finish: Finish) -> None:
+    def _finish(self, run: Run, finish: Finish) -> None:
         run.queue.put_all(run.answer.finish(finish))
         now = self._timers.monotonic()
         first = now if run.first_token_at is None else run.first_token_at
@@ -723,28 +535,15 @@ class Dispatcher:
         self.counters.finished += 1
         self.counters.served.ended(finished)
         self.placer.finished(run.request.request_id, timings, finished.ttft_ms, now)
-        if run.placed_at is not None:
-            placed, num_tokens = run.placed_at, run.flight.num_output_tokens
-            self._queue.times.ended(first - placed, now - placed, num_tokens)
+        self._waiting.ended(run, first)
         self._end(run, None)
 
-    def _end(self, run: _Run, error: BatonError | None) -> None:
+    def _end(self, run: Run, error: BatonError | None) -> None:
         """The flight is over: nothing of it may fire any more, though its client may still read."""
         run.wanted = None
-        self._leave_queue(run)
+        self._waiting.leave(run)
         self.placer.over(run.request.request_id)
         run.cancel_timers()
         run.queue.end(error)
         if run.is_noted and self._journal is not None:
             self._journal.ended(run.request.request_id)
-
-
-def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
-    return type(why)(str(why), retry_after_s)
-
-
-def _with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Of each role those that are not full; all of them where none has room."""
-    open_ones = [candidate for candidate in candidates if not candidate.is_full]
-    open_roles = {candidate.node.role for candidate in open_ones}
-    return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]

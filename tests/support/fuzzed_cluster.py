@@ -15,8 +15,9 @@ from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
 from baton.rpc.messages import ModelCard, NodeDescription, StepReport
 from baton.v1 import generation_pb2 as pb
 from kv_transfer.backends.faulty import Faults
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatcher import Dispatcher
 from router.front import GenerationHandler
+from router.limits import DispatchLimits
 from router.timers import LoopTimers, TimerHandle
 from tests.support.local_rpc import LocalServer, Reply
 from tests.support.request_bounds import Served

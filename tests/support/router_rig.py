@@ -25,9 +25,10 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatcher import Dispatcher
 from router.fake_node import FakeNode, FakeNodes
 from router.flight_journal import FlightJournal
+from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placer import Placer
 from router.timers import ManualTimers

@@ -55,7 +55,8 @@ from kv_transfer.manual_mover import ManualMover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.window import WindowLimits
 from prefill_node.handoff import HandOff, OfferConnector
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatcher import Dispatcher
+from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.timers import LoopTimers
 from router.view import ClusterView

@@ -14,8 +14,9 @@ from baton.errors import BatonError, Unreachable
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from kv_transfer.backends.faulty import Faults
-from router.dispatcher import Dispatcher, DispatchLimits
+from router.dispatcher import Dispatcher
 from router.flight_journal import FlightJournal
+from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.timers import LoopTimers
 from router.view import ClusterView

@@ -21,7 +21,7 @@ from baton.errors import (
 )
 from baton.ids import AttemptKey
 from baton.rpc.messages import Chunk, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
-from router.dispatcher import DispatchLimits
+from router.limits import DispatchLimits
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -18,7 +18,7 @@ from baton.errors import (
 )
 from baton.observe.metrics import render
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome
-from router.dispatcher import DispatchLimits
+from router.limits import DispatchLimits
 from router.metrics import figures
 from router.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
@@ -170,8 +170,7 @@ async def test_who_would_be_late_hears_it_at_once() -> None:
 
 
 async def test_what_placement_predicts_counts_but_an_idle_node_is_worth_a_try() -> None:
-    async with router_rig(decode()) as rig:
-        rig.dispatcher.placer = Placer(PlacementSettings(Policy.COST))
+    async with router_rig(decode(), placer=Placer(PlacementSettings(Policy.COST))) as rig:
         tried = rig.ask(request_id="tried", max_tokens=1, ttft_slo_ms=1e-3)
         await finish(rig, tried)
         rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))

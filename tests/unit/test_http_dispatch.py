@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.rpc.messages import Outcome
-from router.dispatcher import DispatchLimits
 from router.front import GenerationHandler
+from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient
 from tests.support.http_rig import CARD, DEFAULT_TEMPLATE, HttpRig
 from tests.support.router_parts import decode, prefill

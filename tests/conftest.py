@@ -1,4 +1,7 @@
-"""What every test gets: at its end the block books of all pools it made must agree."""
+"""What every test gets: at its end the block books of all pools it made must agree.
+
+And who shares a worker, where tests run in parallel (scripts/test without arguments): those that start the same cluster.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ import pytest
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.kv_cache_manager import KVCacheManager
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two lots: what makes processes fail, which waits much and computes little, and everything else."""
+    for item in items:
+        lot = "faults" if "fault" in item.path.parts else "others"
+        item.add_marker(pytest.mark.xdist_group(lot))
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,9 @@ class HostsCluster:
         self._start("router", [*redis, "--protected-mode", "no"], b"ready")
         common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model)]
         front = ["--router-id", "router-0", "--grpc-port", str(PORT), "--operator-port", str(OPERATOR_PORT)]
-        words = ["router", *common, "--host", address("router"), *front, "--runner", "simulated"]
+        # Every request takes the way between hosts, also where one node alone would be cheaper.
+        settings = [*common, "--host", address("router"), "--runner", "simulated", "--placement", "least-loaded"]
+        words = ["router", *settings, *front]
         self._start("router", [*BATON, *words], b"ready")
         for name in (*PREFILL, *DECODE):
             place = ["--role", name.partition("-")[0], "--node-id", name, "--host", address(name), "--port", str(PORT)]

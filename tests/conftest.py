@@ -1,6 +1,6 @@
 """What every test gets: at its end the block books of all pools it made must agree.
 
-And who shares a worker, where tests run in parallel (scripts/test without arguments): those that start the same cluster.
+And who shares a worker where tests run in parallel (scripts/test without arguments): who starts the same cluster.
 """
 
 from __future__ import annotations

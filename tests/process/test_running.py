@@ -142,7 +142,8 @@ def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> Non
     assert shell.baton(*ask, "--no-headers", "-l", "role=router").stdout.split()[:3] == ["router-0", "router", "Ready"]
     wide = shell.baton(*ask, "-o", "wide").stdout.splitlines()
     assert wide[0].split()[:6] == table[0].split()
-    assert [len(line.split()) for line in wide] == [len(wide[0].split())] * 4
+    assert [len(line.split()) for line in wide[:3]] == [len(wide[0].split())] * 3
+    assert cluster.process("router-0").http_address in wide[3]
     found = json.loads(shell.baton(*ask, "-o", "json").stdout)
     promised = ["name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage"]
     assert all(set(promised) <= set(node) for node in found)

@@ -30,63 +30,31 @@ def flash_fake(
 
     Sequences' last query sees their last key. Raises RuntimeError for contradictory arguments.
     """
-    # What a kernel does inside is nobody's business: while a graph is recorded (graph_fake.py), others may not ask.
-    with torch._C.DisableTorchFunction():
-        return _attend(
-            query,
-            key,
-            value,
-            cu_seq_q,
-            cu_seq_k,
-            max_q,
-            max_k,
-            scale,
-            window_size,
-            enable_gqa,
-            num_splits,
-            seqused_k,
-            block_table,
-        )
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    num_splits: int,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> torch.Tensor:
     if not enable_gqa or num_splits != 1 or window_size[1] != 0:
         raise RuntimeError("this is not how Baton calls it")
     if (block_table is None) != (seqused_k is None) or (block_table is None) != (cu_seq_k is not None):
         raise RuntimeError("either pages with their lengths, or packed keys with their bounds")
-    out = torch.full_like(query, torch.nan)
-    starts = cu_seq_q.tolist()
-    for sequence, (first, last) in enumerate(itertools.pairwise(starts)):
-        if cu_seq_k is not None:
-            own = slice(int(cu_seq_k[sequence]), int(cu_seq_k[sequence + 1]))
-            keys, values = key[own], value[own]
-        else:
-            assert block_table is not None
-            assert seqused_k is not None
-            length = int(seqused_k[sequence])
-            pages = block_table[sequence, : -(-length // key.shape[1])].long()
-            keys, values = key[pages].flatten(0, 1)[:length], value[pages].flatten(0, 1)[:length]
-        if last - first > max_q or keys.shape[0] > max_k:
-            raise RuntimeError("a sequence is longer than the bounds")
-        for row in range(first, last):
-            stop = keys.shape[0] - (last - 1 - row)
-            start = max(0, stop - 1 - window_size[0]) if window_size[0] >= 0 else 0
-            heads = query[row].view(keys.shape[1], -1, query.shape[2]).float()
-            scores = torch.einsum("khd,tkd->kht", heads, keys[start:stop].float()) * scale
-            mixed = torch.einsum("kht,tkd->khd", scores.softmax(-1), values[start:stop].float())
-            out[row] = mixed.reshape(out[row].shape).to(out.dtype)
+    # What a kernel does inside is nobody's business: while a graph is recorded (graph_fake.py), others may not ask.
+    with torch._C.DisableTorchFunction():
+        out = torch.full_like(query, torch.nan)
+        starts = cu_seq_q.tolist()
+        for sequence, (first, last) in enumerate(itertools.pairwise(starts)):
+            if cu_seq_k is not None:
+                own = slice(int(cu_seq_k[sequence]), int(cu_seq_k[sequence + 1]))
+                keys, values = key[own], value[own]
+            else:
+                assert block_table is not None
+                assert seqused_k is not None
+                length = int(seqused_k[sequence])
+                pages = block_table[sequence, : -(-length // key.shape[1])].long()
+                keys, values = key[pages].flatten(0, 1)[:length], value[pages].flatten(0, 1)[:length]
+            if last - first > max_q or keys.shape[0] > max_k:
+                raise RuntimeError("a sequence is longer than the bounds")
+            for row in range(first, last):
+                stop = keys.shape[0] - (last - 1 - row)
+                start = max(0, stop - 1 - window_size[0]) if window_size[0] >= 0 else 0
+                heads = query[row].view(keys.shape[1], -1, query.shape[2]).float()
+                scores = torch.einsum("khd,tkd->kht", heads, keys[start:stop].float()) * scale
+                mixed = torch.einsum("kht,tkd->khd", scores.softmax(-1), values[start:stop].float())
+                out[row] = mixed.reshape(out[row].shape).to(out.dtype)
     return out

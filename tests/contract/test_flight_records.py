@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from redis import asyncio as redis_client
 
 from baton.errors import ConfigError
-from baton.registry.embedded import READY_WORDS, embedded_redis
 from baton.registry.flights import (
     ENDED_S,
     LIFETIME_S,
@@ -23,6 +21,7 @@ from baton.registry.flights import (
     MemoryFlightStore,
 )
 from baton.registry.redis_flights import MAX_PENDING, RedisFlightRecords
+from tests.support.redis_server import RedisProcess
 
 BOUND_S = 30.0
 
@@ -63,37 +62,19 @@ class MemoryServer:
         return
 
 
-class RedisServer:
+class RedisServer(RedisProcess):
     def __init__(self, run_dir: Path) -> None:
-        self._redis = embedded_redis(run_dir)
-        self._process: asyncio.subprocess.Process | None = None
+        super().__init__(run_dir)
         self._made: list[RedisFlightRecords] = []
 
     def connect(self, cluster: str = "c") -> RedisFlightRecords:
-        self._made.append(RedisFlightRecords.connect(self._redis.url, cluster))
+        self._made.append(RedisFlightRecords.connect(self.url, cluster))
         return self._made[-1]
 
     async def lifetime_s(self, request_id: str) -> float | None:
-        async with redis_client.Redis.from_url(self._redis.url) as client:
+        async with redis_client.Redis.from_url(self.url) as client:
             left_ms = await client.pttl(f"baton:c:flight:{request_id}")
         return left_ms / 1000 if left_ms >= 0 else None
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._redis.command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-        assert self._process.stdout is not None
-        said = b""
-        async for line in self._process.stdout:
-            said += line
-            if READY_WORDS in line.lower():
-                return
-        raise AssertionError(said.decode())
-
-    async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGKILL)
-            await self._process.communicate()
 
     async def close(self) -> None:
         for records in self._made:

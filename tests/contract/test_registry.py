@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -15,10 +14,11 @@ import pytest
 from redis import asyncio as redis_client
 
 from baton.errors import ConfigError, Unreachable
-from baton.registry.embedded import READY_WORDS, embedded_redis
+from baton.registry.embedded import embedded_redis
 from baton.registry.memory import MemoryLease, MemoryRegistry, MemoryStore
 from baton.registry.records import NodeRecord, Snapshot
 from baton.registry.registry import RedisLease, Registry
+from tests.support.redis_server import RedisProcess
 
 AnyRegistry = Registry | MemoryRegistry
 AnyLease = RedisLease | MemoryLease
@@ -67,46 +67,27 @@ class MemoryServer:
             await registry.close()
 
 
-class RedisServer:
+class RedisServer(RedisProcess):
     def __init__(self, run_dir: Path) -> None:
-        self._redis = embedded_redis(run_dir)
-        self._process: asyncio.subprocess.Process | None = None
+        super().__init__(run_dir)
         self._made: list[AnyRegistry] = []
 
-    @property
-    def url(self) -> str:
-        return self._redis.url
-
     def socket_mode(self) -> int:
-        return self._redis.socket.stat().st_mode & 0o777
+        return self.redis.socket.stat().st_mode & 0o777
 
     def connect(self, cluster: str = "c") -> AnyRegistry:
-        self._made.append(Registry.connect(self._redis.url, cluster))
+        self._made.append(Registry.connect(self.url, cluster))
         return self._made[-1]
 
     async def start_empty(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._redis.command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-        assert self._process.stdout is not None
-        said = b""
-        async for line in self._process.stdout:
-            said += line
-            if READY_WORDS in line.lower():
-                return
-        raise AssertionError(said.decode())
-
-    async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGKILL)
-            await self._process.communicate()
+        await self.start()
 
     async def flush(self) -> None:
-        async with redis_client.Redis.from_url(self._redis.url) as client:
+        async with redis_client.Redis.from_url(self.url) as client:
             await client.flushall()
 
     async def put(self, incarnation: str, data: bytes) -> None:
-        async with redis_client.Redis.from_url(self._redis.url) as client:
+        async with redis_client.Redis.from_url(self.url) as client:
             await client.set(f"baton:c:node:{incarnation}", data)
             await client.sadd("baton:c:nodes", incarnation)
             await client.publish("baton:c:changes", incarnation)

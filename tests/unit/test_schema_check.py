@@ -52,6 +52,7 @@ async def test_known_ones_pass_those_that_wait_and_a_flood_is_turned_away() -> N
     with pytest.raises(QueueFull):
         await schemas.check("one more")
     flood[-1].cancel()
+    await asyncio.wait(flood[-1:])
     checks.gate.set()
     await asyncio.gather(*flood, return_exceptions=True)
     await schemas.check("one more")

@@ -290,13 +290,7 @@ class Intake:
 
     def _pick_up(self) -> None:
         """Take in the digests that are known, and be woken for the others if a prompt waits for nothing else."""
-        self._learn()
-        self._hashing.wake_for_next(self._book.awaits_digests)
-        self._learn()
-
-    def _learn(self) -> None:
-        for learned in self._hashing.found():
-            self._carry_out(learned())
+        self._hashing.pick_up(lambda learned: self._carry_out(learned()), lambda: self._book.awaits_digests)
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)

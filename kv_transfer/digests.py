@@ -67,7 +67,7 @@ class DigestThread(Generic[Found]):
     """Computes digests aside, for a loop that picks them up when it comes by: mostly nobody waits for them, and a loop
     that is woken for nothing delays whoever has something to say.
 
-    `submit`, `found` and `wake_for_next` belong to the loop.
+    All but what it computes belongs to the loop.
     """
 
     def __init__(self, wake: Callable[[], None], executor: Executor | None = None) -> None:
@@ -89,6 +89,16 @@ class DigestThread(Generic[Found]):
     def wake_for_next(self, awaited: bool) -> None:
         """Whether somebody waits for what is found from now on. What had been found before wakes nobody: look after."""
         self._awaited = awaited
+
+    def pick_up(self, take: Callable[[Found], None], is_awaited: Callable[[], bool]) -> None:
+        """Hand on what is known, and be woken for the rest if somebody waits for nothing else by then."""
+        self._hand_on(take)
+        self.wake_for_next(is_awaited())
+        self._hand_on(take)
+
+    def _hand_on(self, take: Callable[[Found], None]) -> None:
+        for found in self.found():
+            take(found)
 
     def close(self) -> None:
         """End the thread when it has done what it was given."""

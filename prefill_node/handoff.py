@@ -237,13 +237,7 @@ class HandOff:
 
     def _pick_up(self) -> None:
         """Take in the digests that are known, and be woken for the others if a reader waits for its answer."""
-        self._learn()
-        self._hashing.wake_for_next(self._book.awaits_digests)
-        self._learn()
-
-    def _learn(self) -> None:
-        for learned in self._hashing.found():
-            self._carry_out(learned())
+        self._hashing.pick_up(lambda learned: self._carry_out(learned()), lambda: self._book.awaits_digests)
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:

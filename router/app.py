@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -128,6 +127,7 @@ class _Router:
     ) -> None:
         rng, clock = Random(), SystemClock()
         self._config = config
+        self._clock = clock
         self._membership = membership
         self._timers = LoopTimers()
         self._view = ClusterView()
@@ -246,7 +246,7 @@ class _Router:
 
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
-        found = figures(self._dispatcher, self._view, self._timers.monotonic(), time.time())
+        found = figures(self._dispatcher, self._view, self._timers.monotonic(), self._clock.wall())
         return render(found, labels)
 
     async def _shut_down(self) -> None:

@@ -8,13 +8,12 @@ is lost, and every call of it ends with Unreachable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.errors import BatonError, Unreachable
+from baton.errors import Unreachable
 from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
@@ -57,21 +56,21 @@ class AsyncGenerationStub:
         return self._events(self._stub.Resume(pb, timeout=timeout_s))
 
     async def cancel(self, request_id: str) -> None:
-        async with self._translated():
+        with status.translated(self._address):
             await self._stub.Cancel(generation.CancelRequest(request_id=request_id), timeout=_CALL_TIMEOUT_S)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        async with self._translated():
+        with status.translated(self._address):
             request = generation.TokenizeRequest(model=model, text=text)
             return list((await self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S)).token_ids)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        async with self._translated():
+        with status.translated(self._address):
             request = generation.DetokenizeRequest(model=model, token_ids=token_ids)
             return str((await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S)).text)
 
     async def list_models(self) -> list[ModelCard]:
-        async with self._translated():
+        with status.translated(self._address):
             response = await self._stub.ListModels(generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S)
             return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
 
@@ -84,7 +83,7 @@ class AsyncGenerationStub:
     async def _events(self, call: _Stream) -> AsyncGenerator[GenerateEvent, None]:
         self._watch(call)
         try:
-            async with self._translated():
+            with status.translated(self._address):
                 async for response in call:
                     self._last_word = asyncio.get_running_loop().time()
                     event = event_from_pb(response)
@@ -133,15 +132,6 @@ class AsyncGenerationStub:
         except grpc.aio.AioRpcError as error:
             return error.code() not in _SILENCE
         return True
-
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except BatonError:
-            raise
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self._address) from error
 
 
 def _is_being_cancelled() -> bool:

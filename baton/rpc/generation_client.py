@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import grpc
 
-from baton.errors import BatonError
 from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
@@ -38,7 +36,7 @@ class GenerationStub:
 
     def _events(self, call: Any) -> Generator[GenerateEvent, None, None]:
         try:
-            with self._translated():
+            with status.translated(self._address):
                 for response in call:
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
@@ -50,32 +48,23 @@ class GenerationStub:
             call.cancel()
 
     def cancel(self, request_id: str) -> None:
-        with self._translated():
+        with status.translated(self._address):
             self._stub.Cancel(generation.CancelRequest(request_id=request_id), timeout=_CALL_TIMEOUT_S)
 
     def tokenize(self, model: str, text: str) -> list[int]:
-        with self._translated():
+        with status.translated(self._address):
             request = generation.TokenizeRequest(model=model, text=text)
             return list(self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S).token_ids)
 
     def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        with self._translated():
+        with status.translated(self._address):
             request = generation.DetokenizeRequest(model=model, token_ids=token_ids)
             return str(self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S).text)
 
     def list_models(self) -> list[ModelCard]:
-        with self._translated():
+        with status.translated(self._address):
             response = self._stub.ListModels(generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S)
             return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
 
     def close(self) -> None:
         self._channel.close()
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except BatonError:
-            raise
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self._address) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -107,6 +108,15 @@ def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
         return Unreachable(f"{peer} is another service's address ({message.rstrip('!')})")
     kind = _BY_CODE.get(error.code(), BatonError)
     return kind(f"{peer} does not answer: {message}" if kind is Unreachable else message)
+
+
+@contextmanager
+def translated(peer: str) -> Iterator[None]:
+    """What gRPC raises in here is raised as the error that the server meant; also around what is awaited."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, peer) from error
 
 
 def lost(error: grpc.RpcError, node_id: str) -> NodeLost:

@@ -21,6 +21,7 @@ from baton.engine.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from tests.support.fuzzed_cluster import SERVED, SPEC, Letters, Run, events_of, fuzzed_cluster, tokens_of
 from tests.support.local_rpc import Reply
+from tests.support.mutations import mutated
 from tests.support.request_bounds import num_prompt_tokens, wrong_fields
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "500"))
@@ -142,20 +143,7 @@ def _set(draw: st.DrawFn, request: pb.GenerateRequest, name: str, is_spoilt: boo
 @st.composite
 def mutations(draw: st.DrawFn) -> bytes:
     """A good request's bytes with a few of them changed, cut out, repeated or put in."""
-    data = bytearray(draw(requests(wild=False)).SerializeToString())
-    for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, len(data)))
-        size = draw(st.integers(0, 8))
-        kind = draw(st.sampled_from(["flip", "cut", "repeat", "insert"]))
-        if kind == "flip" and place < len(data):
-            data[place] ^= 1 << draw(st.integers(0, 7))
-        elif kind == "cut":
-            del data[place : place + size]
-        elif kind == "repeat":
-            data[place:place] = data[place : place + size]
-        else:
-            data[place:place] = draw(st.binary(max_size=8))
-    return bytes(data)
+    return mutated(draw, draw(requests(wild=False)).SerializeToString(), 8, st.binary(max_size=8))
 
 
 WIRE = st.one_of(

@@ -37,6 +37,7 @@ from baton.registry import NodeRecord
 from baton.rpc.messages import (
     Chunk,
     Finished,
+    GenerateEvent,
     GenerateRequest,
     HandoffReport,
     ModelCard,
@@ -481,6 +482,15 @@ class Answer:
         """Of the first sequence."""
         return self.sequences[0]
 
+    def note(self, event: GenerateEvent) -> None:
+        """Take what its client got."""
+        if isinstance(event, Chunk):
+            token_ids = self.sequences.setdefault(event.sequence_index, [])
+            assert event.first_index == len(token_ids), "a gap, or a token twice"
+            token_ids += event.token_ids
+        elif isinstance(event, Finished):
+            self.finished = event
+
 
 class SimulatedCluster:
     """Started by `simulated_cluster`. `nodes` has the living incarnation of each node."""
@@ -571,12 +581,7 @@ class SimulatedCluster:
         try:
             async for event in self.dispatcher.generate(request, timeout_s):
                 assert answer.finished is None, f"{event} after the end"
-                if isinstance(event, Chunk):
-                    token_ids = answer.sequences.setdefault(event.sequence_index, [])
-                    assert event.first_index == len(token_ids), "a gap, or a token twice"
-                    token_ids += event.token_ids
-                elif isinstance(event, Finished):
-                    answer.finished = event
+                answer.note(event)
         except BatonError as error:
             answer.error = error
         return answer

@@ -12,7 +12,7 @@ from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import BatonError, Unreachable
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
-from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
 from router.flight_journal import FlightJournal
@@ -117,7 +117,7 @@ class RoutedCluster(SimulatedCluster):
                 async for event in events:
                     fresh = continuation.take(event, loop.time())
                     if fresh is not None:
-                        _note(answer, fresh)
+                        answer.note(fresh)
                     if answer.finished is not None:
                         break
                     if leaves():
@@ -141,12 +141,3 @@ def _call(call: Call, request: GenerateRequest, dispatcher: Dispatcher) -> Async
     if call.kind is CallKind.GENERATE:
         return dispatcher.generate(request)
     return dispatcher.resume(request.request_id, call.positions)
-
-
-def _note(answer: Answer, event: GenerateEvent) -> None:
-    if isinstance(event, Chunk):
-        token_ids = answer.sequences.setdefault(event.sequence_index, [])
-        assert event.first_index == len(token_ids), "a gap, or a token twice"
-        token_ids += event.token_ids
-    elif isinstance(event, Finished):
-        answer.finished = event

@@ -1,0 +1,22 @@
+"""Bytes of something good, broken by a fuzzer."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+
+def mutated(draw: st.DrawFn, good: bytes, longest: int, junk: st.SearchStrategy[bytes]) -> bytes:
+    """A few of the bytes changed, at most `longest` at a time cut out or repeated, or junk put in."""
+    data = bytearray(good)
+    for _ in range(draw(st.integers(1, 4))):
+        place, size = draw(st.integers(0, len(data))), draw(st.integers(0, longest))
+        kind = draw(st.sampled_from(["flip", "cut", "repeat", "insert"]))
+        if kind == "flip" and place < len(data):
+            data[place] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut":
+            del data[place : place + size]
+        elif kind == "repeat":
+            data[place:place] = data[place : place + size]
+        else:
+            data[place:place] = draw(junk)
+    return bytes(data)

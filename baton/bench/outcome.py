@@ -1,0 +1,208 @@
+"""What became of requests: one of them as a value, many of them as columns.
+
+All times are seconds on one monotonic clock: the client's, or the simulator's virtual one. Times of another process are
+never among them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.bench.gaps import Gaps
+
+Column = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request. Made once a request: not frozen, since that would take several times as long; treat it as if."""
+
+    index: int
+    planned_s: float
+    """When it was to be sent. Latencies count from here, so a late generator hides nothing."""
+    sent_s: float
+    first_token_s: float | None
+    """None: no token came."""
+    finished_s: float
+    input_length: int
+    """Tokens of the prompt."""
+    output_length: int
+    """Tokens that came."""
+    gaps: Sequence[float] = ()
+    """Seconds between the messages that brought tokens, one less than there were messages."""
+    cached_tokens: int = 0
+    attempts: int = 1
+    error: str | None = None
+    """One line; None: it ended as it should."""
+    prefill_node: str = ""
+    decode_node: str = ""
+
+
+class Outcomes:
+    """Many of them: some 80 bytes each, whatever their lengths."""
+
+    def __init__(self) -> None:
+        self._index = array("q")
+        self._planned = array("d")
+        self._sent = array("d")
+        self._first = array("d")
+        self._finished = array("d")
+        self._input = array("q")
+        self._output = array("q")
+        self._largest_gap = array("f")
+        self._cached = array("q")
+        self._attempts = array("B")
+        self._error = array("i")
+        self._nodes = array("i")
+        self._names: dict[str, int] = {"": 0}
+        self.gaps = Gaps()
+        """Of all of them that did not fail."""
+        self.errors: dict[str, int] = {}
+        """How often each one came."""
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def append(self, outcome: Outcome) -> None:
+        """Take one in."""
+        self._index.append(outcome.index)
+        self._planned.append(outcome.planned_s)
+        self._sent.append(outcome.sent_s)
+        self._first.append(float("nan") if outcome.first_token_s is None else outcome.first_token_s)
+        self._finished.append(outcome.finished_s)
+        self._input.append(outcome.input_length)
+        self._output.append(outcome.output_length)
+        self._cached.append(outcome.cached_tokens)
+        self._attempts.append(min(255, outcome.attempts))
+        self._error.append(0 if outcome.error is None else self._name(outcome.error or "failed"))
+        self._nodes.append(self._name(outcome.prefill_node))
+        self._nodes.append(self._name(outcome.decode_node))
+        self._largest_gap.append(max(outcome.gaps, default=0.0))
+        if outcome.error is None:
+            self.gaps.add(outcome.gaps)
+        else:
+            error = outcome.error or "failed"
+            self.errors[error] = self.errors.get(error, 0) + 1
+
+    def extend(self, other: Outcomes) -> None:
+        """Take all of another's in."""
+        for mine, theirs in zip(self._plain(), other._plain(), strict=True):
+            mine.extend(theirs)
+        number = {theirs: self._name(name) for name, theirs in other._names.items()}
+        self._error.extend(number[one] for one in other._error)
+        self._nodes.extend(number[one] for one in other._nodes)
+        self.gaps.merge(other.gaps)
+        for error, count in other.errors.items():
+            self.errors[error] = self.errors.get(error, 0) + count
+
+    def _plain(self) -> tuple[array[Any], ...]:
+        return (
+            *(self._index, self._planned, self._sent, self._first, self._finished),
+            *(self._input, self._output, self._largest_gap, self._cached, self._attempts),
+        )
+
+    def _name(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
+
+    # Columns, in the order in which outcomes were taken in.
+
+    @property
+    def index(self) -> NDArray[np.int64]:
+        return np.array(self._index, dtype=np.int64)
+
+    @property
+    def planned_s(self) -> Column:
+        return np.array(self._planned)
+
+    @property
+    def sent_s(self) -> Column:
+        return np.array(self._sent)
+
+    @property
+    def first_token_s(self) -> Column:
+        """NaN where no token came."""
+        return np.array(self._first)
+
+    @property
+    def finished_s(self) -> Column:
+        return np.array(self._finished)
+
+    @property
+    def input_length(self) -> NDArray[np.int64]:
+        return np.array(self._input, dtype=np.int64)
+
+    @property
+    def output_length(self) -> NDArray[np.int64]:
+        return np.array(self._output, dtype=np.int64)
+
+    @property
+    def cached_tokens(self) -> NDArray[np.int64]:
+        return np.array(self._cached, dtype=np.int64)
+
+    @property
+    def attempts(self) -> NDArray[np.int64]:
+        return np.array(self._attempts, dtype=np.int64)
+
+    @property
+    def largest_gap_s(self) -> Column:
+        return np.array(self._largest_gap, dtype=np.float64)
+
+    @property
+    def is_complete(self) -> NDArray[np.bool_]:
+        """Where nothing failed and a token came."""
+        is_sound: NDArray[np.bool_] = np.array(self._error, dtype=np.int64) == 0
+        is_sound &= ~np.isnan(self.first_token_s)
+        return is_sound
+
+    @property
+    def ttft_s(self) -> Column:
+        return self.first_token_s - self.planned_s
+
+    @property
+    def e2el_s(self) -> Column:
+        return self.finished_s - self.planned_s
+
+    @property
+    def tpot_s(self) -> Column:
+        """Time per output token behind the first; 0 for a single token, as in vLLM."""
+        behind = self.output_length - 1
+        return np.where(behind > 0, (self.finished_s - self.first_token_s) / np.maximum(behind, 1), 0.0)
+
+    def error_texts(self) -> Iterator[str | None]:
+        """What went wrong, of each."""
+        names = list(self._names)
+        return (names[number] if number else None for number in self._error)
+
+    def node_names(self) -> Iterator[tuple[str, str]]:
+        """Prefill and decode node of each."""
+        names = list(self._names)
+        return ((names[self._nodes[at]], names[self._nodes[at + 1]]) for at in range(0, len(self._nodes), 2))
+
+    def columns(self, origin_s: float) -> dict[str, list[Any]]:
+        """For a result file: JSON values by column; times from `origin_s` on, rounded to microseconds."""
+        nodes = list(self.node_names())
+        return {
+            "index": self.index.tolist(),
+            "planned_s": _rounded(self.planned_s - origin_s),
+            "sent_s": _rounded(self.sent_s - origin_s),
+            "first_token_s": _rounded(self.first_token_s - origin_s),
+            "finished_s": _rounded(self.finished_s - origin_s),
+            "input_length": self.input_length.tolist(),
+            "output_length": self.output_length.tolist(),
+            "largest_gap_s": _rounded(self.largest_gap_s),
+            "cached_tokens": self.cached_tokens.tolist(),
+            "attempts": self.attempts.tolist(),
+            "error": list(self.error_texts()),
+            "prefill_node": [prefill for prefill, _ in nodes],
+            "decode_node": [decode for _, decode in nodes],
+        }
+
+
+def _rounded(column: Column) -> list[float | None]:
+    return [None if value != value else round(value, 6) for value in column.tolist()]

@@ -1,0 +1,92 @@
+"""A run's result file: JSON of one schema, whoever measured or simulated it, read by reports and by people.
+
+{schema: "baton.bench/1", kind: serve | compare | nodes | simulate, created, machine, versions, command, seed,
+ workload: {...},
+ arrangements: [{name, cores, gpus, goodput?: {...},
+                 rates: [{rate, summary: {vLLM's keys}, itl_histogram?: {edges_s, counts},
+                              outcomes?: {column: [...]},
+                          timeline?: {node: [[start_s, end_s, kind, tokens], ...]}, ttft_parts?: {queue: ms, ...},
+                          generator?: {...}, node_metrics?: {node: {...}}}]}],
+ ...what else the kind has}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from baton.bench.host import processor, usable_cores
+from baton.errors import InvalidRequest
+
+SCHEMA = "baton.bench/1"
+KINDS = ("serve", "compare", "nodes", "simulate")
+Result = dict[str, Any]
+_PACKAGES = ("baton-serve", "torch", "transformers", "nixl", "grpcio", "numpy")
+
+
+def new_result(
+    kind: str, workload: Mapping[str, Any], arrangements: Sequence[Mapping[str, Any]], seed: int, created: str
+) -> Result:
+    """A result with this machine's names in it. `created`: ISO 8601."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "created": created,
+        "machine": machine(),
+        "versions": versions(),
+        "command": ["baton", *sys.argv[1:]],
+        "seed": seed,
+        "workload": dict(workload),
+        "arrangements": [dict(one) for one in arrangements],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What this machine is."""
+    return {
+        "processor": processor(),
+        "usable_cores": usable_cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that matter."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_result(path: Path, result: Result) -> None:
+    """All of it or nothing: a reader never sees half a file. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(result, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_result(path: Path) -> Result:
+    """Raises InvalidRequest for what is no result file, and OSError."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise InvalidRequest(str(path), f"not JSON: {error}") from None
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        raise InvalidRequest(str(path), f"not a result of `baton bench` ({SCHEMA})")
+    if result.get("kind") not in KINDS:
+        raise InvalidRequest(str(path), f"kind is {result.get('kind')!r}")
+    arrangements = result.get("arrangements")
+    if not isinstance(arrangements, list) or not all(isinstance(one, dict) and "rates" in one for one in arrangements):
+        raise InvalidRequest(str(path), "arrangements are missing")
+    return result

@@ -1,0 +1,59 @@
+"""Service levels: what a request must keep to count as good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.bench.outcome import Outcomes
+from baton.errors import InvalidRequest
+
+_NAMES = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Milliseconds; None: it does not matter."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2el_ms: float | None = None
+
+    @staticmethod
+    def parse(words: Sequence[str]) -> Slo:
+        """Of `ttft:250 tpot:100`, as `--goodput` says it; raises InvalidRequest."""
+        limits: dict[str, float] = {}
+        for word in words:
+            name, colon, value = word.partition(":")
+            if not colon or name not in _NAMES:
+                raise InvalidRequest("--goodput", f"{word!r} is not one of {', '.join(f'{n}:MS' for n in _NAMES)}")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                raise InvalidRequest("--goodput", f"{value!r} is no number of milliseconds") from None
+            if not 0 < limits[name] < float("inf"):
+                raise InvalidRequest("--goodput", f"{word!r} can't be met")
+        return Slo(limits.get("ttft"), limits.get("tpot"), limits.get("e2el"))
+
+    def __bool__(self) -> bool:
+        return any(limit is not None for limit in (self.ttft_ms, self.tpot_ms, self.e2el_ms))
+
+    def scaled(self, scale: float) -> Slo:
+        """All limits times this."""
+        return Slo(*(None if ms is None else ms * scale for ms in (self.ttft_ms, self.tpot_ms, self.e2el_ms)))
+
+    def to_json(self) -> dict[str, float]:
+        values = {"ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms, "e2el_ms": self.e2el_ms}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def is_met(self, outcomes: Outcomes) -> NDArray[np.bool_]:
+        """Which requests kept all limits; one that failed kept none."""
+        good = outcomes.is_complete
+        times = ((self.ttft_ms, outcomes.ttft_s), (self.tpot_ms, outcomes.tpot_s), (self.e2el_ms, outcomes.e2el_s))
+        for limit_ms, seconds in times:
+            if limit_ms is not None:
+                good &= seconds * 1e3 <= limit_ms
+        return good

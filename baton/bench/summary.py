@@ -1,0 +1,86 @@
+"""A run in numbers, by the names and the definitions of `vllm bench serve`.
+
+Two things differ, and on purpose. Latencies count from when a request was planned, not from when the generator found
+the time to send it: else a generator that is held up would make the system look fast. And attainment is over requests
+that were offered, failed ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.bench.outcome import Outcomes
+from baton.bench.slo import Slo
+
+Summary = dict[str, Any]
+"""JSON values by vLLM's keys."""
+
+
+def summarize(
+    outcomes: Outcomes,
+    duration_s: float,
+    slo: Slo | None = None,
+    percentiles: Sequence[float] = (99.0,),
+    offered: int | None = None,
+) -> Summary:
+    """Of requests that ran for so long. `offered`: how many there were, if some of them have no outcome."""
+    complete = outcomes.is_complete
+    completed = int(complete.sum())
+    num_offered = len(outcomes) if offered is None else offered
+    input_tokens = int(outcomes.input_length[complete].sum())
+    output_tokens = int(outcomes.output_length[complete].sum())
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    summary: Summary = {
+        "duration": duration_s,
+        "offered": num_offered,
+        "completed": completed,
+        "failed": len(outcomes) - completed,
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": output_tokens,
+        "total_cached_tokens": int(outcomes.cached_tokens[complete].sum()),
+        "request_throughput": completed * per_s,
+        "output_throughput": output_tokens * per_s,
+        "total_token_throughput": (input_tokens + output_tokens) * per_s,
+    }
+    if slo:
+        good = int(slo.is_met(outcomes).sum())
+        summary["request_goodput"] = good * per_s
+        summary["attainment"] = good / num_offered if num_offered else 0.0
+        summary["goodput_slo"] = slo.to_json()
+    else:
+        summary["request_goodput"] = None
+    several = complete & (outcomes.output_length > 1)
+    summary |= _times("ttft", outcomes.ttft_s[complete], percentiles)
+    summary |= _times("tpot", outcomes.tpot_s[several], percentiles)
+    summary |= _gap_times(outcomes, percentiles)
+    summary |= _times("e2el", outcomes.e2el_s[complete], percentiles)
+    summary |= _times("largest_gap", outcomes.largest_gap_s[several], percentiles)
+    if outcomes.errors:
+        summary["errors"] = dict(sorted(outcomes.errors.items(), key=lambda item: -item[1])[:20])
+    return summary
+
+
+def _times(name: str, seconds: NDArray[np.float64], percentiles: Sequence[float]) -> Summary:
+    ms = seconds * 1e3
+    values = {
+        f"mean_{name}_ms": float(ms.mean()) if len(ms) else 0.0,
+        f"median_{name}_ms": float(np.median(ms)) if len(ms) else 0.0,
+        f"std_{name}_ms": float(ms.std()) if len(ms) else 0.0,
+    }
+    for percent in percentiles:
+        values[f"p{percent:g}_{name}_ms"] = float(np.percentile(ms, percent)) if len(ms) else 0.0
+    return values
+
+
+def _gap_times(outcomes: Outcomes, percentiles: Sequence[float]) -> Summary:
+    gaps = outcomes.gaps
+    values = {
+        "mean_itl_ms": gaps.mean() * 1e3,
+        "median_itl_ms": gaps.percentile(50) * 1e3,
+        "std_itl_ms": gaps.std() * 1e3,
+    }
+    return values | {f"p{percent:g}_itl_ms": gaps.percentile(percent) * 1e3 for percent in percentiles}

@@ -1,0 +1,169 @@
+"""Traces: requests that somebody really had, replayed faster or slower, shorter or longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from baton.bench.workloads.request import Piece, WorkloadRequest, unique_piece
+from baton.errors import InvalidRequest
+
+
+class BrokenTraceLine(InvalidRequest):
+    """A line of a trace that says nothing sensible; the story names file, line and fault."""
+
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        super().__init__(f"{path}:{line}", reason)
+        self.line = line
+
+
+class TraceLine(NamedTuple):
+    """One request of a trace."""
+
+    timestamp_s: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+    """Names of its blocks; the last one may be partial. Empty: it shares nothing."""
+
+
+Parse = Callable[[str], TraceLine]
+"""Of one line; raises ValueError with the reason."""
+
+
+class TraceFormat(NamedTuple):
+    """How a trace is written."""
+
+    name: str
+    parse: Parse
+    header: str | None
+    """Of its first line; None: there is no header."""
+    block_tokens: int
+    """Tokens behind each hash id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceScale:
+    """How a trace is changed before it is replayed."""
+
+    time: float = 1.0
+    """Times are divided by this: 2 is twice as fast."""
+    length: float = 1.0
+    """Lengths of prompts and blocks are multiplied by this, so that what was shared still is."""
+    output: float = 1.0
+    """Lengths of outputs are multiplied by this."""
+    max_input: int | None = None
+    """Longer prompts are cut."""
+    max_output: int | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """A file with a trace; see `baton.bench.workloads.mooncake` and `azure`."""
+
+    path: Path
+    format: TraceFormat
+    scale: TraceScale = TraceScale()
+    limit: int | None = None
+    """Only so many requests from its begin."""
+    seed: int = 0
+    """Of prompts whose blocks have no names."""
+    skip_broken: bool = False
+    """Leave out broken lines instead of raising."""
+    num_skipped: int = 0
+    """Of the latest reading."""
+    _count: int | None = None
+
+    def __len__(self) -> int:
+        """Reads the trace if nobody has yet; raises BrokenTraceLine."""
+        if self._count is None:
+            self._count = sum(1 for _ in self)
+        return self._count
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        """Raises BrokenTraceLine and OSError."""
+        self.num_skipped = 0
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            first_s: float | None = None
+            for index, line in enumerate(self._lines(file)):
+                if index == self.limit:
+                    break
+                first_s = line.timestamp_s if first_s is None else first_s
+                yield self._request(index, line, first_s)
+
+    def describe(self) -> dict[str, Any]:
+        scale = self.scale
+        return {
+            "dataset": self.format.name,
+            "path": self.path.name,
+            "num_prompts": len(self),
+            "num_skipped": self.num_skipped,
+            "time_scale": scale.time,
+            "length_scale": scale.length,
+            "output_scale": scale.output,
+            "max_input": scale.max_input,
+            "max_output": scale.max_output,
+            "seed": self.seed,
+        }
+
+    def scaled(self, time: float) -> Trace:
+        """The same trace at other times: `time` times as fast as now."""
+        return replace(self, scale=replace(self.scale, time=self.scale.time * time))
+
+    def _lines(self, file: TextIO) -> Iterator[TraceLine]:
+        latest = float("-inf")
+        for number, text in enumerate(file, 1):
+            words = text.strip()
+            if not words:
+                continue
+            try:
+                if number == 1 and self.format.header is not None:
+                    if words.lstrip("\ufeff") != self.format.header:
+                        raise ValueError(f"the header is not {self.format.header!r}")
+                    continue
+                line = self.format.parse(words)
+                if line.timestamp_s < latest:
+                    raise ValueError("it is earlier than the line before")
+            except ValueError as error:
+                if not self.skip_broken:
+                    raise BrokenTraceLine(self.path, number, str(error)) from None
+                self.num_skipped += 1
+                continue
+            latest = line.timestamp_s
+            yield line
+
+    def _request(self, index: int, line: TraceLine, first_s: float) -> WorkloadRequest:
+        scale = self.scale
+        input_length = _scaled(line.input_length, scale.length, scale.max_input)
+        output_length = _scaled(line.output_length, scale.output, scale.max_output)
+        pieces = self._pieces(index, line, input_length)
+        arrival_s = (line.timestamp_s - first_s) / scale.time
+        return WorkloadRequest(index, arrival_s, input_length, output_length, pieces)
+
+    def _pieces(self, index: int, line: TraceLine, length: int) -> tuple[Piece, ...]:
+        block = max(1, round(self.format.block_tokens * self.scale.length))
+        pieces, rest = [], length
+        for hash_id in line.hash_ids:
+            if rest <= 0:
+                break
+            pieces.append(Piece(hash_id, min(block, rest)))
+            rest -= block
+        if rest > 0:
+            pieces.append(unique_piece(rest, self.seed, index))
+        return tuple(pieces)
+
+
+def whole_number(value: object, name: str, least: int) -> int:
+    """A field's value; raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} is not a whole number")
+    if not least <= value < 1 << 48:
+        raise ValueError(f"{name} is {value}")
+    return value
+
+
+def _scaled(length: int, scale: float, most: int | None) -> int:
+    scaled = max(1, round(length * scale))
+    return scaled if most is None else min(scaled, most)

@@ -28,7 +28,7 @@ from baton.registry.flights import LIFETIME_S, FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry
 from baton.rpc import generation_service, operator_service
-from baton.rpc.event_loop import RpcEventLoop
+from baton.rpc.event_loop import RpcEventLoop, warn_if_unrecognised
 from baton.rpc.generation_service import GenerationServicer
 from baton.rpc.messages import ModelCard
 from baton.rpc.node_client import NodeClient
@@ -307,6 +307,7 @@ def main(config: ProcessConfig) -> int:
             addresses.operator,
             addresses.http,
         )
+        warn_if_unrecognised(asyncio.get_running_loop())
         gc.collect()
         gc.freeze()
         announce(config.notify_fd, Ready(addresses.incarnation, addresses.grpc, addresses.operator, addresses.http))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import socket
 import struct
 import termios
 from collections.abc import Callable
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class RpcEventLoop(asyncio.SelectorEventLoop):
@@ -20,12 +23,22 @@ class RpcEventLoop(asyncio.SelectorEventLoop):
     waits in its write, and with it every stream of the process. So here all bytes but one are taken before gRPC looks.
     """
 
+    knows_grpc = False
+    """gRPC's reader was recognised. Nothing but its name gives it away, and that is for another version to change."""
+
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """As in asyncio."""
         if isinstance(fd, socket.socket) and "cygrpc" in repr(callback):
+            self.knows_grpc = True
             super().add_reader(fd, _after_all_but_one, fd, callback, *args)
         else:
             super().add_reader(fd, callback, *args)
+
+
+def warn_if_unrecognised(loop: asyncio.AbstractEventLoop) -> None:
+    """To be called once a gRPC server has been started on the loop: says in the log if it wakes it in the slow way."""
+    if not (isinstance(loop, RpcEventLoop) and loop.knows_grpc):
+        _log.warning("gRPC's wake-ups are not recognised: under load this process will be slower than it could be")
 
 
 def _after_all_but_one(woken: socket.socket, callback: Callable[..., Any], *args: Any) -> None:

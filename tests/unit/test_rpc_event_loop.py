@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from baton.rpc.event_loop import RpcEventLoop
+import grpc
+import pytest
+
+from baton.rpc.event_loop import RpcEventLoop, warn_if_unrecognised
 
 
 class Poller:
@@ -57,3 +60,20 @@ def test_many_wake_ups_are_one_turn() -> None:
 
     with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
         runner.run(run())
+
+
+@pytest.mark.parametrize("loop_factory", [RpcEventLoop, asyncio.SelectorEventLoop])
+def test_this_version_of_grpc_is_recognised_and_one_that_is_not_is_told_of(
+    loop_factory: type[asyncio.SelectorEventLoop], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        server = grpc.aio.server()
+        server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        warn_if_unrecognised(asyncio.get_running_loop())
+        await server.stop(None)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+    told = [record.message for record in caplog.records if "wake-ups are not recognised" in record.message]
+    assert len(told) == (0 if loop_factory is RpcEventLoop else 1)

@@ -215,9 +215,8 @@ class _Router:
         while True:
             await self._dispatcher.changed.wait()
             self._dispatcher.changed.clear()
-            candidates = self._view.candidates()
-            await self._public.set_ready(bool(candidates))
-            if len(candidates) >= self._config.await_nodes:
+            await self._public.set_ready(not self._why_not_ready())
+            if len(self._view.candidates()) >= self._config.await_nodes:
                 self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:
@@ -242,7 +241,7 @@ class _Router:
     def _why_not_ready(self) -> str:
         if self._is_draining:
             return "this router is shutting down"
-        return "" if self._view.candidates() else "no node can serve"
+        return self._dispatcher.placer.why_not_ready(self._view.candidates(), self._config.model_name)
 
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}

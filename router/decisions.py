@@ -7,16 +7,17 @@ that looks cheapest now; none if that is the one that was taken, however wrong i
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.observe.metrics import Figure
+from baton.observe.metrics import Distribution, Figure, Histogram
 from baton.rpc.messages import StageTimings
 from router.cost_model import Found, Question, Terms
 
 _KEPT = 2048
-_RECENT = 256
+_REGRET_BUCKETS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""The first has those that were the best."""
 _MOST_ATTEMPTS = 16
 """Of one request that are kept."""
 
@@ -81,9 +82,7 @@ class DecisionLog:
         self._kept = kept
         self._by_request: OrderedDict[str, list[Decision]] = OrderedDict()
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._regrets: deque[float] = deque(maxlen=_RECENT)
-        self._num_regrets = 0
-        self._regret_s = 0.0
+        self._regrets_s = Histogram(_REGRET_BUCKETS_S)
 
     def record(self, decision: Decision) -> None:
         """One more."""
@@ -108,25 +107,15 @@ class DecisionLog:
 
     def regretted(self, regret_ms: float) -> None:
         """A decision was judged."""
-        self._regrets.append(regret_ms)
-        self._num_regrets += 1
-        self._regret_s += regret_ms / 1e3
+        self._regrets_s.observe(regret_ms / 1e3)
 
-    @property
-    def mean_regret_ms(self) -> float:
-        """Over the latest that were judged."""
-        return sum(self._regrets) / len(self._regrets) if self._regrets else 0.0
-
-    def figures(self) -> Iterable[Figure]:
+    def figures(self) -> Iterable[Figure | Distribution]:
         """For the metrics page."""
         name, text = "router_decisions_total", "Placements, by kind and reason."
         for (decision, reason), count in sorted(self._counts.items()):
             yield Figure(name, text, count, {"decision": decision, "reason": reason})
-        text = "What a placement cost more than the best one in hindsight, on average of the latest that were judged."
-        yield Figure("router_placement_regret_seconds", text, self.mean_regret_ms / 1e3, {})
-        text = "Regret of all placements that were judged."
-        yield Figure("router_placement_regret_seconds_total", text, self._regret_s, {})
-        yield Figure("router_placements_judged_total", "Placements that were judged.", self._num_regrets, {})
+        text = "What a placement cost more than the best one in hindsight, of those that were judged."
+        yield self._regrets_s.now("router_placement_regret_seconds", text)
 
 
 def reason_code(reason: str) -> str:

@@ -228,6 +228,7 @@ class Dispatcher:
 
     def _adopt(self, run: Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
         self.counters.adopted += 1
+        self.placer.adopted(run.request, record.key.attempt, placement, self._timers.monotonic())
         self._waiting.placed(run, run.started)
         self._adopting.add(run)
         run.is_noted = True

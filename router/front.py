@@ -111,9 +111,11 @@ class OperatorHandler:
         return [explained(explanation, now) for explanation in found]
 
     def _health(self) -> tuple[str, str]:
-        roles = {candidate.node.role for candidate in self._view.candidates()}
-        if not roles:
-            return "unavailable", "no node can serve"
+        candidates = self._view.candidates()
+        why = self._dispatcher.placer.why_not_ready(candidates, self._own.model)
+        if why:
+            return "unavailable", why
+        roles = {candidate.node.role for candidate in candidates}
         notes = [f"no {role.value} node is up" for role in (Role.PREFILL, Role.DECODE) if role not in roles]
         if not self._membership.healthy:
             notes.insert(0, "the registry does not answer; serving goes on with the last view")

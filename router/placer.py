@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
-from baton.errors import NoCapacity
-from baton.observe.metrics import Figure
+from baton.errors import BatonError, NoCapacity
+from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from router.breaker import FAILURES, PAIR_FAILURES, Breakers
 from router.cache_view import CacheView, PromptKeys, cache_keys_of, milestones
@@ -32,6 +32,7 @@ from router.placement import Candidate, Demand, Placement, choose, fitting_nodes
 from router.rates import FleetRates
 from router.request import ValidRequest
 
+ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512
 _EXPECTED_BLOCKS = 64
 """Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
@@ -184,9 +185,22 @@ class Placer:
         else:
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else take_turns
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
-        if choice.placement.prefill is None and self._settings.require_disaggregation:
-            raise NoCapacity(f"{choice.placement.reason}, and disaggregation is required")
+        self._check_kind(choice.placement)
         return choice
+
+    def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
+        """Why no request to this model could be served now, however small; empty when one could."""
+        if not candidates:
+            return "no node can serve"
+        try:
+            self._check_kind(choose(candidates, Demand(model, 1, 1)))
+        except BatonError as error:
+            return str(error)
+        return ""
+
+    def _check_kind(self, placement: Placement) -> None:
+        if placement.prefill is None and self._settings.require_disaggregation:
+            raise NoCapacity(f"{placement.reason}, and disaggregation is required")
 
     def placed(self, choice: Choice, now: float) -> None:
         """The attempt goes there."""
@@ -205,6 +219,13 @@ class Placer:
             self._pending.setdefault(incarnation, {})[request.request_id, choice.attempt] = left
             self._known.pop(incarnation, None)
             live.expected = self._expect(request, placement)
+        self.log.record(_decision(choice, self._settings.policy, now))
+
+    def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
+        """The attempt runs there already, for another router: what it has yet to compute is in its nodes' reports."""
+        self._release(request.request_id)
+        self._live[request.request_id] = _Live(attempt, placement)
+        choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
         self.log.record(_decision(choice, self._settings.policy, now))
 
     def over(self, request_id: str) -> None:
@@ -233,7 +254,7 @@ class Placer:
         """Nothing is kept of any request but decisions."""
         return not (self._live or self._prompts or any(self._pending.values()) or self._caches.num_expected)
 
-    def figures(self, now: float) -> Iterable[Figure]:
+    def figures(self, now: float) -> Iterable[Figure | Distribution]:
         """For the metrics page."""
         yield from self.log.figures()
         text = "Breakers that are not closed."

@@ -165,6 +165,9 @@ async def test_an_attempt_of_another_router_is_adopted_from_its_nodes() -> None:
         assert (reader.accepted, reader.text) == (Accepted("r", 5, 3), "cdef")
         assert (reader.chunks[0].first_index, finished.completion_tokens, finished.path.attempts) == (2, 6, 2)
         assert rig.dispatcher.counters.adopted == 1
+        (told,) = rig.dispatcher.placer.explain("r", 0.0)
+        assert (told.decision.attempt, told.decision.decode) == (2, "d1")
+        assert told.decision.actual is not None
 
 
 @pytest.mark.parametrize("first", ["p1", "d1"])

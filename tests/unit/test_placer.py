@@ -13,6 +13,7 @@ from baton.engine.kv_events import BlockStored
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
+from baton.observe.metrics import Distribution, Figure
 from baton.rpc.explanations import decision_from_pb, decision_to_pb
 from baton.rpc.messages import (
     KVCacheUpdate,
@@ -31,6 +32,7 @@ from router.request import ValidRequest
 from router.view import ClusterView
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
+REGRET = "router_placement_regret_seconds"
 SIZE = 16
 RATES = StepRates(step_ms=4.0, token_ms=0.2, sequence_ms=0.5, context_ms=1e-4)
 
@@ -349,9 +351,13 @@ def test_a_decision_is_explained_and_judged_afterwards() -> None:
     told = explained(after, fleet.now + 2)
     assert decision_from_pb(decision_to_pb(told)) == told
     assert (told.age_s, told.prefill_node, told.decode_node) == (2, taken, decode_node)
-    figures = {(figure.name, *figure.labels.values()): figure.value for figure in fleet.placer.figures(fleet.now)}
-    assert figures["router_decisions_total", "pair", "cheapest_pair"] == 1
-    assert figures["router_placement_regret_seconds",] == pytest.approx(after.regret_ms / 1e3)
+    figures = {(figure.name, *figure.labels.values()): figure for figure in fleet.placer.figures(fleet.now)}
+    decisions, regret = figures["router_decisions_total", "pair", "cheapest_pair"], figures[REGRET,]
+    assert isinstance(decisions, Figure)
+    assert isinstance(regret, Distribution)
+    assert decisions.value == 1
+    assert regret.total == pytest.approx(after.regret_ms / 1e3)
+    assert [count for _, count in regret.buckets][-5:] == [0, 1, 1, 1, 1]
     fleet.placer.over(choice.request.request_id)
     assert fleet.placer.explain("nobody", fleet.now) == []
 
@@ -362,6 +368,40 @@ def test_a_wrong_prediction_of_the_best_way_is_no_regret() -> None:
     fleet.placer.finished(choice.request.request_id, StageTimings(prefill_ms=250.0), 900.0, fleet.now)
     (after,) = fleet.placer.explain(choice.request.request_id, fleet.now)
     assert after.regret_ms == 0.0
+
+
+def test_what_another_router_began_counts_as_ones_own() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet.load("p2", uncomputed=4000)
+    for number in range(3):
+        theirs = fleet.choose()
+        assert names(theirs) == ("p1", "d1")
+        fleet.placer.adopted(theirs.request, number, theirs.placement, fleet.now)
+        fleet.ended("p1", replace(theirs, attempt=number), Outcome.ERROR)
+        (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
+        assert (told.decision.reason.partition(":")[0], told.decision.prefill) == ("adopted", "p1")
+        fleet.placer.finished(theirs.request.request_id, StageTimings(transfer_ms=3.0), 20.0, fleet.now)
+        (told,) = fleet.placer.explain(theirs.request.request_id, fleet.now)
+        outcome = explained(told, fleet.now).outcome
+        assert outcome is not None
+        assert (outcome.transfer_ms, outcome.best) == (3.0, None)
+        fleet.placer.over(theirs.request.request_id)
+    last = fleet.choose()
+    assert names(last) == ("p2", "d1"), "it failed too often, whoever had asked it"
+    fleet.placer.over(last.request.request_id)
+    assert fleet.placer.is_idle
+
+
+def test_ready_is_who_could_serve_as_is_demanded() -> None:
+    def why(*nodes: NodeDescription, required: bool = True, model: str = "demo") -> str:
+        fleet = Fleet(*nodes, settings=PlacementSettings(require_disaggregation=required))
+        return fleet.placer.why_not_ready(fleet.view.candidates(), model)
+
+    assert why(*prefills("p1"), *decodes("d1")) == why(*decodes("d1"), required=False) == ""
+    assert why() == "no node can serve"
+    assert why(*decodes("d1")) == "no prefill node is left, and disaggregation is required"
+    assert why(*prefills("p1")) == "no decode node is left, and disaggregation is required"
+    assert why(*decodes("d1"), model="another") == "no node that serves another is up"
 
 
 def test_a_gap_in_what_a_node_tells_of_its_cache_asks_for_everything() -> None:

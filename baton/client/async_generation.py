@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
-from baton.client.generation import PROGRESS_S, left, worst
+from baton.client.generation import PROGRESS_S, SILENCE_S, left, worst
 from baton.client.rota import Rota
 from baton.errors import BatonError, RequestNotFound, Unreachable
 from baton.rpc.async_generation_client import AsyncGenerationStub
@@ -18,12 +18,9 @@ from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCa
 
 T = TypeVar("T")
 
-SILENCE_S = 1.0
-"""With several routers: how long one may say nothing before it is asked whether it is there."""
-
 
 class AsyncGenerationClient:
-    """`GenerationClient` for one event loop, which also notices a router that is stopped rather than dead."""
+    """`GenerationClient` for one event loop."""
 
     def __init__(
         self,

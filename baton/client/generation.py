@@ -19,12 +19,15 @@ T = TypeVar("T")
 
 PROGRESS_S = 60.0
 """How long an accepted request goes on to be tried without anything new coming of it."""
+SILENCE_S = 1.0
+"""With several routers: how long one may say nothing before it is asked whether it is there."""
 
 
 class GenerationClient:
     """Speaks to the routers at HOST:PORT, of one cluster. Calls raise BatonErrors: Unreachable, InvalidRequest, ...
 
-    An answer outlives the router that brings it: see `baton.client.continuation`.
+    An answer outlives the router that brings it (see `baton.client.continuation`), also one that is stopped rather than
+    dead and says nothing any more.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class GenerationClient:
         *addresses: str,
         rng: Random | None = None,
         progress_s: float = PROGRESS_S,
+        silence_s: float = SILENCE_S,
         is_hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_hopeless` is asked whenever a router was lost: whether the cluster is known to be gone."""
@@ -39,7 +43,9 @@ class GenerationClient:
         self._rng = rng or Random()
         self._rota = Rota(addresses, self._rng)
         self._progress_s = progress_s
-        self._stubs = [GenerationStub(address) for address in addresses]
+        # One that has nowhere else to go gains nothing from knowing.
+        silence = silence_s if len(addresses) > 1 else None
+        self._stubs = [GenerationStub(address, silence) for address in addresses]
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None

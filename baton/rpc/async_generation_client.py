@@ -1,9 +1,4 @@
-"""The client's side of the public service on an event loop.
-
-A router that was killed resets its connections; one that was stopped, or whose machine is gone, says nothing. So while
-calls are open and none of them brings anything, the stub asks its router whether it is there: no answer means that it
-is lost, and every call of it ends with Unreachable.
-"""
+"""The client's side of the public service on an event loop. Notices a router that says nothing: see `silence`."""
 
 from __future__ import annotations
 
@@ -18,12 +13,11 @@ from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 
 _CALL_TIMEOUT_S = 30.0
-PROBE_TIMEOUT_S = 1.5
-_SILENCE = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
 _Stream = (
     grpc.aio.UnaryStreamCall[generation.GenerateRequest, generation.GenerateResponse]
@@ -37,13 +31,12 @@ class AsyncGenerationStub:
     def __init__(self, address: str, silence_s: float | None = None) -> None:
         """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
         self._address = address
-        self._silence_s = silence_s
+        self._silence = None if silence_s is None else Silence(silence_s)
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._streams: set[_Stream] = set()
         self._lost: set[_Stream] = set()
-        self._last_word = 0.0
         self._vigil: asyncio.Task[None] | None = None
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
@@ -85,7 +78,8 @@ class AsyncGenerationStub:
         try:
             with status.translated(self._address):
                 async for response in call:
-                    self._last_word = asyncio.get_running_loop().time()
+                    if self._silence is not None:
+                        self._silence.heard(asyncio.get_running_loop().time())
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
                         metadata = [(key, value) for key, value in await call.trailing_metadata() or ()]
@@ -102,35 +96,33 @@ class AsyncGenerationStub:
             self._lost.discard(call)
 
     def _watch(self, call: _Stream) -> None:
-        if self._silence_s is None:
+        if self._silence is None:
             return
         self._streams.add(call)
-        self._last_word = max(self._last_word, asyncio.get_running_loop().time())
+        self._silence.heard(asyncio.get_running_loop().time())
         if self._vigil is None or self._vigil.done():
-            self._vigil = asyncio.create_task(self._keep_vigil(self._silence_s), name=f"vigil-{self._address}")
+            self._vigil = asyncio.create_task(self._keep_vigil(self._silence), name=f"vigil-{self._address}")
 
-    async def _keep_vigil(self, silence_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    async def _keep_vigil(self, silence: Silence) -> None:
+        now = asyncio.get_running_loop().time
         while self._streams:
-            due = self._last_word + silence_s
-            if loop.time() < due:
-                await asyncio.sleep(due - loop.time())
+            if (left_s := silence.left_s(now())) > 0:
+                await asyncio.sleep(left_s)
             elif await self._is_there():
-                self._last_word = loop.time()
-            elif loop.time() < self._last_word + silence_s + PROBE_TIMEOUT_S:
-                # It spoke, or could not be reached at all, which the calls hear themselves.
-                await asyncio.sleep(silence_s)
-            else:
+                silence.heard(now())
+            elif silence.is_lost(now()):
                 self._lost |= self._streams
                 for call in list(self._streams):
                     call.cancel()
                 return
+            else:
+                await asyncio.sleep(silence.patience_s)
 
     async def _is_there(self) -> bool:
         try:
             await self._health.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            return error.code() not in _SILENCE
+            return is_answer(error.code())
         return True
 
 

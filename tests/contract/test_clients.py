@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from random import Random
 from typing import TypeVar
 
 import pytest
 
 from baton.client import AsyncGenerationClient, GenerationClient
+from baton.client.generation import SILENCE_S
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -23,6 +25,7 @@ from baton.errors import (
     Unreachable,
 )
 from baton.rpc import generation_service
+from baton.rpc.generation_client import GenerationStub
 from baton.rpc.generation_service import GenerationServicer
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, Path
 from baton.rpc.server import RpcServer
@@ -112,17 +115,23 @@ Ask = Callable[..., Awaitable[list[GenerateEvent]]]
 
 
 async def ask_async(
-    addresses: Sequence[str], request: GenerateRequest = REQUEST, timeout_s: float | None = None
+    addresses: Sequence[str],
+    request: GenerateRequest = REQUEST,
+    timeout_s: float | None = None,
+    silence_s: float = SILENCE_S,
 ) -> list[GenerateEvent]:
-    async with AsyncGenerationClient(*addresses, rng=FirstOfAll()) as client:
+    async with AsyncGenerationClient(*addresses, rng=FirstOfAll(), silence_s=silence_s) as client:
         return [event async for event in client.generate(request, timeout_s)]
 
 
 async def ask_sync(
-    addresses: Sequence[str], request: GenerateRequest = REQUEST, timeout_s: float | None = None
+    addresses: Sequence[str],
+    request: GenerateRequest = REQUEST,
+    timeout_s: float | None = None,
+    silence_s: float = SILENCE_S,
 ) -> list[GenerateEvent]:
     def run() -> list[GenerateEvent]:
-        with GenerationClient(*addresses, rng=FirstOfAll()) as client:
+        with GenerationClient(*addresses, rng=FirstOfAll(), silence_s=silence_s) as client:
             return list(client.generate(request, timeout_s))
 
     return await asyncio.to_thread(run)
@@ -221,16 +230,26 @@ async def test_a_router_that_only_takes_connections_is_left() -> None:
                 assert_whole([event async for event in client.generate(REQUEST)])
 
 
-async def test_a_router_that_has_nothing_to_say_is_asked_and_kept() -> None:
+async def test_a_router_that_has_nothing_to_say_is_asked_and_kept(ask: Ask) -> None:
     first, second = Router(), Router()
     first.hangs = True
     async with served(first, second) as addresses:
-        async with AsyncGenerationClient(*addresses, rng=FirstOfAll(), silence_s=0.02) as client:
-            stream = client.generate(REQUEST, timeout_s=0.5)
-            with pytest.raises(DeadlineExceeded):
-                async for _ in stream:
-                    pass
+        with pytest.raises(DeadlineExceeded):
+            await ask(addresses, timeout_s=0.5, silence_s=0.02)
         assert second.calls == []
+
+
+async def test_several_threads_leave_such_a_router_and_nothing_watches_it_any_more() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        mute = f"127.0.0.1:{stopped.getsockname()[1]}"
+        with closing(GenerationStub(mute, silence_s=0.05)) as stub:
+
+            def run() -> None:
+                with pytest.raises(Unreachable, match="says nothing any more"):
+                    list(stub.generate(REQUEST, None))
+
+            await asyncio.gather(*(asyncio.to_thread(run) for _ in range(3)))
+        assert not [thread for thread in threading.enumerate() if thread.name == f"vigil-{mute}"]
 
 
 async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> None:

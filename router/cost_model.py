@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from baton.rpc.messages import NodeDescription, Role
-from router.placement import Candidate, Demand, kv_words
+from router.placement import Candidate, Demand, KVWords, kv_words
 from router.rates import StepRates
 
 HANDOFF_MS = 2.0
@@ -51,9 +51,9 @@ class ServiceLevel:
     token_ms: float = math.inf
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NodeCosts:
-    """What one more request meets on a node."""
+    """What one more request meets on a node. Not frozen for the sake of speed, as `Candidate`; nobody changes it."""
 
     candidate: Candidate
     node: NodeDescription
@@ -70,6 +70,10 @@ class NodeCosts:
     """Per output token, with one more sequence."""
     ms_per_byte: float
     """Of KV that comes in."""
+    kv_token_ms: float
+    """Of the KV of one token that comes in."""
+    kv: KVWords
+    """What it must have in common with another node to exchange KV."""
     pending_tokens: int = 0
     """Of prompts that were sent there and that it had not reported."""
 
@@ -113,13 +117,16 @@ def node_costs(
     share: float = 1.0,
     *,
     prefills_only: bool = False,
+    kv: KVWords | None = None,
 ) -> NodeCosts:
     """`pending_tokens`: of prompts that were sent there and that it has not reported yet. `share`: of what others get;
-    see `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting.
+    see `newcomers_share`. `prefills_only`: its sequences are prompts, which keep nobody waiting. `kv`: its `kv_words`,
+    for who has them.
     """
     streams = 0.0 if prefills_only else candidate.load / share
     context = 0.0 if prefills_only else candidate.context_tokens / share
-    chunk = candidate.node.max_num_batched_tokens or _DEFAULT_CHUNK
+    node = candidate.node
+    chunk = node.max_num_batched_tokens or _DEFAULT_CHUNK
     step_ms = rates.overhead_ms(streams, context)
     queued = (candidate.uncomputed_tokens + pending_tokens) / share
     # With nothing queued it may still be somewhere in a step.
@@ -127,22 +134,24 @@ def node_costs(
         math.ceil(queued / chunk) * step_ms + queued * rates.token_ms if queued else step_ms / 2 * (candidate.load > 0)
     )
     return NodeCosts(
-        candidate=candidate,
-        node=candidate.node,
+        candidate,
+        node,
         queue_ms=queue_ms,
         step_ms=step_ms,
         token_ms=rates.token_ms,
         chunk=chunk,
         streams=streams,
-        decode_ms=rates.overhead_ms(streams + 1, context),
+        decode_ms=step_ms + rates.sequence_ms,
         ms_per_byte=ms_per_byte,
+        kv_token_ms=ms_per_byte * node.block_bytes / node.block_size,
+        kv=kv or kv_words(node),
         pending_tokens=pending_tokens,
     )
 
 
 def newcomers_share(age_s: float) -> float:
     """What a node gets of its full share so many seconds after it came: its caches are cold, its rates unknown."""
-    return min(1.0, max(_LEAST_SHARE, age_s / _NEWCOMER_S))
+    return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, age_s / _NEWCOMER_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,7 @@ class Question:
             cached_tokens=there,
             prefill_ms=prefill_ms,
             decode_cached_tokens=here,
-            handoff_ms=self.handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
+            handoff_ms=_handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
             decode_ms=self.output_tokens * decode.decode_ms,
             stall_ms=_WORK_SHARE * prefill_ms,
             token_ms=decode.decode_ms,
@@ -213,12 +222,11 @@ class Question:
         most = self.demand.num_prompt_tokens - 1 if at_most is None else at_most
         return min(self.cached.get(node.node.incarnation, 0), most)
 
-    def handoff_ms(self, decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
-        """What is left of moving so many tokens' KV when the prompt is computed."""
-        node = decode.node
-        token_ms = decode.ms_per_byte * node.block_bytes / node.block_size
-        in_all, at_least = tokens * token_ms, min(tokens, last_chunk) * token_ms
-        return HANDOFF_MS + max(at_least, in_all - prefill_ms)
+
+def _handoff_ms(decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: float) -> float:
+    """What is left of moving so many tokens' KV when the prompt is computed."""
+    in_all, at_least = tokens * decode.kv_token_ms, min(tokens, last_chunk) * decode.kv_token_ms
+    return HANDOFF_MS + max(at_least, in_all - prefill_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +261,15 @@ def ways_beside(question: Question, found: Found) -> list[Terms]:
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
     if prefill is not None:
         pairs |= {(prefill.node.node_id, cost.node.node_id): (prefill, cost) for cost in decodes}
-    ways = [question.pair_terms(p, d) for p, d in pairs.values() if kv_words(p.node) == kv_words(d.node)]
+    ways = [question.pair_terms(p, d) for p, d in pairs.values() if p.kv == d.kv]
     ways += [question.alone_terms(cost) for cost in decodes or prefills]
     return sorted(ways, key=lambda terms: terms.total_ms)
 
 
 def _allowed(question: Question, role: Role) -> list[NodeCosts]:
     able = [cost for cost in question.costs if cost.node.role is role]
+    if not question.passed_over:
+        return able
     return [cost for cost in able if cost.node.incarnation not in question.passed_over] or able
 
 
@@ -271,56 +281,79 @@ def _key(question: Question, terms: Terms) -> tuple[int, float]:
 
 
 def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: Sequence[NodeCosts]) -> Found | None:
-    by_kv: dict[tuple[str, str, str, int], list[NodeCosts]] = {}
-    for decode in decodes:
-        by_kv.setdefault(kv_words(decode.node), []).append(decode)
-    able = [cost for cost in prefills if kv_words(cost.node) in by_kv]
+    kinds = {decode.kv for decode in decodes}
+    able = [cost for cost in prefills if cost.kv in kinds]
     if not able:
         return None
-    prefill = _best(able, [_prefill_key(question, cost) for cost in able])
-    partners = by_kv[kv_words(prefill.node)]
+    prefill = _best(able, _prefill_keys(question, able))
+    partners = [decode for decode in decodes if decode.kv == prefill.kv] if len(kinds) > 1 else decodes
     if question.pairs_passed_over:
         name, bad = prefill.node.node_id, question.pairs_passed_over
         partners = [decode for decode in partners if (name, decode.node.node_id) not in bad] or partners
     left = question.uncached(prefill)
     prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
-    decode = _best(partners, [_decode_key(question, cost, last_chunk, prefill_ms) for cost in partners])
+    decode = _best(partners, _decode_keys(question, partners, last_chunk, prefill_ms))
     return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
 
 
 def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bool) -> Found | None:
     if has_pair:
-        nodes = [cost for cost in nodes if question.uncached(cost) <= question.alone_tokens]
+        most = question.alone_tokens
+        nodes = [cost for cost, left in zip(nodes, _uncached(question, nodes), strict=True) if left <= most]
     if not nodes:
         return None
-    node = _best(nodes, [_alone_key(question, cost) for cost in nodes])
+    node = _best(nodes, _alone_keys(question, nodes))
     return Found(None, node, question.alone_terms(node), "cheaper on one node" if has_pair else "")
 
 
-# What the service level misses, then the cost, of the part of a way that a node decides. `Terms` has the same sums in
-# their parts; making one for each node would be most of the time that a choice takes.
+# What the service level misses, then the cost, of the part of a way that a node decides: for all nodes at once, and in
+# one expression each, since this is most of the time that a choice takes. `Terms` has the same sums in their parts.
 
 
-def _decode_key(question: Question, cost: NodeCosts, last_chunk: int, prefill_ms: float) -> tuple[int, float]:
-    tokens = question.demand.num_prompt_tokens
-    left = tokens - min(question.cached.get(cost.node.incarnation, 0), tokens)
-    handoff_ms = question.handoff_ms(cost, left, last_chunk, prefill_ms)
-    return cost.decode_ms > question.level.token_ms, handoff_ms + question.output_tokens * cost.decode_ms
+def _uncached(question: Question, costs: Sequence[NodeCosts]) -> list[int]:
+    """Tokens of the prompt that each node would compute."""
+    tokens, cached = question.demand.num_prompt_tokens, question.cached
+    if not cached:
+        return [tokens] * len(costs)
+    return [max(1, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
 
 
-def _alone_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
-    left, level = question.uncached(cost), question.level
-    prefill_ms = cost.prefill_ms(left)
-    first_token_ms = cost.queue_ms + prefill_ms
-    missed = (first_token_ms > level.first_token_ms) + (cost.decode_ms > level.token_ms)
-    stall_ms = _WORK_SHARE * prefill_ms + cost.streams * cost.token_ms * left
-    return missed, first_token_ms + stall_ms + question.output_tokens * cost.decode_ms
+def _prefill_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
+    most_ms = question.level.first_token_ms
+    return [
+        (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > most_ms, cost.queue_ms + (1 + _WORK_SHARE) * work_ms)
+        for cost, left in zip(costs, _uncached(question, costs), strict=True)
+    ]
 
 
-def _prefill_key(question: Question, cost: NodeCosts) -> tuple[int, float]:
-    prefill_ms = cost.prefill_ms(question.uncached(cost))
-    first_token_ms = cost.queue_ms + prefill_ms
-    return first_token_ms > question.level.first_token_ms, first_token_ms + _WORK_SHARE * prefill_ms
+def _decode_keys(
+    question: Question, costs: Sequence[NodeCosts], last_chunk: int, prefill_ms: float
+) -> list[tuple[int, float]]:
+    tokens, cached, outputs = question.demand.num_prompt_tokens, question.cached, question.output_tokens
+    most_ms = question.level.token_ms
+    return [
+        (
+            cost.decode_ms > most_ms,
+            outputs * cost.decode_ms
+            + _handoff_ms(cost, max(0, tokens - cached.get(cost.node.incarnation, 0)), last_chunk, prefill_ms),
+        )
+        for cost in costs
+    ]
+
+
+def _alone_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
+    level, outputs = question.level, question.output_tokens
+    return [
+        (
+            (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > level.first_token_ms)
+            + (cost.decode_ms > level.token_ms),
+            cost.queue_ms
+            + (1 + _WORK_SHARE) * work_ms
+            + cost.streams * cost.token_ms * left
+            + outputs * cost.decode_ms,
+        )
+        for cost, left in zip(costs, _uncached(question, costs), strict=True)
+    ]
 
 
 def _best(nodes: Sequence[NodeCosts], keys: Sequence[tuple[int, float]]) -> NodeCosts:

@@ -11,10 +11,15 @@ from baton.rpc.messages import NodeDescription, Role
 _KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size")
 """Of a description: what two nodes must have in common before one may use the other's KV."""
 
+KVWords = tuple[str, str, str, int]
+"""Their values."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Candidate:
-    """A node that could be given work, as the view sees it now."""
+    """A node that could be given work, as the view sees it now. One for each report of each node: frozen, it would take
+    several times as long to make; treat it as if it were.
+    """
 
     node: NodeDescription
     load: float
@@ -78,31 +83,30 @@ def take_turns(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
     """Nodes on which the request fits, but for those in `exclude` unless there is nobody else; raises as `choose`."""
-    able = [c for c in candidates if _fits(c.node, demand)]
+    tokens = demand.num_prompt_tokens + demand.max_tokens
+    # The last token is never fed back, so its KV is never stored.
+    stored, model = tokens - 1, demand.model
+    able = [
+        c
+        for c in candidates
+        if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
+    ]
     if able:
-        return [c for c in able if c.node.incarnation not in exclude] or able
-    if any(c.node.model == demand.model for c in candidates):
-        tokens = demand.num_prompt_tokens + demand.max_tokens
+        return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
+    if any(c.node.model == model for c in candidates):
         raise InvalidRequest("prompt", f"with max_tokens comes to {tokens} tokens, more than any node's KV cache holds")
     raise NoCapacity(f"no node that serves {demand.model} is up")
 
 
-def _fits(node: NodeDescription, demand: Demand) -> bool:
-    tokens = demand.num_prompt_tokens + demand.max_tokens
-    # The last token is never fed back, so its KV is never stored.
-    blocks = -(-(tokens - 1) // node.block_size)
-    return node.model == demand.model and tokens <= node.max_model_len and blocks <= node.num_blocks
-
-
-def _best_by_kv(best_first: Sequence[Candidate]) -> dict[tuple[str, str, str, int], Candidate]:
+def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVWords, Candidate]:
     """Of the nodes that can exchange KV with each other, the best one."""
-    best: dict[tuple[str, str, str, int], Candidate] = {}
+    best: dict[KVWords, Candidate] = {}
     for candidate in best_first:
         best.setdefault(kv_words(candidate.node), candidate)
     return best
 
 
-def kv_words(node: NodeDescription) -> tuple[str, str, str, int]:
+def kv_words(node: NodeDescription) -> KVWords:
     """What two nodes must agree on to exchange KV."""
     return (node.model_fingerprint, node.numerics, node.dtype, node.block_size)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
@@ -28,7 +28,17 @@ from router.cost_model import (
     ways_beside,
 )
 from router.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
-from router.placement import Candidate, Demand, Placement, choose, fitting_nodes, take_turns, why_alone
+from router.placement import (
+    Candidate,
+    Demand,
+    KVWords,
+    Placement,
+    choose,
+    fitting_nodes,
+    kv_words,
+    take_turns,
+    why_alone,
+)
 from router.rates import FleetRates
 from router.request import ValidRequest
 
@@ -37,6 +47,11 @@ ALONE_TOKENS = 512
 _EXPECTED_BLOCKS = 64
 """Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 _JUDGE_EVERY_S = 0.05
+
+
+def prompt_keys_of(request: ValidRequest) -> PromptKeys:
+    """Those of a request's tokens."""
+    return PromptKeys(request.prompt_token_ids, request.cache_salt)
 
 
 class Policy(enum.Enum):
@@ -82,8 +97,14 @@ class _Live:
 class Placer:
     """Hears of nodes and requests in the order in which things happen. Seconds on the router's clock."""
 
-    def __init__(self, settings: PlacementSettings | None = None, log: DecisionLog | None = None) -> None:
+    def __init__(
+        self,
+        settings: PlacementSettings | None = None,
+        log: DecisionLog | None = None,
+        prompt_keys: Callable[[ValidRequest], PromptKeys] = prompt_keys_of,
+    ) -> None:
         self._settings = settings or PlacementSettings()
+        self._prompt_keys = prompt_keys
         self.log = log or DecisionLog()
         self._rates = FleetRates()
         self._caches = CacheView()
@@ -95,6 +116,8 @@ class Placer:
         self._prompts: dict[str, PromptKeys] = {}
         self._pending: dict[str, dict[tuple[str, int], int]] = {}
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
+        self._kv: dict[str, KVWords] = {}
+        """Of nodes that were asked for, by incarnation."""
         self._known: dict[str, NodeCosts] = {}
         """What each node costs, by incarnation, until something of it changes. (A candidate is a new one by then.)"""
         self._roles: frozenset[Role] = frozenset()
@@ -141,6 +164,7 @@ class Placer:
         self._caches.forget(incarnation)
         self._rates.forget(incarnation)
         self._pending.pop(incarnation, None)
+        self._kv.pop(incarnation, None)
         self._known.pop(incarnation, None)
 
     def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
@@ -288,7 +312,7 @@ class Placer:
     ) -> Question:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
-            prompt = self._prompts[request.request_id] = PromptKeys(request.prompt_token_ids, request.cache_salt)
+            prompt = self._prompts[request.request_id] = self._prompt_keys(request)
         nodes = [candidate.node for candidate in fitting]
         roles = frozenset({node.role for node in nodes})
         if roles != self._roles:
@@ -320,6 +344,7 @@ class Placer:
             self._rates.ms_per_byte(incarnation, now),
             share,
             prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
+            kv=self._kv.get(incarnation) or self._kv.setdefault(incarnation, kv_words(candidate.node)),
         )
         if share == 1.0:
             self._known[incarnation] = costs

@@ -48,6 +48,9 @@ _PRIOR_BYTES = 4 << 20
 """The guess weighs as much as a transfer of so many."""
 _HALF_LIFE_S = 5.0
 """Of what a node has shown, while it shows nothing."""
+_AGES_PER_S = 4.0
+"""It fades in steps, between which nothing has to be computed anew."""
+_NEVER = 1 << 30
 
 Floats = npt.NDArray[np.float64]
 
@@ -170,6 +173,25 @@ class _Node:
     def __init__(self, fleet: StepLearner) -> None:
         self.learner = StepLearner(fleet.rates)
         self.step_at = self.prompt_at = 0.0
+        self._blended: tuple[tuple[StepRates, StepRates, int, int], StepRates] | None = None
+        """What was made of what."""
+
+    def beside(self, fleet: StepRates, now: float) -> StepRates:
+        """Its rates as far as it has shown them of late, and the fleet's."""
+        learner = self.learner
+        own, age = learner.rates, int((now - self.step_at) * _AGES_PER_S)
+        prompt_age = int((now - self.prompt_at) * _AGES_PER_S) if learner.num_prompt_steps else _NEVER
+        parts = (own, fleet, age, prompt_age)
+        if self._blended is None or self._blended[0] != parts:
+            fresh, prompts = _freshness(age / _AGES_PER_S), _freshness(prompt_age / _AGES_PER_S)
+            blend = StepRates(
+                step_ms=_between(fleet.step_ms, own.step_ms, fresh),
+                token_ms=_between(fleet.token_ms, own.token_ms, prompts),
+                sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
+                context_ms=_between(fleet.context_ms, own.context_ms, fresh),
+            )
+            self._blended = (parts, blend)
+        return self._blended[1]
 
 
 class FleetRates:
@@ -215,16 +237,7 @@ class FleetRates:
     def steps(self, incarnation: str, now: float) -> StepRates:
         """A node's rates; the fleet's for what it has not done for long, or never."""
         node, fleet = self._nodes.get(incarnation), self._fleet.rates
-        if node is None:
-            return fleet
-        own, fresh = node.learner.rates, _freshness(now - node.step_at)
-        prompts = _freshness(now - node.prompt_at) if node.learner.num_prompt_steps else 0.0
-        return StepRates(
-            step_ms=_between(fleet.step_ms, own.step_ms, fresh),
-            token_ms=_between(fleet.token_ms, own.token_ms, prompts),
-            sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
-            context_ms=_between(fleet.context_ms, own.context_ms, fresh),
-        )
+        return fleet if node is None else node.beside(fleet, now)
 
     def ms_per_byte(self, incarnation: str, now: float) -> float:
         """Of transfers into a node."""

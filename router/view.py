@@ -161,18 +161,19 @@ class ClusterView:
         """Nodes that take work now, in a stable order."""
         if self._ordered is None:
             self._ordered = [node for _, node in sorted(self._nodes.items())]
-        return tuple(candidate for node in self._ordered if (candidate := node.candidate or self._candidate(node)))
+        return tuple([found for node in self._ordered if (found := node.candidate or self._candidate(node))])
 
     def _candidate(self, node: _Node) -> Candidate | None:
         """What placement sees of a node, until something of it changes; None if it takes no work."""
-        if node.description is None or self._state(node) is not NodeState.READY:
+        description, load = node.description, node.load
+        if description is None or self._state(node) is not NodeState.READY:
             return None
-        load = node.load
+        sequences = node.others + node.ours
         node.candidate = Candidate(
-            node.description,
-            float(node.others + node.ours),
+            description,
+            float(sequences),
             node.last_chosen,
-            self._is_full(node),
+            is_full(description, sequences, load.waiting, load.uncomputed_tokens),
             load.uncomputed_tokens,
             load.context_tokens,
             node.attached_at,

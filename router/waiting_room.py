@@ -173,5 +173,7 @@ def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
 def _with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Of each role those that are not full; all of them where none has room."""
     open_ones = [candidate for candidate in candidates if not candidate.is_full]
+    if len(open_ones) == len(candidates):
+        return candidates
     open_roles = {candidate.node.role for candidate in open_ones}
     return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]

@@ -16,6 +16,7 @@ from baton.rpc.messages import HandoffReport
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.digests import digest_every
 from kv_transfer.figures import failure_figures, handshake_figures, read_figures, transfer_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
@@ -30,17 +31,19 @@ class DecodeRole:
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
         identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address)
 
-        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
-            return Mover(lambda: make_backend(context), deliver, context.clock)
+        every = digest_every(config.kv_digests, runner.memory.kind)
+        digests = block_digests(runner.memory) if every else None
 
-        digests = block_digests(runner.memory) if config.kv_digests == "on" else None
+        def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
+            return Mover(lambda: make_backend(context), deliver, context.clock, digests=digests)
+
         self.intake = Intake(
             identity,
             make_mover,
             context.tell_engine,
             context.record,
             context.post,
-            digests=digests,
+            digest_every=every,
             clock=context.clock,
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)

@@ -12,8 +12,6 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from functools import partial
 
 import grpc
 
@@ -21,13 +19,12 @@ from baton.clock import Clock, SystemClock
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import KVSource, Leg, Request
 from baton.engine.runner.base import KVLayout
-from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import DigestThread
+from kv_transfer.digests import PickedUp
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
@@ -35,13 +32,21 @@ from kv_transfer.link_client import LinkClient, open_channel
 from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
 from kv_transfer.liveness import IsRunning, is_running
 from kv_transfer.mover import Mover
-from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover_events import (
+    BlocksDigested,
+    Connected,
+    ConnectFailed,
+    DigestEvent,
+    MoverEvent,
+    NotDigested,
+    ReadDone,
+    ReadFailed,
+)
 from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.transfer import (
     Arrived,
     CancelRead,
     CutLink,
-    DigestBlocks,
     Failed,
     OpenLink,
     Plan,
@@ -55,7 +60,6 @@ from kv_transfer.transfer import (
 )
 
 _log = logging.getLogger(__name__)
-_Learned = Callable[[], list[TransferEffect]]
 _MAX_STATS = 16384
 _REOPEN_S = 1.0
 _MAX_REOPEN_S = 60.0
@@ -74,27 +78,25 @@ class Intake:
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
         make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
-        digests: BlockDigests | None = None,
-        hasher: Executor | None = None,
+        digest_every: int = 0,
         clock: Clock | None = None,
         is_running: IsRunning = is_running,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
-        `digests`: of this node's blocks; None: they are not compared with the senders'. `hasher` computes them;
-        default: a thread of its own, so that neither the loop nor a read in flight waits for it.
+        `digest_every`: one block in how many is compared with its sender's digest; 0: none. The mover computes them.
         """
         self._identity = identity
-        self.mover = make_mover(lambda event: post(lambda: self._moved(event)))
+        self.mover = make_mover(self._delivered)
         self._tell_engine = tell_engine
         self._record = record
         self._heartbeat_s = heartbeat_s
         self._make_channel = make_channel
         self._is_running = is_running
-        self._digests = digests
-        self._hashing = DigestThread[_Learned](lambda: post(self._pick_up), hasher)
+        self._post = post
+        self._digested = PickedUp[DigestEvent](lambda: post(self._pick_up))
         self._clock = clock = clock or SystemClock()
-        self._book = TransferBook(max_quarantined_blocks, compare_digests=digests is not None, clock=clock)
+        self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock)
         self._refused = RefusedLinks(clock)
         self._links: dict[str, LinkClient] = {}
         self._reopening: dict[str, asyncio.TimerHandle] = {}
@@ -120,7 +122,6 @@ class Intake:
         for link in links:
             await link.close()
         await asyncio.to_thread(self.mover.stop)
-        await asyncio.to_thread(self._hashing.close)
 
     # From the engine, by way of the loop.
 
@@ -202,6 +203,13 @@ class Intake:
 
     # Inside.
 
+    def _delivered(self, event: MoverEvent) -> None:
+        """Called by the mover. Whoever waits for digests is woken, and nobody else."""
+        if isinstance(event, DigestEvent):
+            self._digested.add(event)
+        else:
+            self._post(lambda: self._moved(event))
+
     def _moved(self, event: MoverEvent) -> None:
         failpoint(type(event).__name__)
         self._pick_up()
@@ -266,10 +274,8 @@ class Intake:
                 case TellSender(incarnation, message):
                     if (link := self._links.get(incarnation)) is not None:
                         link.send(message)
-                case StartRead(read_id, incarnation, ranges):
-                    self.mover.read(read_id, incarnation, ranges)
-                case DigestBlocks(read_id, block_ids):
-                    self._hashing.submit(partial(self._digest_blocks, read_id, block_ids))
+                case StartRead(read_id, incarnation, ranges, to_digest):
+                    self.mover.read(read_id, incarnation, ranges, to_digest)
                 case CancelRead(read_id):
                     self.mover.cancel(read_id)
                 case CutLink(incarnation, reason):
@@ -279,18 +285,16 @@ class Intake:
                 case Arrived() | Failed() | Released():
                     self._report(effect)
 
-    def _digest_blocks(self, read_id: int, block_ids: Sequence[int]) -> _Learned:
-        """Runs in the digests' thread; what it returns, on the loop."""
-        assert self._digests is not None
-        try:
-            return partial(self._book.digested, read_id, self._digests(block_ids))
-        except Exception as error:
-            _log.exception("no digests of a read's blocks")
-            return partial(self._book.not_digested, read_id, f"no digests here: {error!r}")
-
     def _pick_up(self) -> None:
         """Take in the digests that are known, and be woken for the others if a prompt waits for nothing else."""
-        self._hashing.pick_up(lambda learned: self._carry_out(learned()), lambda: self._book.awaits_digests)
+        self._digested.pick_up(self._learn, lambda: self._book.awaits_digests)
+
+    def _learn(self, event: DigestEvent) -> None:
+        match event:
+            case BlocksDigested(read_id, digests):
+                self._carry_out(self._book.digested(read_id, digests))
+            case NotDigested(read_id, story):
+                self._carry_out(self._book.not_digested(read_id, story))
 
     def _report(self, effect: Arrived | Failed | Released) -> None:
         key = str(effect.attempt)

@@ -1,22 +1,35 @@
-"""Digests of what a sender offers, by which a receiver knows that what it read is what had been computed."""
+"""Digests of what a sender offers, by which a receiver knows that what it read is what had been computed.
+
+Nobody is woken for them. Each side computes them in the thread that has just had the blocks in hand, after it has said
+what others wait for: the sender in the engine's, at the end of the step that filled them, the receiver in the mover's,
+when it has said that they were read. Its loop picks them up when it comes by.
+"""
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from baton.config import KVDigests
 from baton.engine.block_hash import group_key
 from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.block_digests import BlockDigests
+from baton.ids import AttemptKey
+from kv_transfer.sampling import SAMPLE_EVERY
 
 Found = TypeVar("Found")
+
+
+def digest_every(setting: KVDigests, memory_kind: str) -> int:
+    """One block in how many has a digest; 0: none. `auto` means all in memory of the host, and samples on a device,
+    from where blocks must be copied for it."""
+    if setting == "auto":
+        setting = "on" if memory_kind == "DRAM" else "sampled"
+    return {"on": 1, "sampled": SAMPLE_EVERY, "off": 0}[setting]
 
 
 class BlockName(NamedTuple):
@@ -63,54 +76,50 @@ class OfferedDigests:
         return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
 
 
-class DigestThread(Generic[Found]):
-    """Computes digests aside, for a loop that picks them up when it comes by: mostly nobody waits for them, and a loop
-    that is woken for nothing delays whoever has something to say.
+@dataclass(slots=True)
+class OfferToDigest:
+    """Blocks of one offer: those that have no digest are the null block here."""
 
-    All but what it computes belongs to the loop.
-    """
+    attempt: AttemptKey
+    block_ids: Sequence[int]
+    names: Sequence[BlockName]
+    digests: Sequence[int] | None = None
+    """None when they are not known, or can't be computed."""
+    story: str = ""
+    """Why they can't be computed."""
+    is_offered: bool = False
+    """The loop has heard of the offer; until then its digests wait."""
+    is_found: bool = False
+    """The loop has heard of the digests, or that there are none."""
 
-    def __init__(self, wake: Callable[[], None], executor: Executor | None = None) -> None:
-        """`wake` is called from the thread after `wake_for_next`, when something was found."""
+
+class PickedUp(Generic[Found]):
+    """What another thread found, for a loop that picks it up when it comes by: mostly nobody waits for it, and a loop
+    that is woken for nothing delays whoever has something to say."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called from the other thread after `pick_up`, when something was found that somebody awaits."""
         self._wake = wake
-        self._executor = executor or ThreadPoolExecutor(1, "baton-digests", initializer=_step_back)
         self._found: deque[Found] = deque()
         self._awaited = False
 
-    def submit(self, find: Callable[[], Found]) -> None:
-        """Run `find`, which must not raise, in the thread."""
-        self._executor.submit(self._run, find)
-
-    def found(self) -> Iterator[Found]:
-        """What has been found by now, in order, each once."""
-        while self._found:
-            yield self._found.popleft()
-
-    def wake_for_next(self, awaited: bool) -> None:
-        """Whether somebody waits for what is found from now on. What had been found before wakes nobody: look after."""
-        self._awaited = awaited
+    def add(self, found: Found) -> None:
+        """From any thread."""
+        self._found.append(found)
+        if self._awaited:
+            self._wake()
 
     def pick_up(self, take: Callable[[Found], None], is_awaited: Callable[[], bool]) -> None:
         """Hand on what is known, and be woken for the rest if somebody waits for nothing else by then."""
         self._hand_on(take)
-        self.wake_for_next(is_awaited())
+        self._awaited = is_awaited()
+        # What was found in between woke nobody.
         self._hand_on(take)
 
     def _hand_on(self, take: Callable[[Found], None]) -> None:
-        for found in self.found():
+        for found in self._taken():
             take(found)
 
-    def close(self) -> None:
-        """End the thread when it has done what it was given."""
-        self._executor.shutdown()
-
-    def _run(self, find: Callable[[], Found]) -> None:
-        self._found.append(find())
-        if self._awaited:
-            self._wake()
-
-
-def _step_back() -> None:
-    # Of this thread alone, which Linux can do and others can't.
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    def _taken(self) -> Iterator[Found]:
+        while self._found:
+            yield self._found.popleft()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from baton.engine.runner.base import KVLayout, ModelInfo
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Of the link's conversation; nodes of different versions refuse each other."""
 
 

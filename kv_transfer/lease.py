@@ -134,10 +134,10 @@ class _Reader:
 class LeaseBook:
     """All leases of one sender. One thread calls it; every method returns at once with the effects, in order."""
 
-    def __init__(self, clock: Clock, times: LeaseTimes | None = None, *, has_digests: bool = False) -> None:
-        """`has_digests`: of every offer's blocks; `digested` brings them."""
+    def __init__(self, clock: Clock, times: LeaseTimes | None = None, *, digest_every: int = 0) -> None:
+        """`digest_every`: what offers say of their digests; `digested` brings them. 0: they have none."""
         self._clock = clock
-        self._has_digests = has_digests
+        self._digest_every = digest_every
         self._times = times or LeaseTimes()
         self._leases: dict[AttemptKey, _Lease] = {}
         self._over: OrderedDict[AttemptKey, None] = OrderedDict()
@@ -375,7 +375,7 @@ class LeaseBook:
         if not block_ids and lease.closing is None:
             return []
         lease_ms = int(self._times.lease_s * 1000)
-        offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, self._has_digests)
+        offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, self._digest_every)
         return self._tell(lease, offer)
 
     def _confirm(self, link: int, reader: _Reader, attempt: AttemptKey) -> list[LeaseEffect]:
@@ -385,7 +385,7 @@ class LeaseBook:
         # Nobody can have read a prompt that is not computed: such a reader gets a no, and nothing more.
         complete = lease.closing is not None
         held = complete and lease.kept
-        if held and self._has_digests and len(lease.digests) < len(lease.block_ids):
+        if held and self._digest_every and len(lease.digests) < len(lease.block_ids):
             lease.asked_on = link
             return []
         event = LeaseEvent.CONFIRM if complete else LeaseEvent.ABANDON

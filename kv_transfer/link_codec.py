@@ -169,7 +169,7 @@ def _offer_pb(offer: Offer) -> kv_link_pb2.Offer:
         block_ids=offer.block_ids,
         lease_ms=offer.lease_ms,
         closing=closing,
-        has_digests=offer.has_digests,
+        digest_every=offer.digest_every,
     )
 
 
@@ -181,7 +181,7 @@ def _offer(offer: kv_link_pb2.Offer) -> Offer:
         closing = Closing(read.num_prompt_tokens, tuple(read.first_token_ids), read.ended, first_logprobs)
     block_ids = tuple(offer.block_ids)
     return Offer(
-        attempt_from_pb(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.has_digests
+        attempt_from_pb(offer.attempt), offer.first_block, block_ids, offer.lease_ms, closing, offer.digest_every
     )
 
 

@@ -91,8 +91,8 @@ class Offer:
     block_ids: Sequence[int]
     lease_ms: int
     closing: Closing | None = None
-    has_digests: bool = False
-    """The answer to `ConfirmRead` brings digests to compare with."""
+    digest_every: int = 0
+    """The answer to `ConfirmRead` brings digests of one block in so many (`sampling.is_digested`); 0: of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class ReadConfirmed:
     attempt: AttemptKey
     held: bool
     digests: Sequence[int] = ()
-    """Of the blocks' bytes, one for each from the subscription's first on; 0 for those that were not offered."""
+    """Of the blocks' bytes, one for each from the subscription's first on; 0 for those that have none."""
 
 
 @dataclass(frozen=True, slots=True)

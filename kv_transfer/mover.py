@@ -10,6 +10,8 @@ The rules it keeps:
    millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
    that grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread
    that only polls would make the one that computes wait 5 ms for every single operation.
+4. Digests of what was read are computed here, while the bytes are in the cache and after others were told of them:
+   that costs no wake-up. While there is something to move a helper computes them, so that no byte waits for a digest.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from kv_transfer.backends.base import (
@@ -34,7 +39,15 @@ from kv_transfer.backends.base import (
     TransferBackend,
     check_ranges,
 )
-from kv_transfer.mover_events import Connected, ConnectFailed, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover_events import (
+    BlocksDigested,
+    Connected,
+    ConnectFailed,
+    MoverEvent,
+    NotDigested,
+    ReadDone,
+    ReadFailed,
+)
 from kv_transfer.stuck_reads import StuckReads
 from kv_transfer.window import FairWindow, Piece, WindowLimits
 
@@ -79,6 +92,7 @@ class _Read:
     num_bytes: int
     called_at: float
     moved_at: float
+    to_digest: frozenset[int]
     post_s: float = 0.0
     num_ranges: int = 0
     pieces: int = 0
@@ -100,7 +114,8 @@ class _Peer:
 class Mover:
     """Moves blocks in one thread. Methods may be called from any thread, return at once, and answer by `deliver`.
 
-    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once.
+    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once. What is said of digests
+    it may hear from another thread.
     """
 
     def __init__(
@@ -109,7 +124,10 @@ class Mover:
         deliver: Callable[[MoverEvent], None],
         clock: Clock,
         window: WindowLimits | None = None,
+        digests: BlockDigests | None = None,
+        helper: Executor | None = None,
     ) -> None:
+        """`digests`: of this node's blocks. `helper` computes them in times of plenty; default: a thread of its own."""
         self.agent_metadata = b""
         self.reads_in_flight = 0
         """Reads that may still write to their local blocks, queued ones not counted."""
@@ -135,6 +153,10 @@ class Mover:
         self._reads: dict[int, _Read] = {}
         self._in_flight: dict[ReadHandle, Piece] = {}
         self._open_leases = 0
+        self._digests = digests
+        self._helper = helper or ThreadPoolExecutor(1, "baton-digests")
+        self._to_digest: deque[tuple[int, Sequence[int]]] = deque()
+        """Reads and blocks of theirs."""
         self._moved = False
         """Something was posted or finished in this turn: more may be possible at once."""
         self._moved_at = 0.0
@@ -155,16 +177,20 @@ class Mover:
         if not self._tell(functools.partial(self._connect, peer)):
             self._answer(ConnectFailed(peer.incarnation, _NOT_RUNNING))
 
-    def read(self, read_id: int, incarnation: str, ranges: Sequence[ReadRange]) -> None:
+    def read(
+        self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], to_digest: Collection[int] = ()
+    ) -> None:
         """Answered by one ReadDone or ReadFailed, whenever nothing of it writes any more.
 
-        Raises ValueError for a read id that is in use.
+        If it is done, BlocksDigested has come or comes for each of its local blocks that are in `to_digest`, once, or
+        NotDigested. Raises ValueError for a read id that is in use.
         """
         with self._gate:
             if read_id in self._read_ids:
                 raise ValueError(f"read {read_id} is in flight")
             self._read_ids.add(read_id)
-        command = functools.partial(self._read, read_id, incarnation, tuple(ranges), self._clock.monotonic())
+        called_at = self._clock.monotonic()
+        command = functools.partial(self._read, read_id, incarnation, tuple(ranges), called_at, to_digest)
         if not self._tell(command):
             self._refuse(read_id, _NOT_RUNNING)
 
@@ -192,6 +218,7 @@ class Mover:
             self._accepting = False
             self._inbox.put(self._begin_stop)
         self._thread.join()
+        self._helper.shutdown()
 
     def _tell(self, command: Callable[[], None]) -> bool:
         with self._gate:
@@ -232,6 +259,7 @@ class Mover:
             self._moved = True
             self._post(piece)
         self._poll()
+        self._digest()
         if self._stuck:
             self._free_stuck()
         if self._open_leases:
@@ -282,14 +310,23 @@ class Mover:
         else:
             self._answer(Connected(peer.incarnation))
 
-    def _read(self, read_id: int, incarnation: str, ranges: tuple[ReadRange, ...], called_at: float) -> None:
+    def _read(
+        self,
+        read_id: int,
+        incarnation: str,
+        ranges: tuple[ReadRange, ...],
+        called_at: float,
+        to_digest: Collection[int],
+    ) -> None:
         refusal = self._refusal(incarnation, ranges)
         if refusal is not None:
             self._refuse(read_id, refusal)
             return
         num_blocks = sum(r.count for r in ranges)
         num_bytes = num_blocks * self._backend.memory.block_bytes
-        self._reads[read_id] = _Read(read_id, incarnation, num_blocks, num_bytes, called_at, called_at)
+        self._reads[read_id] = _Read(
+            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest)
+        )
         self._moved = True
         self._window.submit(read_id, incarnation, ranges)
 
@@ -378,11 +415,38 @@ class Mover:
                 self._backend.release(handle)
                 self._retire(self._in_flight.pop(handle), read, peer)
                 read.blocks_left -= piece.num_blocks
+                self._note_blocks(read, piece)
                 self._note_move(read)
                 self._settle(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
+
+    def _note_blocks(self, read: _Read, piece: Piece) -> None:
+        blocks = [block for r in piece.ranges for block in range(r.local_block, r.local_block + r.count)]
+        if wanted := [block for block in blocks if block in read.to_digest]:
+            self._to_digest.append((read.read_id, wanted))
+
+    def _digest(self) -> None:
+        while self._to_digest:
+            read_id, blocks = self._to_digest.popleft()
+            if self._has_to_move:
+                self._helper.submit(self._digest_blocks, read_id, blocks)
+            else:
+                self._digest_blocks(read_id, blocks)
+
+    @property
+    def _has_to_move(self) -> bool:
+        return bool(self._in_flight) or self._window.queued_reads > 0 or not self._inbox.empty()
+
+    def _digest_blocks(self, read_id: int, blocks: Sequence[int]) -> None:
+        try:
+            if self._digests is None:
+                raise ValueError("nothing here computes any")
+            self._answer(BlocksDigested(read_id, dict(zip(blocks, self._digests(blocks), strict=True))))
+        except Exception as error:
+            _log.exception("no digests of a read's blocks")
+            self._answer(NotDigested(read_id, f"no digests here: {error!r}"))
 
     def _free_stuck(self) -> None:
         for piece, error in self._stuck.over(self._clock.monotonic()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.errors import TransferCause, TransferFailed
@@ -45,4 +46,22 @@ class ReadFailed:
     story: str
 
 
-MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed
+@dataclass(frozen=True, slots=True)
+class BlocksDigested:
+    """Of some blocks of a read, as they were when it had filled them; may come before or after ReadDone."""
+
+    read_id: int
+    digests: Mapping[int, int]
+    """By local block."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotDigested:
+    """The digests of a read's blocks can't be computed."""
+
+    read_id: int
+    story: str
+
+
+DigestEvent = BlocksDigested | NotDigested
+MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | DigestEvent

@@ -17,8 +17,9 @@ Rules that it keeps:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 
 from baton.clock import Clock, SystemClock
 from baton.engine.block_pool import NULL_BLOCK
@@ -43,6 +44,7 @@ from kv_transfer.link_messages import (
     Subscribe,
 )
 from kv_transfer.read_totals import ReadTotals
+from kv_transfer.sampling import is_digested
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
 _UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
@@ -96,19 +98,15 @@ class TellSender:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read these blocks; `read_done` or `read_failed` answers with the id."""
+    """Read these blocks; `read_done` or `read_failed` answers with the id.
+
+    If it is done, `digested` answers for each local block of it that is in `to_digest`, or `not_digested`.
+    """
 
     read_id: int
     incarnation: str
     ranges: Sequence[ReadRange]
-
-
-@dataclass(frozen=True, slots=True)
-class DigestBlocks:
-    """A read is done: compute the digests of its blocks; `digested` answers with the id."""
-
-    read_id: int
-    block_ids: Sequence[int]
+    to_digest: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +143,7 @@ class Failed:
 
 
 TransferEffect = (
-    OpenLink
-    | ReopenLink
-    | TellSender
-    | StartRead
-    | DigestBlocks
-    | CancelRead
-    | CutLink
-    | Arrived
-    | Failed
-    | Released
-    | Recorded
+    OpenLink | ReopenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
 )
 
 
@@ -184,8 +172,8 @@ class _Transfer:
     closing: Closing | None = None
     reads: dict[int, int] = field(default_factory=dict)
     """Reads in flight, with their number of blocks."""
-    to_digest: dict[int, DigestBlocks] = field(default_factory=dict)
-    """Of reads in flight, and of those whose digests are being computed."""
+    to_digest: dict[int, set[int]] = field(default_factory=dict)
+    """By read, the blocks whose digests are not known."""
     digests: dict[int, int] = field(default_factory=dict)
     """Of the blocks that were read."""
     answer: ReadConfirmed | None = None
@@ -219,13 +207,14 @@ class TransferBook:
     """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
 
     def __init__(
-        self, max_quarantined_blocks: int = 1024, *, compare_digests: bool = True, clock: Clock | None = None
+        self, max_quarantined_blocks: int = 1024, *, digest_every: int = 1, clock: Clock | None = None
     ) -> None:
         """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
 
-        `compare_digests`: with those of senders that have some. `clock` tells how old a transfer is, and nothing else.
+        `digest_every`: one block in how many is compared with its sender's digest, if that has one; 0: none. `clock`
+        tells how old a transfer is, and nothing else.
         """
-        self._compare = compare_digests
+        self._digest_every = digest_every
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
@@ -351,27 +340,25 @@ class TransferBook:
             return effects + self._flush(transfer)
         # Who asks for the sender's word has read all there is: that needs no message of its own.
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        effects += self._confirm(transfer) or self._tell(transfer, progress)
-        if read_id not in transfer.to_digest:
-            return effects
-        # While the sender is asked.
-        self._digesting[read_id] = transfer
-        return [*effects, transfer.to_digest[read_id]]
+        return effects + (self._confirm(transfer) or self._tell(transfer, progress))
 
-    def digested(self, read_id: int, digests: Sequence[int]) -> list[TransferEffect]:
-        """The digests of a read's blocks, in their order."""
-        transfer = self._digesting.pop(read_id, None)
-        if transfer is None or self._transfers.get(transfer.plan.attempt) is not transfer:
+    def digested(self, read_id: int, digests: Mapping[int, int]) -> list[TransferEffect]:
+        """The digests of some blocks of a read, which are here."""
+        transfer = self._digesting.get(read_id)
+        if transfer is None:
             self.counters["digested_unknown"] += 1
             return []
-        blocks = transfer.to_digest.pop(read_id).block_ids
-        transfer.digests.update(zip(blocks, digests, strict=True))
+        transfer.digests.update(digests)
+        transfer.to_digest[read_id] -= digests.keys()
+        if transfer.to_digest[read_id]:
+            return []
+        del transfer.to_digest[read_id], self._digesting[read_id]
         return self._arrive(transfer)
 
     def not_digested(self, read_id: int, story: str) -> list[TransferEffect]:
         """The digests of a read's blocks can't be computed: nobody can tell whether they are right."""
-        transfer = self._digesting.pop(read_id, None)
-        if transfer is None or self._transfers.get(transfer.plan.attempt) is not transfer:
+        transfer = self._digesting.get(read_id)
+        if transfer is None:
             self.counters["digested_unknown"] += 1
             return []
         if transfer.machine.state is TransferState.QUARANTINED:
@@ -460,7 +447,7 @@ class TransferBook:
         transfer.remote_blocks.update(remote for _, remote in wanted)
         if wanted:
             local_blocks, remote_blocks = zip(*wanted, strict=True)
-            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), local_blocks, offer)
+            effects += self._read(transfer, coalesce(local_blocks, remote_blocks), offer)
         return effects + self._confirm(transfer)
 
     def _objection(self, transfer: _Transfer, offer: Offer, end: int) -> str | None:
@@ -491,17 +478,24 @@ class TransferBook:
             )
         return None if closing.first_token_ids else "no first token"
 
-    def _read(
-        self, transfer: _Transfer, ranges: list[ReadRange], block_ids: Sequence[int], offer: Offer
-    ) -> list[TransferEffect]:
+    def _read(self, transfer: _Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
         self._last_read_id += 1
-        read_id, num_blocks = self._last_read_id, len(block_ids)
+        read_id, num_blocks = self._last_read_id, sum(r.count for r in ranges)
         self._reads[read_id] = transfer
         transfer.reads[read_id] = num_blocks
-        if offer.has_digests and self._compare:
-            transfer.to_digest[read_id] = DigestBlocks(read_id, block_ids)
+        to_digest = self._blocks_to_digest(transfer, offer)
+        if to_digest:
+            transfer.to_digest[read_id] = set(to_digest)
+            self._digesting[read_id] = transfer
         started = Recorded("read_started", transfer.plan.attempt, num_blocks)
-        return [StartRead(read_id, transfer.peer, ranges), started]
+        return [StartRead(read_id, transfer.peer, ranges, to_digest), started]
+
+    def _blocks_to_digest(self, transfer: _Transfer, offer: Offer) -> tuple[int, ...]:
+        """Of the blocks that are read for an offer those that both sides look at."""
+        attempt, every = transfer.plan.attempt, lcm(offer.digest_every, self._digest_every)
+        places = range(offer.first_block, transfer.next_block)
+        blocks = (transfer.plan.block_ids[place] for place in places if is_digested(attempt, place, every))
+        return tuple(block for block in blocks if block != NULL_BLOCK)
 
     def _confirm(self, transfer: _Transfer) -> list[TransferEffect]:
         if transfer.closing is None or transfer.reads:
@@ -524,7 +518,7 @@ class TransferBook:
             return self._fail(transfer, TransferCause.DIGEST_MISMATCH, doubt)
         transfer.machine.feed(TransferEvent.HELD)
         attempt = transfer.plan.attempt
-        del self._transfers[attempt]
+        self._forget(transfer)
         self._outcomes[transfer.plan.source.node_id, "arrived"] += 1
         stats = TransferStats(transfer.num_bytes, transfer.num_blocks, transfer.read_s)
         return [
@@ -563,7 +557,7 @@ class TransferBook:
         if reading:
             quarantined = Recorded("quarantined", attempt, sum(transfer.reads.values()))
             return [*effects, quarantined, *map(CancelRead, transfer.reads)]
-        del self._transfers[attempt]
+        self._forget(transfer)
         return effects
 
     def _flush(self, transfer: _Transfer) -> list[TransferEffect]:
@@ -572,9 +566,14 @@ class TransferBook:
         cancelled = transfer.cause is TransferCause.CANCELLED
         transfer.machine.feed(TransferEvent.READS_ENDED_ABANDONED if cancelled else TransferEvent.READS_ENDED_FAILED)
         attempt = transfer.plan.attempt
-        del self._transfers[attempt]
+        self._forget(transfer)
         effects = [*self._tell(transfer, Abandon(attempt, False)), Recorded("quarantine_released", attempt)]
         return [*effects, Released(attempt)] if transfer.ended else effects
+
+    def _forget(self, transfer: _Transfer) -> None:
+        del self._transfers[transfer.plan.attempt]
+        for read_id in transfer.to_digest:
+            del self._digesting[read_id]
 
     def _tell(self, transfer: _Transfer, message: ReaderMessage) -> list[TransferEffect]:
         peer = self._peers.get(transfer.peer)

@@ -14,6 +14,7 @@ from baton.observe.metrics import Figure, by_label
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.digests import digest_every
 from kv_transfer.figures import refusal_figures
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.mover import Mover
@@ -32,7 +33,8 @@ class PrefillRole:
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
 
-        digests = block_digests(runner.memory) if config.kv_digests == "on" else None
+        every = digest_every(config.kv_digests, runner.memory.kind)
+        digests = block_digests(runner.memory) if every else None
         self.handoff = HandOff(
             identity,
             runner.memory,
@@ -41,8 +43,9 @@ class PrefillRole:
             context.record,
             context.clock,
             digests=digests,
+            digest_every=every,
         )
-        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step)
+        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step, context.after_step)
 
     @property
     def connector(self) -> OfferConnector:

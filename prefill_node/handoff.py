@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from baton.clock import Clock
+from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
@@ -26,7 +26,7 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockName, DigestThread, OfferedDigests, block_names
+from kv_transfer.digests import BlockName, OfferedDigests, OfferToDigest, PickedUp, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
@@ -37,8 +37,7 @@ from kv_transfer.liveness import IsRunning, is_running, nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.refused_links import RefusedLinks
-
-_Learned = Callable[[], list[LeaseEffect]]
+from kv_transfer.sampling import is_digested
 
 _log = logging.getLogger(__name__)
 _LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
@@ -61,12 +60,12 @@ class HandOff:
         heartbeat_s: float = HEARTBEAT_S,
         nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
         digests: BlockDigests | None = None,
-        hasher: Executor | None = None,
+        digest_every: int = 1,
         is_running: IsRunning = is_running,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; a sender has no use for them.
 
-        `digests`: of this node's blocks; None: readers get none. `hasher` computes them; default: a thread of its own.
+        `digests`: of this node's blocks, for one in `digest_every` of those that are offered; None: readers get none.
         """
         self._identity = identity
         self._memory = memory
@@ -75,9 +74,10 @@ class HandOff:
         self._record = record
         self._clock = clock
         self._heartbeat_s = heartbeat_s
-        self._book = LeaseBook(clock, times, has_digests=digests is not None)
+        self._digest_every = digest_every if digests is not None else 0
+        self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
-        self._hashing = DigestThread[_Learned](self._wake, hasher)
+        self._digested = PickedUp[OfferToDigest](self._wake)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
@@ -110,7 +110,6 @@ class HandOff:
         for task in self._looking:
             task.cancel()
         await asyncio.gather(*self._looking, return_exceptions=True)
-        await asyncio.to_thread(self._hashing.close)
         await asyncio.to_thread(self.mover.stop)
 
     @property
@@ -127,9 +126,12 @@ class HandOff:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        names: Sequence[BlockName] = (),
+        to_digest: OfferToDigest | None = None,
     ) -> None:
-        """Prompt blocks from `first_block` on are computed, with `closing` they are the last; `names` are theirs."""
+        """Prompt blocks from `first_block` on are computed, with `closing` they are the last.
+
+        `to_digest`: whoever computed them calls `digest` with it, before or after.
+        """
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
             effects = self._book.offer(attempt, first_block, block_ids, closing)
@@ -137,10 +139,10 @@ class HandOff:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
-        if self._digests is not None and not self._stopped:
-            # While the reader reads: the answer to its question waits for them.
+        if to_digest is not None:
+            to_digest.is_offered = True
+            self._learn(to_digest)
             self._pick_up()
-            self._hashing.submit(partial(self._digest_blocks, self._digests, attempt, block_ids, names))
 
     def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
@@ -149,6 +151,31 @@ class HandOff:
     def ended(self, attempt: AttemptKey) -> None:
         """The engine keeps the blocks of this ended request until it is told `released`."""
         self._carry_out(self._book.ended(attempt))
+
+    # From the engine's thread.
+
+    def to_digest(
+        self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
+    ) -> OfferToDigest | None:
+        """What is to be digested of these prompt blocks, from `first_block` on; None: readers get no digests."""
+        if self._digests is None:
+            return None
+        every = self._digest_every
+        wanted = [
+            block if is_digested(attempt, index, every) else NULL_BLOCK
+            for index, block in enumerate(block_ids, first_block)
+        ]
+        return OfferToDigest(attempt, wanted, names)
+
+    def digest(self, offer: OfferToDigest) -> None:
+        """Compute the digests of blocks that nobody writes to any more."""
+        assert self._digests is not None
+        try:
+            offer.digests = self._digests.of(offer.block_ids, offer.names)
+        except Exception as error:
+            _log.exception("%s: no digests", offer.attempt)
+            offer.story = f"no digests: {error!r}"
+        self._digested.add(offer)
 
     # From the links.
 
@@ -212,32 +239,28 @@ class HandOff:
         self._timer = self._due = None
         self._carry_out(self._book.tick())
 
-    def _digest_blocks(
-        self,
-        digests: OfferedDigests,
-        attempt: AttemptKey,
-        block_ids: Sequence[int],
-        names: Sequence[BlockName],
-    ) -> _Learned:
-        """Runs in the digests' thread; what it returns, on the loop."""
-        try:
-            return partial(self._book.digested, attempt, digests.of(block_ids, names))
-        except Exception as error:
-            _log.exception("%s: no digests", attempt)
-            return partial(self._not_digested, attempt, f"no digests: {error!r}")
+    def _found(self, offer: OfferToDigest) -> None:
+        offer.is_found = True
+        self._learn(offer)
 
-    def _not_digested(self, attempt: AttemptKey, cause: str) -> list[LeaseEffect]:
-        """Nobody could tell whether what is read is right; who has asked already hears a no."""
-        withdrawn = self._book.withdraw(attempt, cause, promise_broken=True)
-        return [*withdrawn, *self._book.digested(attempt, ())]
+    def _learn(self, offer: OfferToDigest) -> None:
+        """Tell the book, when both the offer and its digests are known here."""
+        if not (offer.is_offered and offer.is_found):
+            return
+        if offer.digests is None:
+            # Nobody could tell whether what is read is right; who has asked already hears a no.
+            self._carry_out(self._book.withdraw(offer.attempt, offer.story, promise_broken=True))
+        self._carry_out(self._book.digested(offer.attempt, offer.digests or ()))
 
     def _wake(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._pick_up)
+        # The engine's thread may outlive the loop by its last step.
+        with suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._pick_up)
 
     def _pick_up(self) -> None:
         """Take in the digests that are known, and be woken for the others if a reader waits for its answer."""
-        self._hashing.pick_up(lambda learned: self._carry_out(learned()), lambda: self._book.awaits_digests)
+        self._digested.pick_up(self._found, lambda: self._book.awaits_digests)
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:
@@ -281,11 +304,14 @@ class OfferConnector:
         handoff: HandOff,
         layout: KVLayout,
         post: Callable[[Callable[[], None]], None],
+        after_step: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`); `after_step` in
+        the engine's thread, when what the step brought is on its way, and before another one is decided."""
         self._handoff = handoff
         self._layout = layout
         self._post = post
+        self._after_step = after_step
         self._offered: dict[str, _Offered] = {}
 
     @property
@@ -308,11 +334,8 @@ class OfferConnector:
             return
         full = num_computed_tokens // self._layout.block_size * len(self._layout.groups)
         if full > offered.num_blocks:
-            attempt, first = AttemptKey.parse(request.request_id), offered.num_blocks
-            new = tuple(block_ids[first:full])
-            names = block_names(request, self._layout, first, len(new))
-            offered.num_blocks = full
-            self._post(lambda: self._handoff.offer(attempt, first, new, names=names))
+            first, offered.num_blocks = offered.num_blocks, full
+            self._offer(request, first, tuple(block_ids[first:full]))
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         return BlockFate.FREE
@@ -327,7 +350,8 @@ class OfferConnector:
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         if request.status in _COMPUTED and request.num_output_tokens > request.num_given_tokens:
-            self._close(request, attempt, tuple(block_ids), offered.num_blocks)
+            self._offer(request, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), _closing(request))
+            self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
         cause = request.error or f"the request ended {request.status.name} on the prefill node"
         self._post(lambda: self._handoff.withdraw(attempt, cause))
@@ -336,14 +360,13 @@ class OfferConnector:
         self._post(lambda: self._handoff.ended(attempt))
         return BlockFate.LEASED
 
-    def _close(self, request: Request, attempt: AttemptKey, block_ids: tuple[int, ...], first: int) -> None:
-        ended = request.status is not RequestStatus.HANDED_OFF
-        drawn = tuple(request.output_token_ids[request.num_given_tokens :])
-        closing = Closing(request.num_submitted_tokens, drawn, ended, request.last_logprobs)
-        new = block_ids[first:]
-        names = block_names(request, self._layout, first, len(new))
-        self._post(lambda: self._handoff.offer(attempt, first, new, closing, names))
-        self._post(lambda: self._handoff.ended(attempt))
+    def _offer(self, request: Request, first: int, block_ids: Sequence[int], closing: Closing | None = None) -> None:
+        attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
+        names = block_names(request, self._layout, first, len(block_ids))
+        to_digest = handoff.to_digest(attempt, first, block_ids, names)
+        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, to_digest))
+        if to_digest is not None:
+            self._after_step(lambda: handoff.digest(to_digest))
 
     def _follow(self, request: Request) -> _Offered:
         """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""
@@ -355,3 +378,9 @@ class OfferConnector:
             attempt = AttemptKey.parse(request.request_id)
             self._post(lambda: self._handoff.withdraw(attempt, "preempted", promise_broken=True))
         return offered
+
+
+def _closing(request: Request) -> Closing:
+    ended = request.status is not RequestStatus.HANDED_OFF
+    drawn = tuple(request.output_token_ids[request.num_given_tokens :])
+    return Closing(request.num_submitted_tokens, drawn, ended, request.last_logprobs)

@@ -55,6 +55,7 @@ Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap", "auto"]
 TransferFailure = Literal["reroute", "recompute", "fail"]
 Switch = Literal["on", "off"]
+KVDigests = Literal["auto", "on", "sampled", "off"]
 PlacementPolicy = Literal["cost", "least-loaded", "round-robin"]
 
 MIN_PRIORITY = -(2**31)
@@ -67,7 +68,8 @@ ASYNC_HELP = (
     "Outputs are the same."
 )
 KV_DIGESTS_HELP = (
-    "Compare what was pulled with what its prefill node computed (XXH3 of every block). Only in memory of the host."
+    "Compare what was pulled with what its prefill node computed, by XXH3 of all blocks (on) or of one in 16 (sampled)."
+    " auto: on in memory of the host, sampled on a device."
 )
 TRANSFER_FAILURE_HELP = (
     "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
@@ -141,7 +143,7 @@ class NodeConfig(_Process):
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Bytes of the host tier; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
-    kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
+    kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
@@ -232,7 +234,7 @@ class UpConfig(_Config):
     host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Host tier of each node; 0: there is none.")
     preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
-    kv_digests: Switch = Field("on", description=KV_DIGESTS_HELP)
+    kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")

@@ -139,7 +139,16 @@ class Node:
         outbox = Outbox(post)
         address = config.advertise or join_address(config.host, port)
         context = RoleContext(
-            config, self.incarnation, address, self._runner, clock, post, outbox.add, tell_engine, log.record
+            config=config,
+            incarnation=self.incarnation,
+            address=address,
+            runner=self._runner,
+            clock=clock,
+            post=post,
+            post_after_step=outbox.add,
+            after_step=outbox.add_chore,
+            tell_engine=tell_engine,
+            record=log.record,
         )
         self.role = role = self._make_role(context)
         await role.start()

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -140,9 +141,7 @@ class AnnouncedDigests:
     """The digests of a memory's blocks, not before the gate is open; says on the loop when they are computed."""
 
     def __init__(self, memory: KVMemory, notes: Notes) -> None:
-        digests = block_digests(memory)
-        assert digests is not None
-        self._digests = digests
+        self._digests = block_digests(memory)
         self._notes = notes
         self.gate = threading.Event()
         self.gate.set()
@@ -177,7 +176,8 @@ class SenderHalf:
             is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
+        self._engine = ThreadPoolExecutor(1, "engine")
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, self._engine.submit)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -189,6 +189,7 @@ class SenderHalf:
         self.source = replace(self.source, address=f"127.0.0.1:{port}")
 
     async def stop(self) -> None:
+        await asyncio.to_thread(self._engine.shutdown)
         await self.handoff.stop()
         await self.server.stop(None)
 
@@ -239,13 +240,16 @@ class ReceiverHalf:
         self.intake = Intake(
             identity,
             lambda deliver: Mover(
-                lambda: make_backend(identity.incarnation, self.memory, self.notes), deliver, SystemClock()
+                lambda: make_backend(identity.incarnation, self.memory, self.notes),
+                deliver,
+                SystemClock(),
+                digests=self.digests,
             ),
             self.notes.tell_engine,
             self.notes.record,
             post,
             heartbeat_s=HEARTBEAT_S,
-            digests=self.digests,
+            digest_every=1,
             is_running=self.notes.says_running,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)

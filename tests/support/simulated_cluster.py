@@ -198,9 +198,15 @@ class _Driver(ManualDriver):
 
 
 class _Mover(ManualMover):
-    def __init__(self, machine: _Machine, *args: Any) -> None:
+    def __init__(self, machine: _Machine, is_busy: Callable[[], bool], *args: Any) -> None:
+        """`is_busy`: too busy for the digests of what was read."""
         super().__init__(*args)
         self._machine = machine
+        self._is_busy = is_busy
+
+    @property
+    def _has_to_move(self) -> bool:
+        return self._is_busy()
 
     def _tell(self, command: Callable[[], None]) -> bool:
         taken = super()._tell(command)
@@ -255,7 +261,7 @@ class SimulatedNode:
         clock, post = cluster.clock, asyncio.get_running_loop().call_soon
         outbox = Outbox(post)
         digests = block_digests(self.runner.memory) if limits.digests else None
-        hasher = _Hasher(self.machine, lambda: cluster.rng.choice([0.0005, 0.02, 0.2]))
+        self._hasher = _Hasher(self.machine, lambda: cluster.rng.choice([0.0005, 0.02, 0.2]))
         self.half: HandOff | Intake
         connector: OfferConnector | IntakeConnector
         if self.role is Role.PREFILL:
@@ -270,10 +276,10 @@ class SimulatedNode:
                 limits.heartbeat_s,
                 cluster.nobody_listens,
                 digests=digests,
-                hasher=hasher,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
-            self.half, connector = handoff, OfferConnector(handoff, self.runner.layout, outbox.add)
+            self.half = handoff
+            connector = OfferConnector(handoff, self.runner.layout, outbox.add, outbox.add_chore)
         else:
             intake = cluster.make_intake(
                 identity,
@@ -284,8 +290,7 @@ class SimulatedNode:
                 limits.heartbeat_s,
                 limits.max_quarantined_blocks,
                 lambda address: network.channel(self.incarnation, address),
-                digests=digests,
-                hasher=hasher,
+                digest_every=1 if limits.digests else 0,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
@@ -352,7 +357,17 @@ class SimulatedNode:
         return record_of(self.description)
 
     def _make_mover(self, deliver: Callable[[MoverEvent], None]) -> ManualMover:
-        return _Mover(self.machine, self._make_backend, deliver, self._cluster.clock, self._cluster.limits.window)
+        cluster = self._cluster
+        return _Mover(
+            self.machine,
+            lambda: cluster.rng.random() < 0.5,
+            self._make_backend,
+            deliver,
+            cluster.clock,
+            cluster.limits.window,
+            block_digests(self.runner.memory),
+            self._hasher,
+        )
 
     def _make_backend(self) -> TransferBackend:
         inner = MemoryBackend(self._cluster.fabric, self.incarnation, self.runner.memory)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 import pytest
+import torch
 import xxhash
 
+from baton.config import KVDigests
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner import block_digests as block_digests_module
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.kernel_file import KernelsUnavailable
-from kv_transfer.digests import DigestThread, OfferedDigests, block_names
+from baton.ids import AttemptKey
+from kv_transfer.digests import OfferedDigests, PickedUp, block_names, digest_every
+from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 
 LAYOUT = KVLayout.uniform(4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
 
@@ -64,7 +64,6 @@ def test_a_digest_is_xxh3_of_the_blocks_bytes(
         monkeypatch.setattr(block_digests_module, "open_kernels", no_kernels)
     content = Random(block_bytes).randbytes(5 * block_bytes)
     digests = block_digests(memory_of(content, block_bytes))
-    assert digests is not None
     assert digests([4, 0, 3]) == [expected(content, block_bytes)[block] for block in (4, 0, 3)]
     assert digests([]) == []
 
@@ -77,7 +76,6 @@ def no_kernels() -> ctypes.CDLL:
 def test_every_bit_counts(block_bytes: int) -> None:
     memory = memory_of(bytes(2 * block_bytes), block_bytes)
     digests = block_digests(memory)
-    assert digests is not None
     [clean] = digests([1])
     for bit in range(8 * block_bytes):
         memory.owner[block_bytes + bit // 8] = bytes([1 << bit % 8])
@@ -86,40 +84,64 @@ def test_every_bit_counts(block_bytes: int) -> None:
     assert digests([1]) == [clean]
 
 
-def test_memory_of_a_device_has_none() -> None:
-    assert block_digests(replace(memory_of(bytes(128), 64), kind="VRAM")) is None
-
-
-class ManualExecutor(Executor):
-    """Runs what it was given when a test says so."""
-
-    def __init__(self) -> None:
-        self.given: list[Callable[[], object]] = []
-
-    def submit(self, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.given.append(lambda: run(*args, **kwargs))
-        return Future()
-
-    def run(self) -> None:
-        self.given.pop(0)()
+def test_blocks_of_a_device_are_copied_to_the_host_first() -> None:
+    cache = torch.randn(40, 3, 100)
+    memory = KVMemory(1, 40, 1200, "VRAM", 0, cache)  # nothing lies at its address
+    content = cache.numpy().tobytes()
+    asked = [*range(39, 4, -1), 7]
+    assert block_digests(memory)(asked) == [expected(content, 1200)[block] for block in asked]
+    assert block_digests(memory)([]) == []
 
 
 def test_who_does_not_wait_for_digests_is_not_woken() -> None:
-    executor, woken = ManualExecutor(), []
-    hashing = DigestThread[int](lambda: woken.append(list(hashing.found())), executor)
-    for number in range(4):
-        hashing.submit(partial(int, number))
-    executor.run()
-    hashing.wake_for_next(True)
-    assert woken == []
-    executor.run()
-    assert woken == [[0, 1]]
-    hashing.wake_for_next(False)
-    executor.run()
-    executor.run()
-    assert woken == [[0, 1]]
-    assert list(hashing.found()) == [2, 3]
-    assert list(hashing.found()) == []
+    woken: list[bool] = []
+    taken: list[int] = []
+    aside = PickedUp[int](lambda: woken.append(True))
+    aside.add(0)
+    aside.pick_up(taken.append, lambda: True)
+    assert (woken, taken) == ([], [0])
+    aside.add(1)
+    assert woken == [True]
+    aside.pick_up(taken.append, lambda: False)
+    aside.add(2)
+    assert (woken, taken) == ([True], [0, 1])
+
+
+def test_what_is_found_just_before_somebody_waits_is_not_missed() -> None:
+    taken: list[int] = []
+    aside = PickedUp[int](lambda: None)
+
+    def asked_while_it_is_found() -> bool:
+        aside.add(7)
+        return True
+
+    aside.pick_up(taken.append, asked_while_it_is_found)
+    assert taken == [7]
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "every"),
+    [
+        ("auto", "DRAM", 1),
+        ("auto", "VRAM", SAMPLE_EVERY),
+        ("on", "VRAM", 1),
+        ("sampled", "DRAM", SAMPLE_EVERY),
+        ("off", "DRAM", 0),
+        ("off", "VRAM", 0),
+    ],
+)
+def test_how_many_blocks_have_a_digest(setting: KVDigests, kind: str, every: int) -> None:
+    assert digest_every(setting, kind) == every
+
+
+def test_a_sample_is_one_in_so_many_and_other_ones_in_every_flight() -> None:
+    places = range(3 * SAMPLE_EVERY)
+    for flight in (0, 5, 2**64 - 1):
+        assert sum(is_digested(AttemptKey("r", 1, flight), place, SAMPLE_EVERY) for place in places) == 3
+    flights = range(SAMPLE_EVERY)
+    assert all(any(is_digested(AttemptKey("r", 1, f), place, SAMPLE_EVERY) for f in flights) for place in places)
+    assert all(is_digested(AttemptKey("r", 1, 9), place, 1) for place in places)
+    assert not any(is_digested(AttemptKey("r", 1, 9), place, 0) for place in places)
 
 
 def offer(

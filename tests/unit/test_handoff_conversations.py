@@ -213,7 +213,7 @@ def _act(effect: Any) -> str:
             return "opens a link"
         case ReopenLink():
             return "will reopen the link"
-        case StartRead(number, _, ranges):
+        case StartRead(number, _, ranges, _):
             pairs = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
             return f"reads {number}: " + " ".join(f"{local}<{remote}" for local, remote in pairs)
         case CancelRead(number):

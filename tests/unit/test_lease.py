@@ -66,10 +66,10 @@ def test_final_states_are_final_and_a_possible_reader_is_never_skipped() -> None
 
 def test_a_whole_hand_off(book: LeaseBook) -> None:
     assert lines(book.received(1, Subscribe(A, 0))) == []
-    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None False)"]
+    assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1", "TellReader 1 (Offer a#1 0 [5, 6] 10000 None 0)"]
     assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
     assert lines(book.offer(A, 2, (9,), CLOSING)) == [
-        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False []) False)"
+        "TellReader 1 (Offer a#1 2 [9] 10000 (Closing 10 [7] False []) 0)"
     ]
     assert lines(book.ended(A)) == []
     assert lines(book.received(1, ConfirmRead(A))) == [
@@ -86,14 +86,14 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
     book.offer(A, 2, (9,), CLOSING)
     assert lines(book.received(1, Subscribe(A, 1))) == [
         "OpenLeases 1",
-        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False []) False)",
+        "TellReader 1 (Offer a#1 1 [6, 9] 10000 (Closing 10 [7] False []) 0)",
     ]
 
 
 def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
     book.received(1, Subscribe(A, 3))
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
-    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None False)"]
+    assert lines(book.offer(A, 2, (7, 8))) == ["TellReader 1 (Offer a#1 3 [8] 10000 None 0)"]
 
 
 def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: LeaseBook, clock: ManualClock) -> None:
@@ -352,10 +352,10 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
 
 def with_digests() -> LeaseBook:
     """Three blocks are offered from the second on, and read; the last one's digest is not known."""
-    book = LeaseBook(ManualClock(), has_digests=True)
+    book = LeaseBook(ManualClock(), digest_every=1)
     book.offer(A, 0, (5, 6))
     book.link_opened(1, "d0", "d0.x")
-    assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None True)"
+    assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None 1)"
     book.digested(A, [50, 60])
     book.offer(A, 2, (9,), CLOSING)
     return book

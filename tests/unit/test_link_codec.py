@@ -45,7 +45,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         Offer(A, 0, (), 1, Closing(17, (5,), False)),
         Offer(A, 0, (3,), 1, Closing(17, (5, 6), True)),
         Offer(A, 0, (3,), 1, Closing(17, (5,), False, (TokenLogprobs(5, -0.5, 2, [(6, -0.25), (5, -0.5)]),))),
-        Offer(A, 4, (1, 0), 10_000, None, True),
+        Offer(A, 4, (1, 0), 10_000, None, 16),
         ReadConfirmed(A, True, (2**64 - 1, 0)),
         ReadConfirmed(A, True),
         ReadConfirmed(A, False),

@@ -51,6 +51,7 @@ class Rig:
             clock,
             self.posted.put,
             outbox.add,
+            outbox.add_chore,
             lambda news: None,
             lambda *event: None,
         )

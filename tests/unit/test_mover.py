@@ -29,6 +29,7 @@ from kv_transfer.mover import (
     ReadFailed,
     pause,
 )
+from kv_transfer.mover_events import BlocksDigested, NotDigested
 from kv_transfer.stuck_reads import LONGEST_PROBE_S
 from kv_transfer.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
@@ -459,6 +460,98 @@ def test_stuck_is_a_matter_of_the_clock() -> None:
     assert isinstance(done, ReadDone)
     assert done.total_s == STUCK_AFTER_S
     mover.stop()
+
+
+# Digests
+
+
+class ThreadNotingDigests:
+    """The digest of block n is 1000 + n; notes who computes it."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.fail = False
+
+    def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
+        self.threads.append(threading.current_thread().name.split("_")[0])
+        if self.fail:
+            raise MemoryError("no digests today")
+        return [1000 + block for block in block_ids]
+
+
+@pytest.fixture
+def digests() -> ThreadNotingDigests:
+    return ThreadNotingDigests()
+
+
+@pytest.fixture
+def digesting(digests: ThreadNotingDigests) -> Iterator[Bench]:
+    bench = Bench()
+    bench.mover = Mover(lambda: bench.backend, bench.events.put, bench.clock, SMALL, digests)
+    bench.mover.start()
+    yield bench
+    if bench.fabric.find("stopped"):
+        bench.fabric.thaw("stopped")
+    bench.mover.stop()
+
+
+def test_a_mover_with_nothing_to_move_computes_digests_itself_when_it_has_said_that_it_read(
+    digesting: Bench, digests: ThreadNotingDigests
+) -> None:
+    digesting.attach("sender")
+    digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)], (3, 4))
+    assert isinstance(digesting.next(), ReadDone)
+    assert digesting.next() == BlocksDigested(1, {3: 1003, 4: 1004})
+    assert digests.threads == ["baton-mover"]
+
+
+def test_while_there_is_something_to_move_a_helper_computes_them(
+    digesting: Bench, digests: ThreadNotingDigests
+) -> None:
+    digesting.attach("stopped")
+    digesting.fabric.freeze("stopped")
+    digesting.mover.read(1, "stopped", [ReadRange(20, 0, 1)], (20,))
+    until(lambda: digesting.mover.reads_in_flight == 1)
+    digesting.attach("sender")
+    digesting.mover.read(2, "sender", [ReadRange(3, 0, 2)], (4,))
+    said = [digesting.next(), digesting.next()]
+    assert BlocksDigested(2, {4: 1004}) in said
+    assert digests.threads == ["baton-digests"]
+
+
+def test_every_block_of_a_long_read_that_is_wanted_is_digested_once(digesting: Bench) -> None:
+    digesting.attach("sender")
+    wanted = [*range(0, 40, 3), 55]
+    digesting.mover.read(1, "sender", [ReadRange(0, 0, 40), ReadRange(50, 50, 10)], wanted)
+    found: list[int] = []
+    done = False
+    while not done or len(found) < len(wanted):
+        event = digesting.next()
+        done = done or isinstance(event, ReadDone)
+        if isinstance(event, BlocksDigested):
+            assert all(digest == 1000 + block for block, digest in event.digests.items())
+            found += event.digests
+    assert sorted(found) == wanted
+    digesting.assert_silent()
+
+
+def test_digests_that_can_not_be_computed_are_said_to_be_none_and_end_nothing(
+    digesting: Bench, digests: ThreadNotingDigests
+) -> None:
+    digests.fail = True
+    peer = digesting.attach("sender")
+    digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)], (3, 4))
+    assert isinstance(digesting.next(), ReadDone)
+    assert digesting.next() == NotDigested(1, "no digests here: MemoryError('no digests today')")
+    digesting.round_trip(peer)
+
+
+def test_nobody_computes_what_nobody_wants(digesting: Bench, digests: ThreadNotingDigests) -> None:
+    peer = digesting.attach("sender")
+    digesting.mover.read(1, "sender", [ReadRange(3, 0, 2)])
+    assert isinstance(digesting.next(), ReadDone)
+    digesting.round_trip(peer)
+    assert digests.threads == []
 
 
 # Beginning and end

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,7 +14,7 @@ from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
 from kv_transfer.link_messages import Closing, Offer, OfferLost, ReadConfirmed
-from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook
+from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from tests.support.conversation import lines, names
 
@@ -68,10 +70,10 @@ def test_the_one_way_out_of_quarantine_is_the_end_of_the_reads() -> None:
 def test_a_whole_transfer(book: TransferBook) -> None:
     assert lines(book.plan(PLAN)) == ["OpenLink (KVSource p0 p0.x host:1)"]
     assert lines(book.peer_ready("p0.x", 100)) == ["TellSender p0.x (Subscribe a#1 0)"]
-    assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == ["StartRead 1 p0.x [(ReadRange 40 5 2)]"]
+    assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == ["StartRead 1 p0.x [(ReadRange 40 5 2)] []"]
     assert lines(book.read_done(1, 128, 2.0)) == ["TellSender p0.x (ReadProgress a#1 2)"]
     assert lines(book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING))) == [
-        "StartRead 2 p0.x [(ReadRange 42 7 1), (ReadRange 43 20 1), (ReadRange 10 21 1)]"
+        "StartRead 2 p0.x [(ReadRange 42 7 1), (ReadRange 43 20 1), (ReadRange 10 21 1)] []"
     ]
     assert lines(book.read_done(2, 192, 3.0)) == [
         "TellSender p0.x (ConfirmRead a#1)",
@@ -133,7 +135,7 @@ def test_cached_blocks_are_neither_asked_for_nor_read(book: TransferBook) -> Non
     book.peer_ready("p0.x", 100)
     assert lines(book.plan(Plan(A, SOURCE, 18, PLAN.block_ids, 3))) == ["TellSender p0.x (Subscribe a#1 3)"]
     assert lines(book.received("p0.x", Offer(A, 3, (5, 6), 1000, CLOSING))) == [
-        "StartRead 1 p0.x [(ReadRange 43 5 1), (ReadRange 10 6 1)]"
+        "StartRead 1 p0.x [(ReadRange 43 5 1), (ReadRange 10 6 1)] []"
     ]
 
 
@@ -385,9 +387,11 @@ def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) ->
     book.peer_ready("p0.x", 100)
     # The second is offered and not wanted, the fourth neither.
     assert lines(book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000))) == [
-        "StartRead 1 p0.x [(ReadRange 40 5 1), (ReadRange 41 7 1)]"
+        "StartRead 1 p0.x [(ReadRange 40 5 1), (ReadRange 41 7 1)] []"
     ]
-    assert lines(book.received("p0.x", Offer(A, 3, (0, 9), 1000, CLOSING))) == ["StartRead 2 p0.x [(ReadRange 43 9 1)]"]
+    assert lines(book.received("p0.x", Offer(A, 3, (0, 9), 1000, CLOSING))) == [
+        "StartRead 2 p0.x [(ReadRange 43 9 1)] []"
+    ]
     book.read_done(1, 128)
     assert lines(book.read_done(2, 64))[-1] == "TellSender p0.x (ConfirmRead a#1)"
 
@@ -397,7 +401,7 @@ def test_chunks_of_which_nothing_is_wanted_read_nothing(book: TransferBook) -> N
     book.peer_ready("p0.x", 100)
     assert lines(book.received("p0.x", Offer(A, 0, (0, 0), 1000))) == []
     assert lines(book.received("p0.x", Offer(A, 2, (0, 0, 9), 1000, CLOSING))) == [
-        "StartRead 1 p0.x [(ReadRange 43 9 1)]"
+        "StartRead 1 p0.x [(ReadRange 43 9 1)] []"
     ]
 
 
@@ -412,24 +416,22 @@ def with_digests(book: TransferBook) -> None:
     """Both reads of an attempt are done, the second's digests are not known, and the sender was asked for its word."""
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, True))
-    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, True))
-    assert lines(book.read_done(1, 128)) == ["TellSender p0.x (ReadProgress a#1 2)", "DigestBlocks 1 [40, 41]"]
-    assert lines(book.digested(1, [50, 60])) == []
-    assert lines(book.read_done(2, 192)) == [
-        "TellSender p0.x (ConfirmRead a#1)",
-        "DigestBlocks 2 [42, 43, 10]",
-    ]
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, 1))
+    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, 1))
+    assert lines(book.read_done(1, 128)) == ["TellSender p0.x (ReadProgress a#1 2)"]
+    assert lines(book.digested(1, {40: 50, 41: 60})) == []
+    assert lines(book.read_done(2, 192)) == ["TellSender p0.x (ConfirmRead a#1)"]
 
 
 DIGESTS = (50, 60, 70, 200, 210)
+LAST = {42: 70, 43: 200, 10: 210}
 
 
 @pytest.mark.parametrize("digested_first", [True, False])
 def test_a_prompt_arrives_when_it_is_held_and_equal(book: TransferBook, digested_first: bool) -> None:
     with_digests(book)
-    answers = [
-        lambda: book.digested(2, [70, 200, 210]),
+    answers: list[Callable[[], list[TransferEffect]]] = [
+        lambda: book.digested(2, LAST),
         lambda: book.received("p0.x", ReadConfirmed(A, True, DIGESTS)),
     ]
     first, second = answers if digested_first else reversed(answers)
@@ -445,9 +447,9 @@ def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
 ) -> None:
     with_digests(book)
     said = tuple(digest + (index == place) for index, digest in enumerate(DIGESTS))
-    effects = book.digested(2, [70, 200, 210]) if digested_first else []
+    effects = book.digested(2, LAST) if digested_first else []
     effects += book.received("p0.x", ReadConfirmed(A, True, said))
-    effects += book.digested(2, [70, 200, 210]) if not digested_first else []
+    effects += book.digested(2, LAST) if not digested_first else []
     assert lines(effects) == [
         f"Failed a#1 DIGEST_MISMATCH block {PLAN.block_ids[place]} is not what p0 computed",
         "TellSender p0.x (Abandon a#1 False)",
@@ -459,7 +461,7 @@ def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
 @pytest.mark.parametrize("said", [(), DIGESTS[:4], (*DIGESTS, 7)])
 def test_digests_of_other_than_all_blocks_prove_nothing(book: TransferBook, said: tuple[int, ...]) -> None:
     with_digests(book)
-    book.digested(2, [70, 200, 210])
+    book.digested(2, LAST)
     assert Failed(A, TransferCause.DIGEST_MISMATCH, f"p0 says {len(said)} digests of 5 blocks") in book.received(
         "p0.x", ReadConfirmed(A, True, said)
     )
@@ -471,14 +473,14 @@ def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook)
     assert lines(book.received("p0.x", OfferLost(A, "gone"))) == []
     lost = book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")
     assert not [effect for effect in lost if isinstance(effect, Failed)]
-    assert lines(book.digested(2, [70, 200, 210]))[0].startswith("Arrived a#1")
+    assert lines(book.digested(2, LAST))[0].startswith("Arrived a#1")
 
 
 def test_digests_that_nobody_waits_for_change_nothing(book: TransferBook) -> None:
     with_digests(book)
     book.abandon(A)
-    assert lines(book.digested(2, [1, 2, 3])) == []
-    assert lines(book.digested(7, [1])) == []
+    assert lines(book.digested(2, LAST)) == []
+    assert lines(book.digested(7, {1: 1})) == []
     assert book.counters["digested_unknown"] == 2
     assert not book.failures
 
@@ -486,26 +488,26 @@ def test_digests_that_nobody_waits_for_change_nothing(book: TransferBook) -> Non
 def test_digests_begin_where_the_plan_does_and_leave_out_what_is_not_wanted(book: TransferBook) -> None:
     book.plan(Plan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 1, (6, 7, 0, 9), 1000, CLOSING, True))
-    assert lines(book.read_done(1, 192))[-1] == "DigestBlocks 1 [41, 43]"
-    book.digested(1, [70, 90])
+    book.received("p0.x", Offer(A, 1, (6, 7, 0, 9), 1000, CLOSING, 1))
+    book.read_done(1, 192)
+    book.digested(1, {41: 70, 43: 90})
     assert lines(book.received("p0.x", ReadConfirmed(A, True, (60, 70, 0, 90))))[0].startswith("Arrived a#1")
 
 
 def test_who_compares_nothing_asks_for_no_digests() -> None:
-    book = TransferBook(compare_digests=False)
+    book = TransferBook(digest_every=0)
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6, 7, 20, 21), 1000, CLOSING, True))
-    assert not [line for line in lines(book.read_done(1, 320)) if line.startswith("Digest")]
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 20, 21), 1000, CLOSING, 1))
+    book.read_done(1, 320)
     assert lines(book.received("p0.x", ReadConfirmed(A, True, DIGESTS)))[0].startswith("Arrived a#1")
 
 
 def test_a_transfer_whose_digests_can_not_be_computed_has_failed(book: TransferBook) -> None:
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)
-    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, True))
-    book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING, True))
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, 1))
+    book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING, 1))
     book.read_done(1, 128)
     assert lines(book.not_digested(1, "no memory")) == [
         "Failed a#1 DIGEST_MISMATCH no memory",
@@ -515,4 +517,54 @@ def test_a_transfer_whose_digests_can_not_be_computed_has_failed(book: TransferB
     assert lines(book.not_digested(1, "no memory")) == []
     book.read_done(2, 192)
     assert lines(book.not_digested(2, "no memory")) == []
-    assert book.counters["digested_unknown"] == 2
+    assert book.counters["digested_unknown"] == 1
+
+
+def test_digests_may_come_in_parts_and_before_the_read_is_done(book: TransferBook) -> None:
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7, 20, 21), 1000, CLOSING, 1))
+    assert lines(book.digested(1, {40: 50, 10: 210})) == []
+    book.read_done(1, 320)
+    assert not book.awaits_digests
+    assert lines(book.received("p0.x", ReadConfirmed(A, True, DIGESTS))) == []
+    assert book.awaits_digests
+    assert lines(book.digested(1, {41: 60, 42: 70, 43: 200}))[0].startswith("Arrived a#1")
+    assert not book.awaits_digests
+
+
+def test_a_transfer_that_is_over_awaits_no_digests(book: TransferBook) -> None:
+    with_digests(book)
+    book.received("p0.x", ReadConfirmed(A, True, DIGESTS))
+    assert book.awaits_digests
+    book.abandon(A)
+    assert not book.awaits_digests
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "flight", "to_digest"),
+    [
+        (1, 1, 3, [40, 41, 42, 43, 10]),
+        (2, 1, 0, [40, 42, 10]),
+        (2, 1, 3, [41, 43]),
+        (1, 3, 0, [40, 43]),
+        (2, 3, 0, [40]),
+        (2, 3, 4, [42]),
+        (0, 1, 0, []),
+        (1, 0, 0, []),
+    ],
+)
+def test_what_is_compared_is_what_both_sides_look_at(ours: int, theirs: int, flight: int, to_digest: list[int]) -> None:
+    book, attempt = TransferBook(digest_every=ours), A._replace(flight=flight)
+    book.plan(replace(PLAN, attempt=attempt))
+    book.peer_ready("p0.x", 100)
+    effects = book.received("p0.x", Offer(attempt, 0, (5, 6, 7), 1000, None, theirs))
+    effects += book.received("p0.x", Offer(attempt, 3, (20, 21), 1000, CLOSING, theirs))
+    assert [block for e in effects if isinstance(e, StartRead) for block in e.to_digest] == to_digest
+    book.read_done(1, 192)
+    book.read_done(2, 128)
+    known = {e.read_id: dict.fromkeys(e.to_digest, 7) for e in effects if isinstance(e, StartRead) and e.to_digest}
+    for read_id, digests in known.items():
+        book.digested(read_id, digests)
+    said = [7 if block in to_digest else 0 for block in PLAN.block_ids]
+    assert lines(book.received("p0.x", ReadConfirmed(attempt, True, said)))[0].startswith("Arrived")

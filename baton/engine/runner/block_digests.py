@@ -17,14 +17,17 @@ from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
 BlockDigests = Callable[[Sequence[int]], Sequence[int]]
 """The digests of these blocks' bytes as they are now, each 0 to 2**64 - 1; from any thread."""
 
+_COPIED_AT_ONCE = 16
 _SHORT = 240
 """XXH3 has other rules for so few bytes, which the kernels leave to the library."""
 
 
-def block_digests(memory: KVMemory) -> BlockDigests | None:
-    """Digests of a runner's blocks; None for memory that the processor can't read."""
+def block_digests(memory: KVMemory) -> BlockDigests:
+    """Digests of a runner's blocks. Those of a device's are copied to the host first: ask for few at a time."""
     if memory.kind != "DRAM":
-        return None
+        from baton.engine.runner.device_blocks import copied_to_host
+
+        return _of_copies(copied_to_host(memory))
     if memory.block_bytes > _SHORT:
         try:
             return _by_kernels(memory)
@@ -55,5 +58,16 @@ def _by_library(memory: KVMemory) -> BlockDigests:
     def digests(block_ids: Sequence[int]) -> Sequence[int]:
         starts = (memory.base_address + block_id * memory.block_bytes for block_id in block_ids)
         return [xxhash.xxh3_64_intdigest((ctypes.c_char * memory.block_bytes).from_address(at)) for at in starts]
+
+    return digests
+
+
+def _of_copies(copied_to_host: Callable[[Sequence[int]], KVMemory]) -> BlockDigests:
+    def digests(block_ids: Sequence[int]) -> Sequence[int]:
+        found: list[int] = []
+        for first in range(0, len(block_ids), _COPIED_AT_ONCE):
+            some = block_ids[first : first + _COPIED_AT_ONCE]
+            found += block_digests(copied_to_host(some))(range(len(some)))
+        return found
 
     return digests

@@ -1,28 +1,42 @@
 """As little HTTP/2 as a client of gRPC streams needs, so that thousands of streams cost it next to nothing.
 
-Grpcio's own client would need more of a core than the server that is to be measured. What this one leaves out: headers
-of the answer are not read (a stream that ends without its last message has failed), windows are as large as they get.
-See RFC 9113 and gRPC's PROTOCOL-HTTP2.md.
+Grpcio's own client would need more of a core than the server that is to be measured. What this one leaves out: of the
+answer's headers only the last ones are read, windows are as large as they get. See RFC 9113 and gRPC's
+PROTOCOL-HTTP2.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import unquote
+
+from baton.bench.hpack import BrokenHeaders, read_headers
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM, _ACK, _END_HEADERS = 0x1, 0x1, 0x4
+_END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
 _MAX_WINDOW = (1 << 31) - 1
 _FIRST_WINDOW = 65_535
-_INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
+_HEADER_TABLE_SIZE, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 1, 4, 5
+_STATUS_NAMES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
 _FRAME_BYTES = 16_384
 _MESSAGE_HEADER = 5
 
 OnMessages = Callable[[Sequence[bytes]], None]
 OnEnd = Callable[[str], None]
 """Called once: with nothing, or with what broke the stream."""
+OnTrailers = Callable[[Mapping[str, str]], None]
+"""Called with the answer's last headers, before its end."""
+
+
+def _ignored(_: Mapping[str, str]) -> None:
+    pass
 
 
 class Http2Connection(asyncio.Protocol):
@@ -31,7 +45,7 @@ class Http2Connection(asyncio.Protocol):
     def __init__(self, method: str, authority: str) -> None:
         self._headers = _header_block(method, authority)
         self._transport: asyncio.Transport | None = None
-        self._streams: dict[int, tuple[OnMessages, OnEnd]] = {}
+        self._streams: dict[int, tuple[OnMessages, OnEnd, OnTrailers]] = {}
         self._partial: dict[int, bytes] = {}
         self._next_stream = 1
         self._received = b""
@@ -47,11 +61,11 @@ class Http2Connection(asyncio.Protocol):
         _, connection = await loop.create_connection(lambda: cls(method, f"{host}:{port}"), host, port)
         return connection
 
-    def call(self, request: bytes, on_messages: OnMessages, on_end: OnEnd) -> int:
+    def call(self, request: bytes, on_messages: OnMessages, on_end: OnEnd, on_trailers: OnTrailers = _ignored) -> int:
         """Open a stream with this one request message; returns its number."""
         stream = self._next_stream
         self._next_stream += 2
-        self._streams[stream] = (on_messages, on_end)
+        self._streams[stream] = (on_messages, on_end, on_trailers)
         body = struct.pack(">BI", 0, len(request)) + request
         self._write(_frame(_HEADERS, _END_HEADERS, stream, self._headers))
         pieces = [body[at : at + _FRAME_BYTES] for at in range(0, len(body), _FRAME_BYTES)]
@@ -73,12 +87,14 @@ class Http2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        settings = struct.pack(">HIHI", _INITIAL_WINDOW_SIZE, _MAX_WINDOW, _MAX_FRAME_SIZE, _FRAME_BYTES)
+        settings = struct.pack(
+            ">HIHIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW_SIZE, _MAX_WINDOW, _MAX_FRAME_SIZE, _FRAME_BYTES
+        )
         grow = struct.pack(">I", _MAX_WINDOW - _FIRST_WINDOW)
         self._write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, grow))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for _, on_end in list(self._streams.values()):
+        for _, on_end, _ in list(self._streams.values()):
             on_end(f"the connection is lost: {exc}")
         self._streams.clear()
         if not self.closed.done():
@@ -96,7 +112,7 @@ class Http2Connection(asyncio.Protocol):
             if kind == _DATA:
                 self._on_data(stream, data[at + 9 : stop], flags)
             elif kind == _HEADERS and flags & _END_STREAM:
-                self._end(stream, "")
+                self._on_trailers(stream, data[at + 9 : stop], flags)
             else:
                 self._on_control(kind, flags, stream, data[at + 9 : stop])
             at = stop
@@ -123,6 +139,22 @@ class Http2Connection(asyncio.Protocol):
             listeners[0](messages)
         if flags & _END_STREAM:
             self._end(stream, "")
+
+    def _on_trailers(self, stream: int, payload: bytes, flags: int) -> None:
+        listeners = self._streams.get(stream)
+        if listeners is None:
+            return
+        if flags & (_PADDED | _PRIORITY):
+            payload = _without_padding(payload, flags)
+        try:
+            headers = read_headers(payload)
+        except BrokenHeaders as error:
+            self._end(stream, f"the answer's last headers can't be read: {error}")
+            return
+        listeners[2](headers)
+        code = headers.get("grpc-status", "0")
+        name = _STATUS_NAMES[int(code)] if code.isdecimal() and int(code) < len(_STATUS_NAMES) else code
+        self._end(stream, "" if code == "0" else f"{name}: {unquote(headers.get('grpc-message', ''))}")
 
     def _on_control(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind == _SETTINGS and not flags & _ACK:
@@ -163,6 +195,12 @@ class Http2Connection(asyncio.Protocol):
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _without_padding(payload: bytes, flags: int) -> bytes:
+    padding = payload[0] if flags & _PADDED else 0
+    begin = (1 if flags & _PADDED else 0) + (5 if flags & _PRIORITY else 0)
+    return payload[begin : len(payload) - padding]
 
 
 def _header_block(method: str, authority: str) -> bytes:

@@ -6,9 +6,11 @@ never among them.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -184,6 +186,30 @@ class Outcomes:
         names = list(self._names)
         return ((names[self._nodes[at]], names[self._nodes[at + 1]]) for at in range(0, len(self._nodes), 2))
 
+    def to_bytes(self) -> bytes:
+        """What `from_bytes` reads in another process: numpy's own format, nothing that could run."""
+        file = BytesIO()
+        columns: dict[str, Any] = {f"column{at}": np.array(column) for at, column in enumerate(self._plain())}
+        names = np.frombuffer(json.dumps([list(self._names), self.errors]).encode(), np.uint8)
+        gaps = np.frombuffer(self.gaps.to_bytes(), np.uint8)
+        errors, nodes = np.array(self._error), np.array(self._nodes)
+        np.savez(file, names=names, gaps=gaps, error=errors, nodes=nodes, **columns)
+        return file.getvalue()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Outcomes:
+        """Raises ValueError."""
+        outcomes = Outcomes()
+        with np.load(BytesIO(data), allow_pickle=False) as file:
+            for number, column in enumerate(outcomes._plain()):
+                _unpacked(column, file[f"column{number}"])
+            _unpacked(outcomes._error, file["error"])
+            _unpacked(outcomes._nodes, file["nodes"])
+            names, outcomes.errors = json.loads(file["names"].tobytes())
+            outcomes.gaps = Gaps.from_bytes(file["gaps"].tobytes())
+        outcomes._names = {name: number for number, name in enumerate(names)}
+        return outcomes
+
     def columns(self, origin_s: float) -> dict[str, list[Any]]:
         """For a result file: JSON values by column; times from `origin_s` on, rounded to microseconds."""
         nodes = list(self.node_names())
@@ -202,6 +228,10 @@ class Outcomes:
             "prefill_node": [prefill for prefill, _ in nodes],
             "decode_node": [decode for _, decode in nodes],
         }
+
+
+def _unpacked(mine: array[Any], values: NDArray[Any]) -> None:
+    mine.frombytes(values.astype(mine.typecode).tobytes())
 
 
 def _rounded(column: Column) -> list[float | None]:

@@ -13,6 +13,7 @@ import typer
 
 from baton.cli.bench_engine import engine
 from baton.cli.bench_router import router
+from baton.cli.bench_serve import serve
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -32,12 +33,13 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("engine")(engine)
     group.command("scheduler")(scheduler)
     group.command("router")(router)
+    group.command("serve")(serve)
     app.add_typer(group, name=name)
 
 
 def handoff(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
-    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
+    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     requests: Annotated[int, typer.Option(help="Requests to take the medians of.", min=1)] = 20,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,

@@ -1,0 +1,78 @@
+"""What a load generator needs of an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.bench.workloads import WorkloadRequest
+
+UNREACHABLE = "unreachable"
+"""How errors begin that mean nobody is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go, and how they are spelled."""
+
+    backend: str
+    """baton (gRPC), openai (completions) or openai-chat."""
+    address: str
+    """HOST:PORT."""
+    path: str = ""
+    """Of the HTTP endpoint."""
+    is_tls: bool = False
+    model: str = ""
+    vocab_size: int = 0
+    api_key: str = ""
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    connections: int = 8
+    """That gRPC streams of one process share."""
+    tokenizer: str = ""
+    """Model directory whose tokenizer makes text of prompts."""
+    request_id_prefix: str = "bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an endpoint says of a request at its end."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    attempts: int = 1
+    prefill_node: str = ""
+    decode_node: str = ""
+
+
+class Listener(Protocol):
+    """Who waits for an answer."""
+
+    def on_tokens(self, count: int) -> None:
+        """A message brought so many tokens."""
+        ...
+
+    def on_end(self, error: str | None, usage: Usage | None) -> None:
+        """Called once."""
+        ...
+
+
+class Endpoint(Protocol):
+    """A way to send requests. Belongs to one event loop."""
+
+    async def open(self) -> None:
+        """Connect; raises Unreachable."""
+        ...
+
+    def prepare(self, request: WorkloadRequest) -> bytes:
+        """The request as it goes over the wire: what can be done before it is due."""
+        ...
+
+    def send(self, message: bytes, listener: Listener) -> None:
+        """Send what was prepared."""
+        ...
+
+    def close(self) -> None:
+        """Streams that are open hear nothing more."""
+        ...

@@ -1,0 +1,153 @@
+"""One process of the load generator: `python -m baton.bench.serve.generator_process`.
+
+Over stdin come a line of JSON (what to send, and which share of it), then `go`, then maybe `stop`. Over stdout go
+`ready`, lines of JSON (how far it is), and at the end a line that says how many bytes of outcomes follow. Stdin's end
+is the parent's: then this process ends too. Ctrl-C is for the parent alone, which then says stop. No clock is compared
+with another process's: times count from `go`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from baton.bench.serve.endpoint import Endpoint, Target
+from baton.bench.serve.generator import Generator, sessions, share_of
+from baton.bench.serve.grpc_endpoint import GrpcEndpoint
+from baton.bench.workloads import WorkloadRequest, unique_piece
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.errors import BatonError
+
+_PROGRESS_S = 0.25
+_LEAD_S = 0.05
+"""From `go` to the workload's begin: time for every process to hear it."""
+
+
+def endpoint_of(target: Target) -> Endpoint:
+    """The way to a target."""
+    if target.backend == "baton":
+        return GrpcEndpoint(target)
+    from baton.bench.serve.http_endpoint import HttpEndpoint
+
+    return HttpEndpoint(target)
+
+
+def main() -> int:
+    """Run to the end; returns the exit code."""
+    order: dict[str, Any] = json.loads(sys.stdin.readline())
+    try:
+        return asyncio.run(_run(order))
+    except (BatonError, OSError) as error:
+        _say({"error": str(error), "kind": type(error).__name__})
+        return 1
+
+
+async def _run(order: dict[str, Any]) -> int:
+    target = Target(**order["target"])
+    workload = WorkloadSpec.from_json(order["workload"]).build()
+    process, processes = order["process"], order["processes"]
+    share = share_of(sessions(workload), process, processes)
+    endpoint = endpoint_of(target)
+    await endpoint.open()
+    await _warm_up(endpoint, order["num_warmups"] if process == 0 else 0)
+    _say({"ready": True})
+    words = _Words()
+    if await words.next() != "go":
+        endpoint.close()
+        return 1
+    generator = Generator(endpoint, order["max_open"], order["request_timeout_s"])
+    watching = asyncio.create_task(_obey(words, generator))
+    meter = _CpuMeter()
+    telling = asyncio.create_task(_tell(generator, meter))
+    gc.freeze()
+    try:
+        await generator.run(share, asyncio.get_running_loop().time() + _LEAD_S)
+    finally:
+        watching.cancel()
+        telling.cancel()
+        endpoint.close()
+    data = generator.outcomes.to_bytes()
+    meter.tick()
+    _say({"bytes": len(data), "cpu_share": meter.share, "cpu_peak": meter.peak, **asdict(generator.progress)})
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return 0
+
+
+async def _warm_up(endpoint: Endpoint, count: int) -> None:
+    """A few requests that nobody counts, one after the other."""
+    for number in range(count):
+        request = WorkloadRequest(-1 - number, 0.0, 64, 8, (unique_piece(64, 77, number),))
+        await Generator(endpoint, None, 60.0).run([[request]], asyncio.get_running_loop().time())
+
+
+class _Words:
+    """Lines that the parent says."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        threading.Thread(target=self._read, name="parent", daemon=True).start()
+
+    async def next(self) -> str:
+        """Empty once the parent is gone."""
+        return await self._queue.get()
+
+    def _read(self) -> None:
+        for line in iter(sys.stdin.readline, ""):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, line.strip())
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, "")
+        except RuntimeError:
+            return  # the loop is over as well
+
+
+async def _obey(words: _Words, generator: Generator) -> None:
+    while True:
+        word = await words.next()
+        if word == "stop":
+            generator.stop()
+        elif not word:
+            os._exit(1)
+
+
+async def _tell(generator: Generator, meter: _CpuMeter) -> None:
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        meter.tick()
+        _say(asdict(generator.progress))
+
+
+class _CpuMeter:
+    """This process's share of a core."""
+
+    def __init__(self) -> None:
+        self._begin = self._since = time.perf_counter()
+        self._cpu_begin = self._cpu = time.process_time()
+        self.peak = 0.0
+
+    @property
+    def share(self) -> float:
+        return (time.process_time() - self._cpu_begin) / max(1e-9, time.perf_counter() - self._begin)
+
+    def tick(self) -> None:
+        now, cpu = time.perf_counter(), time.process_time()
+        if now - self._since >= 1.0:
+            self.peak = max(self.peak, (cpu - self._cpu) / (now - self._since))
+            self._since, self._cpu = now, cpu
+
+
+def _say(values: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(values).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""A Baton router by gRPC, over as few system calls as possible."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from baton.bench.http2_client import Http2Connection
+from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
+from baton.bench.workloads import WorkloadRequest
+from baton.errors import Unreachable
+from baton.rpc.codec_generation import event_from_bytes, request_to_pb
+from baton.rpc.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
+
+_GENERATE = "/baton.v1.Generation/Generate"
+
+
+class GrpcEndpoint:
+    """See `baton.bench.serve.endpoint.Endpoint`."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        host, port = target.address.rsplit(":", 1)
+        self._host, self._port = host.strip("[]"), int(port)
+        self._connections: list[Http2Connection] = []
+        self._opening: asyncio.Task[None] | None = None
+        self._sent = 0
+
+    async def open(self) -> None:
+        try:
+            for _ in range(self._target.connections):
+                self._connections.append(await Http2Connection.open(self._host, self._port, _GENERATE))
+        except OSError as error:
+            raise Unreachable(f"{self._target.address} can't be reached: {error.strerror or error}") from None
+
+    def prepare(self, request: WorkloadRequest) -> bytes:
+        target = self._target
+        return request_to_pb(
+            GenerateRequest(
+                request.token_ids(target.vocab_size),
+                f"{target.request_id_prefix}-{request.index}",
+                model=target.model,
+                temperature=target.temperature,
+                max_tokens=max(1, request.output_length),
+                ignore_eos=target.ignore_eos,
+            )
+        ).SerializeToString()
+
+    def send(self, message: bytes, listener: Listener) -> None:
+        self._sent += 1
+        number = self._sent % len(self._connections)
+        connection = self._connections[number]
+        if connection.closed.done():
+            self._reopen(number)
+            listener.on_end(f"{UNREACHABLE}: the connection to {self._target.address} is lost", None)
+            return
+        answer = _Answer(listener)
+        connection.call(message, answer.on_messages, answer.on_end, answer.on_trailers)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        if self._opening is not None:
+            self._opening.cancel()
+
+    def _reopen(self, number: int) -> None:
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.get_running_loop().create_task(self._open_again(number))
+
+    async def _open_again(self, number: int) -> None:
+        try:
+            self._connections[number] = await Http2Connection.open(self._host, self._port, _GENERATE)
+        except OSError:
+            return  # the next request tries again
+
+
+class _Answer:
+    """One stream."""
+
+    __slots__ = ("_listener", "_metadata", "_usage")
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._usage: Usage | None = None
+        self._metadata: Mapping[str, str] = {}
+
+    def on_messages(self, messages: Sequence[bytes]) -> None:
+        for message in messages:
+            event = event_from_bytes(message)
+            if isinstance(event, Chunk):
+                if event.token_ids:
+                    self._listener.on_tokens(len(event.token_ids))
+            elif not isinstance(event, Accepted | SequenceFinished):
+                usage = event.usage
+                self._usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.attempts)
+
+    def on_trailers(self, headers: Mapping[str, str]) -> None:
+        self._metadata = headers
+
+    def on_end(self, error: str) -> None:
+        usage = self._usage
+        if error or usage is None:
+            prefix = f"{UNREACHABLE}: " if error.startswith("the connection") else ""
+            self._listener.on_end(prefix + (error or "the stream ended without an answer"), usage)
+            return
+        prefill, decode = (self._metadata.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
+        self._listener.on_end(
+            None,
+            Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.attempts, prefill, decode),
+        )

@@ -1,0 +1,56 @@
+"""How busy a generator itself is, and whether that is what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.bench.outcome import Outcomes
+
+_LATE_MS = 10.0
+_BUSY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorLoad:
+    """Of all processes of a generator."""
+
+    processes: int
+    lag_p99_ms: float
+    """Between when a request was planned and when it was sent."""
+    cpu_share: float
+    """Of a core, the busiest process over the whole run..."""
+    cpu_peak: float
+    """... and in its busiest second."""
+
+    @staticmethod
+    def of(outcomes: Outcomes, cpu_shares: Sequence[float], cpu_peaks: Sequence[float]) -> GeneratorLoad:
+        lags_ms = (outcomes.sent_s - outcomes.planned_s) * 1e3
+        return GeneratorLoad(
+            processes=len(cpu_shares),
+            lag_p99_ms=float(np.percentile(lags_ms, 99)) if len(lags_ms) else 0.0,
+            cpu_share=max(cpu_shares, default=0.0),
+            cpu_peak=max(cpu_peaks, default=0.0),
+        )
+
+    @property
+    def bottleneck(self) -> str:
+        """Empty, or why this run says more of the generator than of what it was to measure."""
+        if self.lag_p99_ms >= _LATE_MS:
+            return f"requests were sent up to {self.lag_p99_ms:.0f} ms late (P99)"
+        if self.cpu_peak >= _BUSY:
+            return f"a generator process had {self.cpu_peak:.0%} of a core"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "processes": self.processes,
+            "lag_p99_ms": self.lag_p99_ms,
+            "cpu_share": self.cpu_share,
+            "cpu_peak": self.cpu_peak,
+            "is_bottleneck": bool(self.bottleneck),
+            "bottleneck": self.bottleneck,
+        }

@@ -1,0 +1,86 @@
+"""Asks an endpoint what it serves, before any load."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.bench.serve.endpoint import Target
+from baton.client import GenerationClient
+from baton.errors import BatonError, Unreachable
+from baton.text.tokenizer import Tokenizer
+
+_TIMEOUT_S = 10.0
+_UNKNOWN_VOCAB = 1000
+"""Ids that every vocabulary has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What was found."""
+
+    target: Target
+    """With a model and the size of its vocabulary."""
+    max_model_len: int | None
+
+
+def probe(target: Target) -> Served:
+    """Raises Unreachable when nobody answers, BatonError for an answer that is none."""
+    if target.backend == "baton":
+        return _probe_grpc(target)
+    return _probe_http(target)
+
+
+def _probe_grpc(target: Target) -> Served:
+    with GenerationClient(target.address) as client:
+        models = client.list_models()
+    found = next((card for card in models if not target.model or card.name == target.model), None)
+    if found is None:
+        raise BatonError(f"{target.address} serves {', '.join(card.name for card in models) or 'no model'}")
+    return Served(
+        replace(target, model=found.name, vocab_size=target.vocab_size or found.vocab_size), found.max_model_len
+    )
+
+
+def _probe_http(target: Target) -> Served:
+    card = _model_card(target)
+    vocab_size = target.vocab_size
+    if not vocab_size and target.tokenizer:
+        vocab_size = Tokenizer.load(Path(target.tokenizer)).vocab_size
+    max_model_len = card.get("max_model_len")
+    return Served(
+        replace(target, model=str(card["id"]), vocab_size=vocab_size or _UNKNOWN_VOCAB),
+        max_model_len if isinstance(max_model_len, int) else None,
+    )
+
+
+def _model_card(target: Target) -> dict[str, Any]:
+    host, port = target.address.rsplit(":", 1)
+    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    connection = (
+        http.client.HTTPSConnection(host, int(port), timeout=_TIMEOUT_S, context=ssl.create_default_context())
+        if target.is_tls
+        else http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
+    )
+    with closing(connection):
+        try:
+            connection.request("GET", "/v1/models", headers=headers)
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{target.address} can't be reached: {error}") from None
+    if response.status != 200:
+        raise BatonError(f"{target.address}: GET /v1/models says {response.status}: {body[:200]!r}")
+    try:
+        cards = json.loads(body)["data"]
+        found = next((card for card in cards if not target.model or card["id"] == target.model), None)
+    except (ValueError, KeyError, TypeError):
+        raise BatonError(f"{target.address} is no OpenAI endpoint: {body[:80]!r}") from None
+    if not isinstance(found, dict):
+        raise BatonError(f"{target.address} serves {', '.join(str(card['id']) for card in cards) or 'no model'}")
+    return found

@@ -1,0 +1,216 @@
+"""Runs a load from several processes, and puts together what they wrote down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from baton.bench.outcome import Outcomes
+from baton.bench.serve.endpoint import Target
+from baton.bench.serve.generator import Progress
+from baton.bench.serve.load import GeneratorLoad
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.errors import BatonError, Unreachable
+
+_MODULE = "baton.bench.serve.generator_process"
+_MOST_LINE = 1 << 20
+_STOP_S = 20.0
+"""So long a generator may take to hand over what it has."""
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to send, and how."""
+
+    target: Target
+    """As `probe` completed it."""
+    workload: WorkloadSpec
+    processes: int = 1
+    max_concurrency: int | None = None
+    request_timeout_s: float | None = None
+    num_warmups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """What came of it."""
+
+    outcomes: Outcomes
+    """In seconds from the workload's begin."""
+    duration_s: float
+    offered: int
+    """Requests that were sent, ended or not."""
+    load: GeneratorLoad
+    was_interrupted: bool
+    is_unreachable: bool
+    """Nobody was there any more: the run was ended."""
+
+
+def run_load(plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> LoadRun:
+    """Run it; Ctrl-C ends it early, with what came until then. Raises BatonError and Unreachable."""
+    return asyncio.run(_Run(plan, on_progress).run())
+
+
+def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
+    """How many requests each process may have open; as many processes as have any."""
+    if max_concurrency is None:
+        return [None] * processes
+    whole, more = divmod(max_concurrency, processes)
+    return [share for number in range(processes) if (share := whole + (number < more))]
+
+
+class _Run:
+    def __init__(self, plan: LoadPlan, on_progress: OnProgress) -> None:
+        self._plan = plan
+        self._on_progress = on_progress
+        self._children: list[_Child] = []
+        self._was_interrupted = False
+
+    async def run(self) -> LoadRun:
+        loop = asyncio.get_running_loop()
+        with suppress(ValueError, RuntimeError):  # only a main thread hears signals
+            loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        try:
+            open_shares = shares(self._plan.max_concurrency, self._plan.processes)
+            for number, share in enumerate(open_shares):
+                self._children.append(await _Child.start(self._order(number, len(open_shares), share)))
+            await asyncio.gather(*(child.ready() for child in self._children))
+            for child in self._children:
+                child.say("go")
+            await asyncio.gather(*(child.finish(self._progressed) for child in self._children))
+            return self._result()
+        finally:
+            with suppress(ValueError, RuntimeError):
+                loop.remove_signal_handler(signal.SIGINT)
+            for child in self._children:
+                await child.end()
+
+    def _order(self, number: int, processes: int, max_open: int | None) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "target": asdict(plan.target),
+            "workload": plan.workload.to_json(),
+            "process": number,
+            "processes": processes,
+            "max_open": max_open,
+            "num_warmups": plan.num_warmups,
+            "request_timeout_s": plan.request_timeout_s,
+        }
+
+    def _interrupt(self) -> None:
+        if self._was_interrupted:
+            for child in self._children:
+                child.kill()
+        self._was_interrupted = True
+        self._stop()
+
+    def _stop(self) -> None:
+        for child in self._children:
+            child.say("stop")
+
+    def _progressed(self) -> None:
+        total = Progress()
+        for child in self._children:
+            one = child.progress
+            total.sent += one.sent
+            total.completed += one.completed
+            total.failed += one.failed
+            total.tokens += one.tokens
+            total.is_unreachable |= one.is_unreachable
+        if total.is_unreachable:
+            self._stop()
+        self._on_progress(total)
+
+    def _result(self) -> LoadRun:
+        outcomes = Outcomes()
+        for child in self._children:
+            outcomes.extend(child.outcomes)
+        return LoadRun(
+            outcomes,
+            float(outcomes.finished_s.max()) if len(outcomes) else 0.0,
+            sum(child.progress.sent for child in self._children),
+            GeneratorLoad.of(
+                outcomes, [child.cpu_share for child in self._children], [child.cpu_peak for child in self._children]
+            ),
+            self._was_interrupted,
+            any(child.progress.is_unreachable for child in self._children),
+        )
+
+
+class _Child:
+    """One generator process."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.progress = Progress()
+        self.outcomes = Outcomes()
+        self.cpu_share = self.cpu_peak = 0.0
+
+    @classmethod
+    async def start(cls, order: dict[str, Any]) -> _Child:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", _MODULE), stdin=PIPE, stdout=PIPE, limit=_MOST_LINE, start_new_session=True
+        )
+        child = cls(process)
+        child.say(json.dumps(order))
+        return child
+
+    def say(self, line: str) -> None:
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(line.encode() + b"\n")
+
+    async def ready(self) -> None:
+        """Raises what kept it from being so."""
+        await self._words()
+
+    async def finish(self, on_progress: Callable[[], None]) -> None:
+        """Hear it to its end."""
+        while True:
+            words = await self._words()
+            if "bytes" in words:
+                break
+            self.progress = Progress(**words)
+            on_progress()
+        assert self._process.stdout is not None
+        self.cpu_share, self.cpu_peak = words.pop("cpu_share"), words.pop("cpu_peak")
+        size = words.pop("bytes")
+        self.progress = Progress(**words)
+        on_progress()
+        self.outcomes = Outcomes.from_bytes(await self._process.stdout.readexactly(size))
+
+    async def _words(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise BatonError(f"a generator process ended with {await self._process.wait()}")
+        words: dict[str, Any] = json.loads(line)
+        if "error" in words:
+            raise (Unreachable if words["kind"] == "Unreachable" else BatonError)(words["error"])
+        return words
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+
+def at_rate(plan: LoadPlan, rate: float, num_prompts: int, seed: int) -> LoadPlan:
+    """The same load at another rate."""
+    return replace(plan, workload=replace(plan.workload, request_rate=rate, num_prompts=num_prompts, seed=seed))

@@ -326,6 +326,9 @@ class Flight:
                 return self._give_up(
                     InvalidRequest("prompt", delta.error or f"is too long for the KV cache of node {node.node_id}")
                 )
+            case Outcome.INVALID:
+                field, _, reason = delta.error.partition(": ")
+                return self._give_up(InvalidRequest(field, reason))
             case Outcome.UNKNOWN:
                 return self._on_unknown(leg)
             case Outcome.MOVED:

@@ -104,7 +104,8 @@ class Commit:
         ledger, request_id = self._ledger, request.request_id
         failure = runner_output.failed.get(request_id)
         if failure is not None:
-            ledger.end(request, RequestStatus.ERROR, outputs, error=failure)
+            status = RequestStatus.INVALID if request_id in runner_output.invalid else RequestStatus.ERROR
+            ledger.end(request, status, outputs, error=failure)
             return
         ledger.kv_cache_manager.cache_blocks(request, num_computed_tokens)
         self._drop_unseen(request, num_computed_tokens)

@@ -31,6 +31,6 @@ class TokenMatcher(Protocol):
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         """Set bit i % 32 of word i / 32 for each token i that may come next, and clear the others.
 
-        Raises EngineFault when the grammar turns out to be too complex.
+        Raises InvalidRequest when the grammar turns out to be too complex.
         """
         ...

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.errors import EngineFault
+from baton.errors import EngineFault, InvalidRequest
 
 
 class ScriptedMatcher:
@@ -37,7 +37,7 @@ class ScriptedMatcher:
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
         if len(self.tokens) == self._too_complex_at:
-            raise EngineFault("json_schema: too complex")
+            raise InvalidRequest("json_schema", "too complex")
         bits = np.zeros(mask.size * 32, dtype=np.uint8)
         bits[list(self.next_tokens)] = 1
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)

@@ -259,7 +259,7 @@ class Ledger:
         group.members.remove(request)
         if not group.members:
             del self.groups[group.request_id]
-        elif request.status in (RequestStatus.ERROR, RequestStatus.IGNORED):
+        elif request.status in (RequestStatus.ERROR, RequestStatus.INVALID, RequestStatus.IGNORED):
             self.broken_groups.append(group)
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -121,6 +121,8 @@ class ModelRunnerOutput:
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     """Requests that failed alone (non-finite logits), with the reason."""
+    invalid: Set[str] = frozenset()
+    """Those of `failed` whose own fault it is."""
     lost: bool = False
     """The runner broke: nothing of the step is there, its block copies included."""
     copy_seconds: float = 0.0

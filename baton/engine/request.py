@@ -23,6 +23,8 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
     IGNORED = "ignored"
     ERROR = "error"
+    INVALID = "invalid"
+    """It can't be done as it was asked for, here or elsewhere; never seen by a client."""
     HANDED_OFF = "handed_off"
     """The prefill leg is done and the decode leg goes on; never seen by a client."""
 
@@ -41,6 +43,8 @@ class RequestStatus(enum.Enum):
     ABORTED = enum.auto()
     IGNORED = enum.auto()
     ERROR = enum.auto()
+    INVALID = enum.auto()
+    """What it asks for turned out to be impossible: its own fault, so it would be the same elsewhere."""
     HANDED_OFF = enum.auto()
 
     @property
@@ -59,6 +63,7 @@ _FINISH_REASONS = {
     RequestStatus.ABORTED: FinishReason.ABORT,
     RequestStatus.IGNORED: FinishReason.IGNORED,
     RequestStatus.ERROR: FinishReason.ERROR,
+    RequestStatus.INVALID: FinishReason.INVALID,
     RequestStatus.HANDED_OFF: FinishReason.HANDED_OFF,
 }
 

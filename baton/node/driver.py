@@ -25,7 +25,7 @@ from baton.engine.outputs import (
     StepTimes,
 )
 from baton.engine.request import FinishReason, Request, RequestStatus
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
 from baton.node.grammars import NO_GRAMMARS, GrammarCompiler
 
 
@@ -57,7 +57,7 @@ class _GrammarCompiled:
 @dataclass(frozen=True, slots=True)
 class _GrammarFailed:
     request_id: str
-    reason: str
+    error: BatonError
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class EngineDriver:
         self._grammars.compile(
             request,
             lambda matchers: inbox.put(_GrammarCompiled(request_id, matchers)),
-            lambda reason: inbox.put(_GrammarFailed(request_id, reason)),
+            lambda error: inbox.put(_GrammarFailed(request_id, error)),
         )
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -212,7 +212,9 @@ class EngineDriver:
             self._core.grammar_compiled(command.request_id, command.matchers)
             return {}
         if isinstance(command, _GrammarFailed):
-            return self._core.finish_requests([command.request_id], RequestStatus.ERROR, command.reason)
+            is_invalid = isinstance(command.error, InvalidRequest)
+            status = RequestStatus.INVALID if is_invalid else RequestStatus.ERROR
+            return self._core.finish_requests([command.request_id], status, str(command.error))
         if isinstance(command, _Abort):
             return self._core.finish_requests(command.request_ids, RequestStatus.ABORTED)
         if isinstance(command, _WatchKVCache):

@@ -11,7 +11,7 @@ from baton.config import NodeConfig
 from baton.engine.grammar import TokenMatcher
 from baton.engine.request import Leg, Request
 from baton.engine.runner.base import ModelInfo
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.text.grammar import JsonGrammars
 
 NO_GRAMMARS = "this node's model has no text"
@@ -30,15 +30,16 @@ class GrammarCompiler:
         self._is_closed = False
 
     def compile(
-        self, request: Request, done: Callable[[Sequence[TokenMatcher]], None], failed: Callable[[str], None]
+        self, request: Request, done: Callable[[Sequence[TokenMatcher]], None], failed: Callable[[BatonError], None]
     ) -> None:
-        """Call one of them, with a matcher for each sequence of the request or the reason why there is none.
+        """Call one of them, with a matcher for each sequence of the request or the reason why there is none: an
+        InvalidRequest if that is the schema's.
 
         Reads nothing of the request that the engine could change while it waits.
         """
         make, params = self._matcher, request.sampling_params
         if make is None:
-            failed(f"json_schema: {self._why_none}")
+            failed(InvalidRequest("json_schema", self._why_none))
             return
         num_sequences = 1 if request.leg is Leg.PREFILL else params.n
         output = tuple(request.output_token_ids)
@@ -51,10 +52,10 @@ class GrammarCompiler:
                     matcher.advance(output)
                 done(matchers)
             except BatonError as error:
-                failed(str(error))
+                failed(error)
             except Exception as error:
                 _log.exception("a grammar could not be compiled")
-                failed(f"json_schema: {error!r}")
+                failed(EngineFault(f"json_schema: {error!r}"))
 
         if not self._is_closed:
             self._pool.submit(run)

@@ -58,6 +58,7 @@ _OUTCOMES = {
     FinishReason.ABORT: Outcome.ABORTED,
     FinishReason.IGNORED: Outcome.IGNORED,
     FinishReason.ERROR: Outcome.ERROR,
+    FinishReason.INVALID: Outcome.INVALID,
 }
 
 _REFUSAL_SHOWN_S = 300.0

@@ -41,6 +41,7 @@ _OUTCOMES = {
     Outcome.REFUSED: node.OUTCOME_REFUSED,
     Outcome.MOVED: node.OUTCOME_MOVED,
     Outcome.UNKNOWN: node.OUTCOME_UNKNOWN,
+    Outcome.INVALID: node.OUTCOME_INVALID,
 }
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
 

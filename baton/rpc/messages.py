@@ -118,6 +118,8 @@ class Outcome(enum.Enum):
     """Another router has adopted it."""
     UNKNOWN = "unknown"
     """There is nothing of it here to adopt."""
+    INVALID = "invalid"
+    """What it asks for can't be done, here or elsewhere: its error is the field's name, a colon and why."""
 
 
 @dataclass(frozen=True, slots=True)

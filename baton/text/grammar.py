@@ -34,6 +34,8 @@ _FIELD = "json_schema"
 _FIRST_BYTES = 16
 _MAX_DIGITS = 400
 _MAX_ERROR_CHARS = 200
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""What the library says of a token that may not come. It has one kind of error, whatever went wrong."""
 _OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
 """Between two tokens of JSON: a blank, or a new line and its indentation. Bounded, since models are known to go on with
 blanks until their length stops them."""
@@ -51,17 +53,14 @@ def check_json_schema(text: str) -> None:
     tokenizer = _bytes_alone()
     mask = np.zeros(num_mask_words(tokenizer.vocab_size), dtype=np.int32)
     matcher = JsonMatcher(_compiled(text, tokenizer), ~mask)
-    try:
-        # Some schemas are found too complex only when the first tokens are asked for.
-        for _ in range(_FIRST_BYTES):
-            matcher.fill(mask)
-            following = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            visible = following[(following > ord(" ")) & (following < 256)]
-            if not visible.size:
-                return
-            matcher.advance(visible[:1].tolist())
-    except EngineFault as error:
-        raise InvalidRequest(_FIELD, str(error).removeprefix(f"{_FIELD}: ")) from None
+    # Some schemas are found too complex only when the first tokens are asked for.
+    for _ in range(_FIRST_BYTES):
+        matcher.fill(mask)
+        following = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        visible = following[(following > ord(" ")) & (following < 256)]
+        if not visible.size:
+            return
+        matcher.advance(visible[:1].tolist())
 
 
 class JsonGrammars:
@@ -138,7 +137,9 @@ class JsonMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineFault(f"{_FIELD}: {_shortened(self._matcher.get_error())}")
+            story = _shortened(self._matcher.get_error())
+            # Everything else that it says is of limits, and those are the schema's own fault.
+            raise EngineFault(f"{_FIELD}: {story}") if _NOT_ALLOWED in story else InvalidRequest(_FIELD, story)
 
 
 def num_mask_words(vocab_size: int) -> int:

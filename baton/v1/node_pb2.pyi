@@ -40,6 +40,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_REFUSED: _ClassVar[Outcome]
     OUTCOME_MOVED: _ClassVar[Outcome]
     OUTCOME_UNKNOWN: _ClassVar[Outcome]
+    OUTCOME_INVALID: _ClassVar[Outcome]
 
 class HandoffSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +68,7 @@ OUTCOME_KV_LOST: Outcome
 OUTCOME_REFUSED: Outcome
 OUTCOME_MOVED: Outcome
 OUTCOME_UNKNOWN: Outcome
+OUTCOME_INVALID: Outcome
 HANDOFF_SIDE_UNSPECIFIED: HandoffSide
 HANDOFF_SIDE_SENDER: HandoffSide
 HANDOFF_SIDE_READER: HandoffSide

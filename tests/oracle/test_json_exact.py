@@ -268,4 +268,4 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
     engine.core.grammar_compiled("costly", [ScriptedMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
     assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]
     assert engine.errors == {"costly": "json_schema: too complex"}
-    assert (costly.status.finish_reason, costly.num_output_tokens) == (FinishReason.ERROR, 4)
+    assert (costly.status.finish_reason, costly.num_output_tokens) == (FinishReason.INVALID, 4)

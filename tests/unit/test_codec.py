@@ -102,6 +102,7 @@ def test_reports_keep_every_field() -> None:
     deltas = [
         RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
+        RequestDelta(KEY, outcome=Outcome.INVALID, error="json_schema: is too complex"),
         RequestDelta(KEY, 0, [0]),
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
     ]
@@ -110,12 +111,12 @@ def test_reports_keep_every_field() -> None:
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
     assert again.step == report.step
     assert again.load == report.load
-    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, None, None]
-    assert [d.sequence_index for d in again.deltas] == [0, 0, 0, 7]
+    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, Outcome.INVALID, None, None]
+    assert [d.sequence_index for d in again.deltas] == [0, 0, 0, 0, 7]
     assert again.deltas[0] == RequestDelta(
         KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)
     )
-    assert again.deltas[2].stop_token_id is None
+    assert again.deltas[3].stop_token_id is None
 
 
 def test_kv_cache_updates_keep_everything_but_tokens() -> None:

@@ -270,6 +270,26 @@ async def test_two_requests_at_once_of_which_one_fails() -> None:
         assert good.text == "ab"
 
 
+@pytest.mark.parametrize("text", ["", "ab"])
+async def test_what_a_node_finds_impossible_is_the_requests_fault_and_not_the_nodes(text: str) -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        for _ in range(5):
+            reader, attempt = await start_pair(rig, max_tokens=9)
+            if text:
+                rig.tell("p1", attempt, 0, text[0], Outcome.HANDED_OFF)
+                rig.tell("d1", attempt, 1, text[1:])
+                await reader.tokens_read(2)
+            why = "json_schema: is too complex: 2001 items"
+            rig.nodes["d1"].report(RequestDelta(attempt, outcome=Outcome.INVALID, error=why))
+            with pytest.raises(InvalidRequest) as caught:
+                await reader.finished()
+            assert (caught.value.field, caught.value.reason) == ("json_schema", "is too complex: 2001 items")
+            assert (await rig.aborted("p1")).attempt == attempt
+        assert rig.dispatcher.counters.rejections["InvalidRequest"] == (0 if text else 5)
+        opened = [f.value for f in rig.dispatcher.placer.figures(0.0) if f.name == "router_breakers_open"]  # type: ignore[union-attr]
+        assert opened == [0, 0]
+
+
 async def test_a_fault_of_the_router_ends_one_request_only() -> None:
     async with router_rig(prefill(), decode()) as rig:
         good, first = await start_pair(rig, max_tokens=1)

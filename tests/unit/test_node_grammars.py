@@ -17,7 +17,7 @@ from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner.base import ModelInfo
-from baton.errors import InvalidRequest
+from baton.errors import BatonError, InvalidRequest
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.grammars import GrammarCompiler, load_compiler
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
@@ -101,7 +101,7 @@ def test_one_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: 
     rig.driver.submit(request("bad", schema))
     rig.driver.submit(request("good", "schema"))
     end = rig.end("bad")
-    assert end.finish_reason is FinishReason.ERROR
+    assert end.finish_reason is {"bad": FinishReason.INVALID, "worse": FinishReason.ERROR}[schema]
     assert (end.error or "").startswith("json_schema: ")
     assert rig.end("good").finish_reason is FinishReason.LENGTH
 
@@ -131,7 +131,7 @@ def test_each_sequence_has_a_matcher_of_its_own(rig: Rig, leg: Leg, num_matchers
 
 def test_matchers_know_what_an_earlier_attempt_generated(rig: Rig) -> None:
     rig.compiler.gate.set()
-    told: queue.SimpleQueue[Sequence[TokenMatcher] | str] = queue.SimpleQueue()
+    told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
     resumed = request("g", "schema")
     resumed.output_token_ids = [5, 6, 7]
     compiler = GrammarCompiler(rig.compiler)
@@ -161,7 +161,7 @@ def test_without_a_compiler_a_schema_is_an_error() -> None:
     driver.start()
     driver.submit(request("g", "schema"))
     end = rig.end("g")
-    assert (end.finish_reason, end.error) == (FinishReason.ERROR, "json_schema: this node's model has no text")
+    assert (end.finish_reason, end.error) == (FinishReason.INVALID, "json_schema: this node's model has no text")
     driver.stop()
 
 
@@ -175,11 +175,11 @@ def model_info(eos: frozenset[int]) -> ModelInfo:
 
 
 def compiled(compiler: GrammarCompiler) -> Sequence[TokenMatcher] | str:
-    told: queue.SimpleQueue[Sequence[TokenMatcher] | str] = queue.SimpleQueue()
+    told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
     compiler.compile(request("g", "{}"), told.put, told.put)
     result = told.get(timeout=LONG_S)
     compiler.close()
-    return result
+    return str(result) if isinstance(result, BatonError) else result
 
 
 def test_a_node_compiles_for_its_own_model_or_says_why_it_can_not(tmp_path: Path) -> None:

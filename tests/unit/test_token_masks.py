@@ -15,6 +15,7 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner.input_batch import RequestState
 from baton.engine.runner.sampler import SamplingState, sample
 from baton.engine.runner.token_masks import TokenMasks
+from baton.errors import InvalidRequest
 
 VOCAB = 75
 """No whole number of words."""
@@ -111,7 +112,8 @@ def test_each_request_has_a_mask_of_its_own_and_fails_alone() -> None:
         "other": mask_of({70}).tolist(),
     }
     assert set(faults) == {"complex", "foreign", "missing"}
-    assert all(fault.startswith("json_schema:") for fault in faults.values())
+    assert all(str(fault).startswith("json_schema:") for fault in faults.values())
+    assert [name for name, fault in faults.items() if isinstance(fault, InvalidRequest)] == ["complex"]
 
 
 def test_without_constrained_requests_there_is_nothing_to_fill() -> None:

@@ -23,7 +23,7 @@ from baton.engine.runner.token_masks import TokenMasks
 from baton.engine.runner.torch_operations import TorchOperations
 from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
 from baton.engine.runner.weights import LoadedModel, load_model
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidRequest
 
 
 class TorchModelRunner:
@@ -102,7 +102,7 @@ class TorchModelRunner:
         for state, result in zip(samplers, results, strict=True):
             error = result.error or unmasked.get(state.request_id)
             if error is not None:
-                failed[state.request_id] = error
+                failed[state.request_id] = str(error)
                 continue
             tokens[state.request_id] = result.token_id
             if result.logprobs is not None:
@@ -112,6 +112,7 @@ class TorchModelRunner:
             {name: [token] for name, token in tokens.items()},
             logprobs,
             failed,
+            frozenset(name for name, error in unmasked.items() if isinstance(error, InvalidRequest)),
             copy_seconds=copy_seconds,
             compute_seconds=time.perf_counter() - copied,
         )

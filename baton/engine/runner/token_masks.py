@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.runner.input_batch import RequestState
-from baton.errors import EngineFault
+from baton.errors import BatonError, EngineFault
 
 Masks = dict[str, npt.NDArray[np.int32]]
 
@@ -19,7 +19,7 @@ class TokenMasks:
     def __init__(self, vocab_size: int) -> None:
         self._rows = np.zeros((0, -(-vocab_size // 32)), dtype=np.int32)
 
-    def fill(self, samplers: Iterable[RequestState]) -> tuple[Masks, dict[str, str]]:
+    def fill(self, samplers: Iterable[RequestState]) -> tuple[Masks, dict[str, BatonError]]:
         """Masks by request id, valid until the next call; and why requests have none though they need one."""
         constrained = [state for state in samplers if state.sampling_params.has_grammar]
         if not constrained:
@@ -27,12 +27,12 @@ class TokenMasks:
         if len(constrained) > len(self._rows):
             self._rows = np.zeros((len(constrained), self._rows.shape[1]), dtype=np.int32)
         masks: Masks = {}
-        faults: dict[str, str] = {}
+        faults: dict[str, BatonError] = {}
         for row, state in zip(self._rows, constrained, strict=False):
             try:
                 _fill(state, row)
-            except EngineFault as fault:
-                faults[state.request_id] = str(fault)
+            except BatonError as fault:
+                faults[state.request_id] = fault
             else:
                 masks[state.request_id] = row
         return masks, faults

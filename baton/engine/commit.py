@@ -40,7 +40,7 @@ class Commit:
             if request.status is RequestStatus.RUNNING:
                 num_tokens = num_scheduled_tokens[request.request_id]
                 self._one(request, num_tokens, num_computed_tokens, runner_output, outputs)
-                request.attention_at = self._next_attention(request)
+                request.attention_at = self.next_attention(request)
             else:
                 self.num_skipped_results += 1
 
@@ -76,9 +76,9 @@ class Commit:
             else:
                 self._one(request, 1, request.num_computed_tokens, runner_output, outputs)
                 if request.status is running:
-                    request.attention_at = self._next_attention(request)
+                    request.attention_at = self.next_attention(request)
 
-    def _next_attention(self, request: Request) -> int:
+    def next_attention(self, request: Request) -> int:
         """The output index whose token fills a block, reaches a limit, or still carries first figures."""
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size

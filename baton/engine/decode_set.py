@@ -66,6 +66,33 @@ class DecodeSet:
         """At most so many members have no slot for the next tick."""
         return len(self._calendar.get(self._tick + 1, ()))
 
+    @property
+    def members(self) -> Collection[Request]:
+        return self._members.values()
+
+    @property
+    def needy_next(self) -> list[Request]:
+        """Members without a slot for the next tick: between two ticks, those whose blocks are full."""
+        tick = self._tick + 1
+        return [r for r in self._calendar.get(tick, ()) if self._due_at.get(r.request_id) == tick]
+
+    @property
+    def num_ticks_left(self) -> int:
+        """So many ticks are nobody's last one."""
+        return min(self._over, default=self._tick + 2) - 2 - self._tick
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """Of a member, those in flight included."""
+        return self._context[request.request_id] + self._tick
+
+    def skip_quiet(self, most: int) -> int:
+        """Ticks, so many at most, in which nobody needs a block and nobody fills one; how many there were."""
+        num_quiet = 0
+        while num_quiet < most and self._tick + 1 not in self._calendar and self._tick + 2 not in self._calendar:
+            self._tick += 1
+            num_quiet += 1
+        return num_quiet
+
     def join(self, request: Request, num_slots: int, num_ticks: int) -> None:
         """It computes a token in each of the next `num_ticks` ticks, with blocks for `num_slots` tokens in all."""
         self._members[request.request_id] = request

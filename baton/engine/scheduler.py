@@ -36,6 +36,7 @@ from baton.engine.admission import Admission
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
+from baton.engine.decode_run import DecodeRun
 from baton.engine.grammar import TokenMatcher
 from baton.engine.host_tier import NO_COPIES
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
@@ -341,6 +342,26 @@ class Scheduler:
             if num_to_come > 0:
                 ledger.filling.remove(request)
                 ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id), num_to_come)
+
+    def decode_run(self, token_id: int) -> DecodeRun | None:
+        """Many steps at once, for who need not run a model: each draws this token, at which nobody may stop.
+
+        None while anything else is to be decided in the next steps, or may be.
+        """
+        ledger, admission = self._ledger, self._admission
+        others = admission.num_waiting + admission.num_swapped + admission.num_arrived + len(ledger.filling)
+        several = ledger.beams or ledger.groups or ledger.parked
+        has_host = self.kv_cache_manager.host is not None or self.config.windows != (None,)
+        if others or several or has_host or self._in_flight or self._pending or not ledger.decodes.request_ids:
+            return None
+        # As many as need no more blocks than are free, each one every `block_size` steps.
+        num_blocks = self.kv_cache_manager.pool.num_free_blocks // len(ledger.decodes.request_ids)
+        max_steps = min(ledger.decodes.num_ticks_left, num_blocks * self.config.block_size)
+        if max_steps < 1:
+            return None
+        self._stalled = False
+        next_attention = self._commit.next_attention
+        return DecodeRun(ledger.decodes, self.kv_cache_manager, next_attention, token_id, self._step, max_steps)
 
     # --- committing a step ---
 

@@ -1,0 +1,120 @@
+"""Many steps at once leave a scheduler exactly as the same steps one by one do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.request import Request, RequestStatus, SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+
+TOKEN = 7
+
+
+def _scheduler(num_blocks: int) -> Scheduler:
+    config = SchedulerConfig(
+        num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=8, watermark=0.0
+    )
+    scheduler = Scheduler(config, CacheKeyFields("m", "f", "l"), ManualClock())
+    scheduler.kv_snapshot()
+    return scheduler
+
+
+def _step(scheduler: Scheduler) -> SchedulerOutput:
+    decided = scheduler.schedule()
+    _commit(scheduler, decided)
+    return decided
+
+
+def _commit(scheduler: Scheduler, decided: SchedulerOutput) -> None:
+    drawn = {request_id: [TOKEN] for request_id in decided.num_scheduled_tokens}
+    for data in (*decided.scheduled_new_reqs, *decided.scheduled_cached_reqs):
+        request = scheduler.requests.get(data.request_id)
+        grows = request is not None and data.request_id in scheduler.decoding
+        if request is not None and not grows and request.num_computed_tokens < request.num_tokens:
+            del drawn[data.request_id]
+    scheduler.update_from_output(decided, ModelRunnerOutput(drawn))
+
+
+def _state(scheduler: Scheduler) -> object:
+    """All that decides what comes next."""
+    pool = scheduler.kv_cache_manager.pool
+    return (
+        [block.block_id for block in pool._free],
+        {key: block.block_id for key, block in pool._index.items()},
+        scheduler.kv_events_since(0),
+        # A run draws no token for who was aborted in its step, so there is none to be skipped.
+        replace(scheduler.make_stats(), num_skipped_results=0),
+        [
+            (request.request_id, request.status, request.num_computed_tokens, request.output_token_ids)
+            for request in scheduler.requests.values()
+        ],
+        {request_id: scheduler.kv_cache_manager.block_ids(request_id) for request_id in scheduler.requests},
+        [request.attention_at for request in scheduler.requests.values() if request.request_id in scheduler.decoding],
+    )
+
+
+def _request(rng: Random, number: int) -> Request:
+    shared = [1] * 12 if rng.random() < 0.5 else []
+    prompt = shared + [rng.randrange(2, 90) for _ in range(rng.randrange(1, 30))]
+    return Request(f"r{number}", prompt, SamplingParams(max_tokens=rng.randrange(1, 60), ignore_eos=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_runs_and_steps_are_the_same(seed: int) -> None:
+    rng = Random(seed)
+    num_blocks = rng.choice([24, 40, 64, 200])
+    stepping, running = _scheduler(num_blocks), _scheduler(num_blocks)
+    num_at_once = 0
+    for number in range(60):
+        twins = [_request(Random(f"{seed} {number}"), number) for _ in range(2)]
+        for scheduler, request in zip((stepping, running), twins, strict=True):
+            scheduler.add_request(request)
+        victim = f"r{rng.randrange(number + 1)}" if rng.random() < 0.2 else None
+        steps, is_cut = rng.randrange(1, 25), rng.random() < 0.5
+        num_at_once += _go_both(stepping, running, steps, victim if is_cut else None)
+        if victim is not None and not is_cut:
+            for scheduler in (stepping, running):
+                scheduler.finish_requests([victim], RequestStatus.ABORTED)
+        assert _state(stepping) == _state(running)
+    assert num_at_once > 20
+    for scheduler in (stepping, running):
+        while scheduler.has_work():
+            _step(scheduler)
+        scheduler.check_invariant()
+
+
+def _go_both(stepping: Scheduler, running: Scheduler, steps: int, victim: str | None) -> int:
+    """So many steps of each, in the last of which somebody is aborted; how many were taken in runs."""
+    num_at_once = 0
+    while steps > 0:
+        run = running.decode_run(TOKEN)
+        if run is None:
+            decided, twin = stepping.schedule(), running.schedule()
+            if steps == 1 and victim is not None:
+                for scheduler in (stepping, running):
+                    scheduler.finish_requests([victim], RequestStatus.ABORTED)
+            _commit(stepping, decided)
+            _commit(running, twin)
+            steps -= 1
+            continue
+        taken = min(steps, run.max_steps)
+        for _ in range(taken - 1):
+            _step(stepping)
+        run.advance(taken - 1)
+        decided = stepping.schedule()
+        run.begin()
+        if taken == steps and victim is not None:
+            for scheduler in (stepping, running):
+                scheduler.finish_requests([victim], RequestStatus.ABORTED)
+        _commit(stepping, decided)
+        run.commit()
+        run.settle()
+        steps -= taken
+        num_at_once += taken
+    return num_at_once

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.bench_engine import engine
+from baton.cli.bench_report import report
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
 from baton.cli.output import Format, print_json, print_table, print_yaml
@@ -33,6 +34,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("engine")(engine)
     group.command("scheduler")(scheduler)
     group.command("router")(router)
+    group.command("report")(report)
     group.command("serve")(serve)
     app.add_typer(group, name=name)
 

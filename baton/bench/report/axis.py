@@ -1,0 +1,81 @@
+"""Where a value lies on an axis of a plot, and which values are written beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+EXTENT = 1000.0
+"""Length of every axis in its plot's own units; the page stretches plots to the room that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A value beside the axis. Where room is short only the major ones are written."""
+
+    value: float
+    text: str
+    is_major: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """From `low` to `high`."""
+
+    title: str
+    low: float
+    high: float
+    ticks: tuple[Tick, ...]
+    is_logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        """The value's place, from 0 to EXTENT; what lies outside is moved to the edge."""
+        if self.is_logarithmic:
+            value = max(value, self.low)
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, share)) * EXTENT
+
+
+def linear(title: str, high: float, text: Callable[[float], str], low: float = 0.0, count: int = 5) -> Axis:
+    """From `low` to at least `high`, with about so many ticks at round values."""
+    high = high if math.isfinite(high) and high > low else low + 1.0
+    step = _round_step((high - low) / count)
+    last = math.ceil((high - low) / step - 1e-9)
+    ticks = tuple(Tick(low + i * step, text(low + i * step), i % 2 == 0) for i in range(last + 1))
+    return Axis(title, low, low + last * step, ticks)
+
+
+def exact(title: str, low: float, high: float, unit: str, count: int = 6) -> Axis:
+    """From `low` to `high` and not further, ticks at round values, written with as many decimals as they need."""
+    high = high if high > low else low + 1.0
+    step = _round_step((high - low) / count)
+    first = math.ceil(low / step - 1e-9)
+    values = [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+    decimals = next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)
+    ticks = (Tick(value, f"{value:,.{decimals}f}\u00a0{unit}", i % 2 == 0) for i, value in enumerate(values))
+    return Axis(title, low, high, tuple(ticks))
+
+
+def logarithmic(title: str, low: float, high: float, text: Callable[[float], str]) -> Axis:
+    """Around `low` to `high`, both above zero, with ticks at 1, 2 and 5 times powers of ten."""
+    low, high = low / 1.1, high * 1.1
+    if high / low < 4:
+        middle = math.sqrt(low * high)
+        low, high = middle / 2, middle * 2
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    leads = (1, 2, 5) if high / low < 300 else (1,)
+    every = max(1, len(decades) // 6)
+    ticks = [
+        Tick(lead * 10.0**decade, text(lead * 10.0**decade), (lead == 1 and decade % every == 0) or high / low < 30)
+        for decade in decades
+        for lead in leads
+    ]
+    return Axis(title, low, high, tuple(tick for tick in ticks if low <= tick.value <= high), is_logarithmic=True)
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(lead * power for lead in (1, 2, 2.5, 5, 10) if lead * power >= step * (1 - 1e-9))

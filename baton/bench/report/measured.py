@@ -1,0 +1,286 @@
+"""What a result file says, checked: everything after this may rely on types, finite numbers and equal lengths.
+
+A result file is somebody else's text: names in it are any characters at all. What is missing is missing, a figure that
+is no number is left out; what can't be meant (columns of different lengths, say) is refused with the field's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.bench.report.distribution import Distribution, of_histogram
+from baton.bench.result_file import SCHEMA
+from baton.bench.slo import Slo
+from baton.errors import InvalidRequest
+
+Values = npt.NDArray[np.float64]
+TARGET = 0.9
+"""Share of the offered requests that has to meet the SLO, where the result does not say another one (DistServe's)."""
+_LARGEST = 1e15
+"""Nothing measured is larger; a mistake may be, and must not overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Of each offered request, in milliseconds; not a number where it failed."""
+
+    ttft_ms: Values
+    tpot_ms: Values
+    e2el_ms: Values
+
+    def within(self, slo: Slo) -> float:
+        """The share of the offered requests that kept all limits."""
+        kept = np.isfinite(self.e2el_ms)
+        for took, limit in ((self.ttft_ms, slo.ttft_ms), (self.tpot_ms, slo.tpot_ms), (self.e2el_ms, slo.e2el_ms)):
+            if limit is not None:
+                kept &= took <= limit
+        return float(kept.mean()) if kept.size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Something that a node did, in seconds from the begin; `size`: tokens of a step, bytes of a transfer."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    size: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One arrangement at one rate."""
+
+    rate: float | None
+    """Requests per second that were offered; None: as many as were answered."""
+    summary: Mapping[str, float]
+    """vLLM's keys."""
+    offered: int
+    failed: int
+    errors: Mapping[str, int]
+    ttft: Distribution
+    itl: Distribution
+    latencies: Latencies | None
+    attainment_by_scale: Sequence[tuple[float, float]]
+    ttft_parts_ms: Mapping[str, float]
+    timeline: Mapping[str, Sequence[Interval]]
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the offered requests that met the SLO."""
+        return self.summary.get("attainment")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Nodes that did the same work in one way; `engines`: how many GPUs or cores they had."""
+
+    name: str
+    engines: float | None
+    unit: str
+    measurements: Sequence[Measurement]
+    """By rising rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A whole result file."""
+
+    kind: str
+    facts: Mapping[str, str]
+    """Machine, versions, workload, command, seed, in words."""
+    slo: Slo
+    target: float
+    is_partial: bool
+    notes: Sequence[str]
+    arrangements: Sequence[Arrangement]
+
+
+def read(result: Mapping[str, Any]) -> Measured:
+    """Check a result; raises InvalidRequest, which names the field."""
+    if not isinstance(result, Mapping) or result.get("schema") != SCHEMA:
+        raise InvalidRequest("schema", f"not a result of `baton bench` ({SCHEMA})")
+    arrangements = [_arrangement(one, f"arrangements[{i}]") for i, one in enumerate(_sequence(result, "arrangements"))]
+    target = _number(result.get("attainment_target"))
+    return Measured(
+        kind=str(result.get("kind", "benchmark")),
+        facts=_facts(result),
+        slo=_slo(result),
+        target=TARGET if target is None else target,
+        is_partial=bool(result.get("partial")),
+        notes=[str(note) for note in _sequence(result, "notes")],
+        arrangements=arrangements,
+    )
+
+
+def _arrangement(said: Any, where: str) -> Arrangement:
+    _require(isinstance(said, Mapping), where, "not an object")
+    gpus, cores = _number(said.get("gpus")), _number(said.get("cores"))
+    measurements = [_measurement(one, f"{where}.rates[{i}]") for i, one in enumerate(_sequence(said, "rates", where))]
+    return Arrangement(
+        name=str(said.get("name", "")) or "unnamed",
+        engines=gpus or cores or None,
+        unit="GPU" if gpus else "core",
+        measurements=sorted(measurements, key=lambda one: math.inf if one.rate is None else one.rate),
+    )
+
+
+def _measurement(said: Any, where: str) -> Measurement:
+    _require(isinstance(said, Mapping), where, "not an object")
+    summary = _mapping(said, "summary", where)
+    figures = {str(key): number for key, value in summary.items() if (number := _number(value)) is not None}
+    columns = _mapping(said, "outcomes", where)
+    latencies = _latencies(columns, f"{where}.outcomes") if columns else None
+    answered = round(figures.get("completed", 0) + figures.get("failed", 0))
+    return Measurement(
+        rate=_number(said.get("rate")),
+        summary=figures,
+        offered=round(figures.get("offered", latencies.e2el_ms.size if latencies else answered)),
+        failed=round(figures.get("failed", 0)),
+        errors=_errors(summary, columns, where),
+        ttft=_distribution(said, "ttft_histogram", where) or Distribution.of(_ttft_of(latencies)),
+        itl=_distribution(said, "itl_histogram", where) or Distribution.of(np.zeros(0)),
+        latencies=latencies,
+        attainment_by_scale=_pairs(said, "attainment_by_scale", where),
+        ttft_parts_ms={
+            str(part): max(0.0, _number(ms) or 0.0) for part, ms in _mapping(said, "ttft_parts", where).items()
+        },
+        timeline={
+            str(node): _intervals(rows, f"{where}.timeline[{node!r}]")
+            for node, rows in _mapping(said, "timeline", where).items()
+        },
+    )
+
+
+def _latencies(columns: Mapping[str, Any], where: str) -> Latencies:
+    planned, first, finished, lengths = (
+        _column(columns, name, where) for name in ("planned_s", "first_token_s", "finished_s", "output_length")
+    )
+    _require(planned.size == first.size == finished.size == lengths.size, where, "columns of different lengths")
+    errors = _sequence(columns, "error", where) or [None] * planned.size
+    _require(len(errors) == planned.size, f"{where}.error", "a column of another length")
+    failed = np.array([error is not None for error in errors], dtype=bool)
+    failed |= np.isnan(first)
+    behind = lengths - 1
+    tpot = np.where(behind > 0, (finished - first) / np.maximum(behind, 1), 0.0)
+    return Latencies(
+        *(np.where(failed, np.nan, seconds * 1e3) for seconds in (first - planned, tpot, finished - planned))
+    )
+
+
+def _ttft_of(latencies: Latencies | None) -> Values:
+    return latencies.ttft_ms if latencies else np.zeros(0)
+
+
+def _errors(summary: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> dict[str, int]:
+    said = _mapping(summary, "errors", f"{where}.summary")
+    if said:
+        return {str(error): round(_number(count) or 0) for error, count in said.items()}
+    return dict(Counter(str(error) for error in _sequence(columns, "error") if error is not None))
+
+
+def _distribution(said: Mapping[str, Any], name: str, where: str) -> Distribution | None:
+    histogram = _mapping(said, name, where)
+    if not histogram:
+        return None
+    try:
+        return of_histogram(_sequence(histogram, "edges_s"), _sequence(histogram, "counts"))
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(f"{where}.{name}", str(error)) from None
+
+
+def _intervals(rows: Any, where: str) -> list[Interval]:
+    _require(isinstance(rows, list), where, "not a list")
+    return sorted((_interval(row, where) for row in rows), key=lambda one: one.start_s)
+
+
+def _interval(row: Any, where: str) -> Interval:
+    _require(isinstance(row, list) and len(row) >= 3, where, "a row is [start_s, end_s, kind, ...]")
+    start, end = _number(row[0]), _number(row[1])
+    if start is None or end is None or end < start:
+        raise InvalidRequest(where, f"from {row[0]!r} to {row[1]!r} is no time")
+    return Interval(start, end, str(row[2]), _number(row[3]) if len(row) > 3 else None)
+
+
+def _slo(result: Mapping[str, Any]) -> Slo:
+    """The first one that a summary names; all of a file are the same."""
+    for arrangement in _sequence(result, "arrangements"):
+        for one in _sequence(arrangement, "rates"):
+            said = _mapping(_mapping(one, "summary"), "goodput_slo")
+            slo = Slo(*(_number(said.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
+            if slo:
+                return slo
+    return Slo()
+
+
+_FACTS = ("machine", "versions", "workload", "command", "seed", "created")
+
+
+def _facts(result: Mapping[str, Any]) -> dict[str, str]:
+    return {name: text for name in _FACTS if (text := _words(result.get(name), name))}
+
+
+def _words(said: Any, name: str) -> str:
+    if said is None:
+        return ""
+    if isinstance(said, Mapping):
+        return ", ".join(f"{_spoken(str(key))} {_words(value, str(key))}" for key, value in said.items())
+    if isinstance(said, list | tuple):
+        return " ".join(_words(one, name) for one in said)
+    if name.endswith("_bytes") and (number := _number(said)):
+        return f"{number / 2**30:.1f} GiB"
+    return str(said)
+
+
+def _spoken(key: str) -> str:
+    return key.removesuffix("_bytes").replace("_", " ")
+
+
+def _pairs(said: Mapping[str, Any], name: str, where: str) -> list[tuple[float, float]]:
+    pairs = []
+    for row in _sequence(said, name, where):
+        numbers = [_number(one) for one in row] if isinstance(row, list) else []
+        if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
+            raise InvalidRequest(f"{where}.{name}", f"{row!r} is not a pair of numbers")
+        pairs.append((numbers[0], numbers[1]))
+    return sorted(pairs)
+
+
+def _column(columns: Mapping[str, Any], name: str, where: str) -> Values:
+    try:
+        values = np.array(_sequence(columns, name, where), dtype=np.float64)
+    except (ValueError, TypeError):
+        raise InvalidRequest(f"{where}.{name}", "not a list of numbers") from None
+    _require(values.ndim == 1, f"{where}.{name}", "not a list of numbers")
+    return np.where(np.abs(values) <= _LARGEST, values, np.nan)
+
+
+def _mapping(said: Any, name: str, where: str = "") -> Mapping[str, Any]:
+    value = said.get(name) if isinstance(said, Mapping) else None
+    _require(value is None or isinstance(value, Mapping), f"{where}.{name}".lstrip("."), "not an object")
+    return value or {}
+
+
+def _sequence(said: Any, name: str, where: str = "") -> Sequence[Any]:
+    value = said.get(name) if isinstance(said, Mapping) else None
+    _require(value is None or isinstance(value, list), f"{where}.{name}".lstrip("."), "not a list")
+    return value or []
+
+
+def _number(value: Any) -> float | None:
+    """A number that could have been measured; True is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= _LARGEST else None
+
+
+def _require(is_so: bool, field: str, reason: str) -> None:
+    if not is_so:
+        raise InvalidRequest(field, reason)

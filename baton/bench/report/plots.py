@@ -1,0 +1,309 @@
+"""The plots of rates, service levels and latencies, each with its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from baton.bench.report import axis, work
+from baton.bench.report.chart import Bars, Chart, Line, Mark, Point, across, draw, legend
+from baton.bench.report.comparison import Capacity, Compared, capacities, compared, limits, rate_of
+from baton.bench.report.distribution import Distribution
+from baton.bench.report.figures import NOTHING, milliseconds, number, percent, plural
+from baton.bench.report.markup import Markup, join, tag
+from baton.bench.report.measured import Arrangement, Measured, Measurement
+from baton.bench.report.section import Section, table
+
+_HISTOGRAM_BARS = 48
+_MOST_SERIES = 8
+"""Lines that one plot can hold; arrangements beyond are in the tables."""
+_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+_NO_SLO = "There is no service level in this result: give one with --goodput ttft:MS tpot:MS."
+
+
+def overview(measured: Measured) -> Section:
+    """Everything that was measured, a row for each arrangement and rate."""
+    columns = ["Arrangement", "On", "Offered/s", "Good/s", "Meet SLO", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+    columns += ["Largest gap p99", "Tokens/s", "Requests", "Failed"]
+    rows = [
+        [arrangement.name, _engines(arrangement), *_row(one)]
+        for arrangement in measured.arrangements
+        for one in arrangement.measurements
+    ]
+    reading = "Times count from when a request was to be sent. Good: requests per second that kept all limits."
+    return Section("figures", "All figures", reading, table(columns, rows, "Every measurement"), None, is_wide=True)
+
+
+def goodput(measured: Measured) -> Section:
+    """Good requests against offered ones."""
+    title, name = "How much load it serves", "goodput"
+    reading = (
+        f"Requests per second that kept {limits(measured.slo)}, against those that were offered. As long as a line "
+        f"stays on or above the dashed one, at least {percent(measured.target)} of what is offered is served in time."
+    )
+    found = [(arrangement, colour) for colour, arrangement in enumerate(measured.arrangements[:_MOST_SERIES])]
+    lines = [Line(one.name, colour, _goodput_points(one), has_dots=True) for one, colour in found]
+    lines = [line for line in lines if line.points]
+    if not measured.slo or not lines:
+        missing = _NO_SLO if not measured.slo else "No rate was offered: the load came as fast as it was answered."
+        return Section(name, title, reading, None, None, missing)
+    most = max(point.x for line in lines for point in line.points)
+    x = axis.linear("offered, requests/s", most, number)
+    y = axis.linear("good, requests/s", max(point.y for line in lines for point in line.points) or most, number)
+    mark = Mark(f"{percent(measured.target)} of what is offered", slope=measured.target)
+    chart = Chart("plot-goodput", "Good requests per second against offered ones", x, y, lines, marks=[mark])
+    best = capacities(measured)
+    rows = [_capacity_row(one) for one in best]
+    missed = {one.arrangement.name for one in best}
+    rows += [[one.name, "none", "0", "0"] for one in measured.arrangements if one.name not in missed]
+    columns = ["Arrangement", "Up to", "Good", f"Good per {_unit(measured)}"]
+    caption = "The highest rate within the SLO, requests/s"
+    return Section(name, title, reading, draw(chart), table(columns, rows, caption))
+
+
+def attainment(measured: Measured) -> Section:
+    """The share that meets stricter and laxer limits."""
+    title, name = "How strict a service level it meets", "attainment"
+    chosen = compared(measured)
+    reading = (
+        f"The share of the offered requests that keep so many times {limits(measured.slo)}. {_chosen_words(chosen)}"
+    )
+    if not measured.slo:
+        return Section(name, title, reading, None, None, _NO_SLO)
+    by_scale = [(one, pairs) for one in chosen if (pairs := _attainment_by_scale(one.at, measured))]
+    lines = [
+        Line(
+            one.arrangement.name,
+            one.colour,
+            [Point(scale, share, f"{percent(share)} at {number(scale)} x") for scale, share in pairs],
+            has_dots=True,
+        )
+        for one, pairs in by_scale[:_MOST_SERIES]
+    ]
+    if not lines:
+        return Section(name, title, reading, None, None, "The result has no outcomes of single requests.")
+    most = max(point.x for line in lines for point in line.points)
+    x = axis.linear("times the SLO (left: stricter)", most, number, count=8)
+    y = axis.linear("keep it", 1.0, percent)
+    marks = [Mark("the SLO", x=1.0), Mark(percent(measured.target), y=measured.target)]
+    chart = Chart("plot-attainment", "Share of requests within so many times the SLO", x, y, lines, marks=marks)
+    shown = [scale for scale in (0.5, 1.0, 2.0, 4.0) if scale <= most]
+    rows = [
+        [one.arrangement.name, *(percent(_at_scale(pairs, scale)) for scale in shown)]
+        for one, pairs in by_scale
+        if pairs
+    ]
+    columns = ["Arrangement", *(f"{number(scale)} x" for scale in shown)]
+    return Section(name, title, reading, draw(chart), table(columns, rows, "Keep so many times the SLO"))
+
+
+def first_tokens(measured: Measured) -> Section:
+    """Distribution of the time to first token."""
+    return _distribution(
+        measured,
+        "ttft",
+        "Time to first token",
+        "From the moment a request was to be sent to its first token.",
+        lambda one: one.ttft,
+        measured.slo.ttft_ms,
+    )
+
+
+def token_gaps(measured: Measured) -> Section:
+    """Distribution of the times between tokens."""
+    return _distribution(
+        measured,
+        "itl",
+        "Time between tokens",
+        "Each gap between two messages with tokens of one request; the far right is what a reader feels as a stall.",
+        lambda one: one.itl,
+        measured.slo.tpot_ms,
+    )
+
+
+def first_token_parts(measured: Measured) -> Section:
+    """Where the time to first token went."""
+    title, name = "Where the time to first token went", "parts"
+    chosen = compared(measured)
+    reading = f"Mean milliseconds of each stage before the first token. {_chosen_words(chosen)}"
+    split = [one for one in chosen if sum(one.at.ttft_parts_ms.values()) > 0]
+    if not split:
+        return Section(name, title, reading, None, None, "The result does not say what first tokens waited for.")
+    parts = work.colours(part for one in split for part in one.at.ttft_parts_ms)
+    longest = max(sum(one.at.ttft_parts_ms.values()) for one in split)
+    bars = [_stacked(one, parts, longest) for one in split]
+    label = "Mean time to first token by stage: the table has the figures"
+    plot = tag("div", *bars, class_="stacks", id="plot-parts", role="img", aria_label=label)
+    rows = [
+        [
+            part,
+            *(milliseconds(one.at.ttft_parts_ms.get(part)) for one in split),
+        ]
+        for part in parts
+    ]
+    rows.append(["together", *(milliseconds(sum(one.at.ttft_parts_ms.values())) for one in split)])
+    columns = ["Stage", *(one.arrangement.name for one in split)]
+    return Section(name, title, reading, join(legend(parts), plot), table(columns, rows, "Mean time of each stage"))
+
+
+def _distribution(
+    measured: Measured,
+    name: str,
+    title: str,
+    meaning: str,
+    of: Callable[[Measurement], Distribution],
+    limit_ms: float | None,
+) -> Section:
+    chosen = compared(measured)
+    reading = f"{meaning} {_chosen_words(chosen)}"
+    found = [(one, of(one.at)) for one in chosen]
+    found = [(one, distribution) for one, distribution in found if distribution.count]
+    if not found:
+        return Section(name, title, reading, None, None, "Nothing was measured: no request got that far.")
+    drawn = found[:_MOST_SERIES]
+    x = _time_axis([distribution for _, distribution in drawn])
+    marks = [Mark(f"SLO {milliseconds(limit_ms)}", x=limit_ms)] if limit_ms and x.low <= limit_ms <= x.high else []
+    lines = [_cumulative(one, distribution) for one, distribution in drawn]
+    upright = axis.linear("took at most that long", 1.0, percent)
+    cdf = Chart(f"plot-{name}-cdf", f"{title}: cumulative distribution", x, upright, lines, marks=marks)
+    figure = join(draw(cdf), *_histograms(drawn, x, name, marks))
+    return Section(name, title, reading, figure, _quantiles(found, name, limit_ms))
+
+
+def _histograms(
+    drawn: Sequence[tuple[Compared, Distribution]], x: axis.Axis, name: str, marks: Sequence[Mark]
+) -> list[Markup]:
+    """A strip for each arrangement, one below the other, over one axis and of one scale."""
+    series = [_bars(one, distribution, x) for one, distribution in drawn]
+    highest = max(height for bars in series for _, _, height, _ in bars.bars)
+    y = axis.Axis("", 0.0, highest or 1.0, ())
+    strips = [
+        draw(
+            Chart(
+                f"plot-{name}-histogram-{bars.colour}",
+                bars.name,
+                x,
+                y,
+                bars=[bars],
+                marks=marks,
+                is_strip=True,
+                has_legend=False,
+            )
+        )
+        for bars in series
+    ]
+    title = tag("div", f"share of all; the same scale for each, up to {percent(highest)}", class_="axis-title")
+    return [title, *strips, tag("div", tag("div", *across(x), class_="lane-axis"), class_="frame")]
+
+
+def _cumulative(one: Compared, distribution: Distribution) -> Line:
+    points = [
+        Point(reached.at_ms, reached.share, f"{percent(reached.share)} within {milliseconds(reached.at_ms)}")
+        for reached in distribution.cumulative()
+    ]
+    return Line(one.arrangement.name, one.colour, points)
+
+
+def _bars(one: Compared, distribution: Distribution, x: axis.Axis) -> Bars:
+    name = one.arrangement.name
+    bars = []
+    for bar in distribution.bars(x.low, x.high, _HISTOGRAM_BARS):
+        tip = f"{name}: {percent(bar.share)} took {milliseconds(bar.low_ms)} to {milliseconds(bar.high_ms)}"
+        bars.append((bar.low_ms, bar.high_ms, bar.share, tip))
+    return Bars(name, one.colour, bars)
+
+
+def _quantiles(found: Sequence[tuple[Compared, Distribution]], name: str, limit_ms: float | None) -> Markup:
+    columns = ["Arrangement", "mean", "p50", "p90", "p99"]
+    columns += [f"≤ {milliseconds(limit_ms)}"] if limit_ms else []
+    rows = []
+    for one, distribution in found:
+        summary = one.at.summary
+        median = summary.get(f"median_{name}_ms", distribution.quantile(0.5))
+        last = summary.get(f"p99_{name}_ms", distribution.quantile(0.99))
+        times = [summary.get(f"mean_{name}_ms"), median, distribution.quantile(0.9), last]
+        kept = [percent(distribution.within(limit_ms))] if limit_ms else []
+        rows.append([one.arrangement.name, *map(milliseconds, times), *kept])
+    return table(columns, rows, "Of requests that were answered")
+
+
+def _time_axis(distributions: Sequence[Distribution]) -> axis.Axis:
+    """Wide enough for nearly all of everything: the last thousandth may lie beyond the edge."""
+    low = min(distribution.quantile(0.0005) or 1.0 for distribution in distributions)
+    high = max(distribution.quantile(0.9995) or 1.0 for distribution in distributions)
+    return axis.logarithmic("", low, high, milliseconds)
+
+
+def _stacked(one: Compared, parts: Mapping[str, str], longest: float) -> Markup:
+    total = sum(one.at.ttft_parts_ms.values())
+    pieces = []
+    for part, colour in parts.items():
+        if took := one.at.ttft_parts_ms.get(part):
+            tip = f"{part}: {milliseconds(took)}, {percent(took / total)}"
+            width = f"width:{took / longest * 100:.3f}%"
+            pieces.append(tag("span", class_=colour, style=width, data_tip=tip))
+    name = tag("div", tag("b", one.arrangement.name), f" {milliseconds(total)}", class_="stack-name")
+    return join(name, tag("div", *pieces, class_="stack"))
+
+
+def _goodput_points(arrangement: Arrangement) -> list[Point]:
+    points = []
+    for one in arrangement.measurements:
+        good = one.summary.get("request_goodput")
+        if one.rate is not None and good is not None:
+            tip = f"{number(good)} of {number(one.rate)} requests/s, {percent(one.attainment)}"
+            points.append(Point(one.rate, good, tip))
+    return points
+
+
+def _capacity_row(one: Capacity) -> list[str]:
+    most = NOTHING if one.at.rate is None else number(one.at.rate)
+    return [
+        one.arrangement.name,
+        f"≥ {most}" if one.is_highest_tried else most,
+        number(one.goodput),
+        number(one.goodput_per_engine()),
+    ]
+
+
+def _unit(measured: Measured) -> str:
+    units = {one.unit for one in measured.arrangements}
+    return units.pop() if len(units) == 1 else "engine"
+
+
+def _attainment_by_scale(at: Measurement, measured: Measured) -> Sequence[tuple[float, float]]:
+    if at.attainment_by_scale or at.latencies is None:
+        return at.attainment_by_scale
+    return [(scale, at.latencies.within(measured.slo.scaled(scale))) for scale in _SCALES]
+
+
+def _at_scale(pairs: Sequence[tuple[float, float]], scale: float) -> float:
+    return float(np.interp(scale, [one for one, _ in pairs], [share for _, share in pairs]))
+
+
+def _row(one: Measurement) -> list[str]:
+    figures = one.summary
+    times = ["median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p99_largest_gap_ms"]
+    return [
+        "unpaced" if one.rate is None else number(one.rate),
+        number(figures.get("request_goodput")),
+        percent(one.attainment),
+        *(milliseconds(figures.get(name)) for name in times),
+        number(figures.get("output_throughput")),
+        f"{one.offered:,}",
+        f"{one.failed:,}",
+    ]
+
+
+def _engines(arrangement: Arrangement) -> str:
+    return plural(round(arrangement.engines), arrangement.unit) if arrangement.engines else NOTHING
+
+
+def _chosen_words(chosen: Sequence[Compared]) -> str:
+    rates = {one.at.rate for one in chosen}
+    if not chosen:
+        return ""
+    if len(rates) == 1:
+        return f"All at {rate_of(chosen[0].at)}." if len(chosen) > 1 else f"At {rate_of(chosen[0].at)}."
+    return "At " + ", ".join(f"{rate_of(one.at)} ({one.arrangement.name})" for one in chosen) + "."

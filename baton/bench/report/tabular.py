@@ -1,0 +1,65 @@
+"""A result for programs: what the page says, as one JSON document, or every measurement as a line of CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from baton.bench.report.comparison import answer, capacities
+from baton.bench.report.measured import Measured
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """The answer, the goodput of each arrangement, and every summary by vLLM's keys."""
+    said = answer(measured)
+    best = {one.arrangement.name: one for one in capacities(measured)}
+    return {
+        "answer": _plain(said.headline),
+        "detail": _plain(said.detail),
+        "partial": measured.is_partial,
+        "slo": measured.slo.to_json(),
+        "attainment_target": measured.target,
+        "goodput": {
+            one.name: best[one.name].goodput if one.name in best else 0.0 if measured.slo else None
+            for one in measured.arrangements
+        },
+        "measurements": [
+            {
+                "arrangement": arrangement.name,
+                "engines": arrangement.engines,
+                "rate": one.rate,
+                "offered": one.offered,
+                "failed": one.failed,
+                **one.summary,
+                **{f"ttft_{part}_ms": took for part, took in one.ttft_parts_ms.items()},
+                "errors": dict(one.errors),
+            }
+            for arrangement in measured.arrangements
+            for one in arrangement.measurements
+        ],
+    }
+
+
+def to_csv(measured: Measured) -> str:
+    """One line for each arrangement and rate, one column for each figure that any of them has."""
+    rows = to_json(measured)["measurements"]
+    for row in rows:
+        del row["errors"]
+    columns = list(dict.fromkeys(key for row in rows for key in row)) or ["arrangement", "engines", "rate"]
+    written = io.StringIO()
+    writer = csv.DictWriter(written, [*map(_cell, columns)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({_cell(key): _cell(value) for key, value in row.items()} for row in rows)
+    return written.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """No name may become a formula in somebody's spreadsheet."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def _plain(text: str) -> str:
+    return text.replace("\u00a0", " ")

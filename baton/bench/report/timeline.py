@@ -1,0 +1,100 @@
+"""The part of the page that shows what every node did: the whole run, and a moment of it step by step.
+
+The moment is the one around the longest step, which is what others waited for, and short enough to see single steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.bench.report import axis, work
+from baton.bench.report.chart import legend
+from baton.bench.report.comparison import Compared, compared, rate_of
+from baton.bench.report.figures import NOTHING, number, percent, plural
+from baton.bench.report.lanes import Rows, draw_shares, draw_steps
+from baton.bench.report.markup import Markup, join, tag
+from baton.bench.report.measured import Interval, Measured
+from baton.bench.report.section import Section, table
+
+_MOST_NODES = 16
+_MOST_STEPS = 60
+"""Intervals of the busiest node in the moment."""
+
+
+def timelines(measured: Measured) -> Section:
+    """What nodes did, in every arrangement."""
+    title, name = "What the nodes did", "timeline"
+    reading = (
+        "The whole run: how much of each moment went into which work, the rest was idle. Then the moment around the "
+        "longest step, one bar a step. Transfers of KV have the narrow lane under a node's steps."
+    )
+    chosen = [one for one in compared(measured) if any(one.at.timeline.values())]
+    if not chosen:
+        return Section(name, title, reading, None, None, "The result has no timelines.", is_wide=True)
+    found = (interval.kind for one in chosen for rows in one.at.timeline.values() for interval in rows)
+    kinds = work.colours(work.in_order(found))
+    most = max(2, _MOST_NODES // len(chosen))
+    shown = [_busiest(one.at.timeline, most) for one in chosen]
+    plots = [_arrangement(one, rows, kinds) for one, rows in zip(chosen, shown, strict=True)]
+    columns = ["Node", "Arrangement", *(f"{kind}, of the time" for kind in kinds), "Longest step", "Steps"]
+    rows = [row for one, rows in zip(chosen, shown, strict=True) for row in _table_rows(one, rows, kinds)]
+    figures = table(columns, rows, "Shares of the run")
+    return Section(name, title, reading, join(legend(kinds), *plots), figures, is_wide=True)
+
+
+def _arrangement(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> Markup:
+    hidden = sum(map(bool, one.at.timeline.values())) - len(rows)
+    told = f", the busiest {len(rows)} of {plural(len(rows) + hidden, 'node')}" if hidden else ""
+    begin, end = _span(rows)
+    whole = axis.exact("", begin, end, "s")
+    moment = axis.exact("", *_moment(rows), "s", count=5)
+    return join(
+        tag("h3", f"{one.arrangement.name} at {rate_of(one.at)}{told}"),
+        draw_shares(f"plot-timeline-{one.colour}", "the whole run", whole, kinds, rows),
+        draw_steps(f"plot-moment-{one.colour}", "the moment around the longest step", moment, kinds, rows),
+    )
+
+
+def _span(rows: Rows) -> tuple[float, float]:
+    """From the first begin to the last end; never empty."""
+    begin = min(one.start_s for intervals in rows.values() for one in intervals)
+    end = max(one.end_s for intervals in rows.values() for one in intervals)
+    return begin, max(end, begin + 1e-6)
+
+
+def _moment(rows: Rows) -> tuple[float, float]:
+    """From and to, around the longest step, with so few intervals that each can be seen."""
+    everything = [one for intervals in rows.values() for one in intervals]
+    longest = max(everything, key=lambda one: (not work.is_move(one.kind), one.end_s - one.start_s))
+    begin, end = _span(rows)
+    middle, half = (longest.start_s + longest.end_s) / 2, end - begin
+    least = (longest.end_s - longest.start_s) * 0.75
+    while half / 2 > least and any(_overlap(intervals, middle, half) > _MOST_STEPS for intervals in rows.values()):
+        half /= 2
+    return max(begin, middle - half), min(end, middle + half)
+
+
+def _overlap(intervals: Sequence[Interval], middle: float, half: float) -> int:
+    return sum(one.end_s > middle - half and one.start_s < middle + half for one in intervals)
+
+
+def _busiest(timeline: Rows, most: int) -> Rows:
+    """Those nodes that worked most of the time, in the order of the result."""
+    named = {node: intervals for node, intervals in timeline.items() if intervals}
+    ranked = sorted(named, key=lambda node: -sum(one.end_s - one.start_s for one in named[node]))
+    kept = set(ranked[:most])
+    return {node: intervals for node, intervals in named.items() if node in kept}
+
+
+def _table_rows(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[list[str]]:
+    begin, end = _span(rows)
+    written = []
+    for node, intervals in rows.items():
+        spent = dict.fromkeys(kinds, 0.0)
+        for interval in intervals:
+            spent[interval.kind] += interval.end_s - interval.start_s
+        steps = [interval.end_s - interval.start_s for interval in intervals if not work.is_move(interval.kind)]
+        longest = f"{number(max(steps) * 1e3)} ms" if steps else NOTHING
+        shares = [percent(min(1.0, took / (end - begin))) for took in spent.values()]
+        written.append([node, one.arrangement.name, *shares, longest, f"{len(steps):,}"])
+    return written

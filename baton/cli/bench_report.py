@@ -1,0 +1,59 @@
+"""`baton bench report`."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import note, print_json, say
+
+
+class ReportFormat(enum.StrEnum):
+    """-o of the report."""
+
+    HTML = "html"
+    JSON = "json"
+    CSV = "csv"
+
+
+def report(
+    result: Annotated[
+        Path,
+        typer.Argument(help="What serve, compare or simulate has saved.", metavar="RESULT.json", show_default=False),
+    ],
+    output: Annotated[ReportFormat, typer.Option("-o", "--output", help="Output format.")] = ReportFormat.HTML,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write. Default: RESULT.html beside the result; json and csv go to stdout.", metavar="FILE"
+        ),
+    ] = None,
+) -> None:
+    """Make a page of a result: one HTML file with plots and tables, which needs no network.
+
+    json and csv have the same figures for programs, by the keys of `vllm bench serve`.
+    """
+    from baton.bench.report.measured import read
+    from baton.bench.report.page import page
+    from baton.bench.report.tabular import to_csv, to_json
+    from baton.bench.report.write import write_text
+    from baton.bench.result_file import read_result
+
+    measured = read(read_result(result))
+    if output is ReportFormat.HTML:
+        path = out or result.with_suffix(".html")
+        write_text(page(measured), path)
+        note(f"report: {path}")
+    elif output is ReportFormat.JSON:
+        if out is None:
+            print_json(to_json(measured))
+        else:
+            write_text(json.dumps(to_json(measured), indent=2, ensure_ascii=False) + "\n", out)
+    elif out is None:
+        say(to_csv(measured), end="")
+    else:
+        write_text(to_csv(measured), out)

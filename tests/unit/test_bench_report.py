@@ -1,0 +1,456 @@
+"""Reports of the benchmark: what they say, that they bear any result at all, and that names in one stay names."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import os
+import random
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.bench.gaps import Gaps
+from baton.bench.report import axis, work
+from baton.bench.report.comparison import answer, compared
+from baton.bench.report.distribution import Distribution, of_histogram
+from baton.bench.report.figures import milliseconds, number, percent
+from baton.bench.report.lanes import busy_shares
+from baton.bench.report.markup import tag
+from baton.bench.report.measured import Interval, read
+from baton.bench.report.page import page
+from baton.bench.report.tabular import to_csv, to_json
+from baton.bench.report.write import write_report
+from baton.cli.main import main
+from baton.errors import InvalidRequest
+from tests.support.example_results import (
+    COLOCATED,
+    DISAGGREGATED,
+    SLO,
+    Behaviour,
+    all_failed,
+    comparison,
+)
+
+HOSTILE = "</script><script>window.pwned=1</script><img src=x onerror=alert(1)>\"'&"
+
+JUNK: tuple[Any, ...] = (None, "x", -1, 0, float("nan"), 1e308, [], {}, [None], [[]], True)
+
+
+class Tags(HTMLParser):
+    """Names of all tags, all attributes, and all text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: dict[str, list[str]] = {}
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        for name, value in attrs:
+            self.attributes.setdefault(name, []).append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        if self.names[-1:] not in (["script"], ["style"]):
+            self.text += data
+
+
+def simple(**rates: dict[float, float]) -> dict[str, Any]:
+    """A result with nothing but attainments by rate, for arrangements by name."""
+    result = comparison((), ())
+    result["arrangements"] = [
+        {
+            "name": name.replace("_", " "),
+            "gpus": 2,
+            "rates": [
+                {
+                    "rate": rate,
+                    "summary": {
+                        "offered": 100,
+                        "completed": 100,
+                        "failed": 0,
+                        "attainment": share,
+                        "request_goodput": rate * share,
+                        "goodput_slo": SLO.to_json(),
+                    },
+                }
+                for rate, share in points.items()
+            ],
+        }
+        for name, points in rates.items()
+    ]
+    return result
+
+
+def said(result: dict[str, Any]) -> str:
+    told = answer(read(result))
+    return f"{told.headline} {told.detail}".replace("\u00a0", " ")
+
+
+class TestDistribution:
+    @given(st.integers(0, 2**32), st.floats(0.05, 2.0), st.integers(1, 3000))
+    def test_quantiles_are_those_of_the_values(self, seed: int, sigma: float, count: int) -> None:
+        values = np.random.default_rng(seed).lognormal(4.0, sigma, count)
+        distribution = Distribution.of(values)
+        assert distribution.count == count
+        for share in (0.1, 0.5, 0.9):
+            # Linear interpolation stays between the neighbours in rank, and a bin is 2 % wide.
+            low, high = np.quantile(
+                values, (max(0.0, share - 1 / count), min(1.0, share + 1 / count)), method="nearest"
+            )
+            quantile = distribution.quantile(share)
+            assert quantile is not None
+            assert low / 1.03 <= quantile <= high * 1.03
+
+    def test_the_share_within_a_limit_is_counted(self) -> None:
+        distribution = Distribution.of(np.arange(1.0, 1001.0))
+        assert distribution.within(250.0) == pytest.approx(0.25, abs=0.01)
+        assert distribution.within(0.5) == 0.0
+        assert distribution.within(5000.0) == 1.0
+
+    def test_failed_requests_are_not_counted(self) -> None:
+        assert Distribution.of(np.array([1.0, np.nan, 2.0, np.inf])).count == 2
+        assert Distribution.of(np.array([np.nan])).quantile(0.5) is None
+
+    def test_a_histogram_of_a_result_is_what_was_counted(self) -> None:
+        gaps = Gaps()
+        gaps.add(np.random.default_rng(1).lognormal(-4.0, 0.4, 5000))
+        histogram = gaps.histogram()
+        distribution = of_histogram(histogram["edges_s"], histogram["counts"])
+        assert distribution.count == 5000
+        assert distribution.quantile(0.5) == pytest.approx(gaps.percentile(50) * 1e3, rel=0.07)
+
+    @pytest.mark.parametrize(
+        ("edges", "counts"),
+        [([1.0, 2.0], [1.0, 1.0]), ([2.0, 1.0], [1.0]), ([1.0, float("nan")], [1.0]), ([0.0, 1.0], [-1.0])],
+    )
+    def test_a_broken_histogram_is_refused(self, edges: list[float], counts: list[float]) -> None:
+        with pytest.raises(ValueError, match="histogram"):
+            of_histogram(edges, counts)
+
+    @given(st.lists(st.floats(1e-2, 1e6), min_size=1, max_size=300))
+    def test_the_curve_rises_from_nothing_to_everything(self, values: list[float]) -> None:
+        curve = Distribution.of(np.array(values)).cumulative(50)
+        shares = [reached.share for reached in curve]
+        assert shares[0] == 0.0
+        assert shares[-1] == 1.0
+        assert shares == sorted(shares)
+        assert len(curve) <= 52
+
+    def test_bars_over_everything_sum_up_to_everything(self) -> None:
+        distribution = Distribution.of(np.random.default_rng(3).lognormal(3.0, 1.0, 4000))
+        span = distribution.span()
+        assert span is not None
+        assert sum(bar.share for bar in distribution.bars(*span, 30)) == pytest.approx(1.0)
+
+
+class TestAxis:
+    @given(st.floats(1e-6, 1e9))
+    def test_a_linear_axis_reaches_its_value_at_round_ticks(self, high: float) -> None:
+        made = axis.linear("", high, number)
+        assert made.high >= high * (1 - 1e-9)
+        assert 2 <= len(made.ticks) <= 8
+        assert made.at(made.high) == axis.EXTENT
+        assert made.at(0.0) == 0.0
+
+    @given(st.floats(1e-3, 1e6), st.floats(1.0, 1e6))
+    def test_a_logarithmic_axis_has_ticks_inside(self, low: float, ratio: float) -> None:
+        made = axis.logarithmic("", low, low * ratio, milliseconds)
+        assert made.low <= low <= low * ratio <= made.high
+        assert 1 <= len(made.ticks) <= 22
+        assert all(0 <= made.at(tick.value) <= axis.EXTENT for tick in made.ticks)
+
+    @given(st.floats(0, 1e5), st.floats(1e-4, 1e5))
+    def test_an_exact_axis_goes_no_further(self, low: float, width: float) -> None:
+        made = axis.exact("", low, low + width, "s")
+        assert (made.low, made.high) == (low, low + width)
+        assert all(low - width / 1e3 <= tick.value <= low + width * 1.001 for tick in made.ticks)
+        assert len({tick.text for tick in made.ticks}) == len(made.ticks) <= 9
+
+
+class TestFigures:
+    def test_digits_are_those_that_matter(self) -> None:
+        assert [number(value) for value in (0.0, 0.012345, 4.5612, 1234.5, None, float("nan"))] == [
+            *("0", "0.0123", "4.56"),
+            *("1,234", "–", "–"),
+        ]
+
+    def test_nearly_all_is_not_all(self) -> None:
+        shares = [percent(value).replace("\u00a0", " ") for value in (1.0, 0.99999, 0.985, 0.9, 0.0001, 0.0)]
+        assert shares == ["100 %", "> 99.9 %", "98.5 %", "90 %", "< 0.1 %", "0 %"]
+
+
+class TestAnswer:
+    def test_the_better_arrangement_is_held_against_the_colocated_one(self) -> None:
+        result = simple(
+            two_colocated={2: 1.0, 4: 0.95, 6: 0.5}, one_more={2: 1.0, 4: 1.0, 6: 0.8}, disagg={4: 1.0, 8: 0.95, 9: 0.2}
+        )
+        assert said(result) == (
+            "disagg serves 2 times the requests of two colocated within TTFT 250 ms and TPOT 100 ms. 7.6 against 3.8 "
+            "requests/s: at least 90 % of the offered requests keep all limits, on 2 GPUs each."
+        )
+
+    def test_a_rate_that_nobody_went_beyond_is_a_lower_bound(self) -> None:
+        assert "may serve more" in said(simple(a={2: 1.0, 4: 1.0}, b={2: 1.0, 4: 0.1}))
+        assert "may serve more" not in said(simple(a={2: 1.0, 4: 1.0, 6: 0.2}, b={2: 1.0, 4: 0.1}))
+
+    def test_unequal_engines_are_compared_per_engine(self) -> None:
+        result = simple(colocated={4: 1.0, 8: 0.0}, disagg={6: 1.0, 8: 0.0})
+        result["arrangements"][0]["gpus"] = 1
+        told = said(result)
+        assert told.startswith("colocated serves 1.3 times the requests per GPU of disagg")
+        assert "each" not in told
+
+    def test_only_one_keeps_the_limits(self) -> None:
+        assert said(simple(a={2: 0.95, 4: 0.1}, b={2: 0.5})).startswith(
+            "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 1.9 requests/s."
+        )
+
+    def test_nobody_keeps_the_limits(self) -> None:
+        told = said(simple(a={2: 0.4, 4: 0.1}, b={2: 0.5}))
+        assert told == (
+            "No arrangement keeps TTFT 250 ms and TPOT 100 ms for 90 % of the requests at any rate tried. "
+            "The nearest was b at 2 requests/s: 50 % kept them."
+        )
+        assert "Not one request kept all limits" in said(simple(a={2: 0.0}))
+
+    def test_one_run_says_what_it_was(self) -> None:
+        assert said(simple(mine={3: 0.973})).startswith(
+            "mine kept TTFT 250 ms and TPOT 100 ms for 97.3 % of 100 requests at 3 requests/s."
+        )
+
+    def test_everything_failed(self) -> None:
+        assert said(all_failed()) == "All 40 requests failed. Most often: connection refused"
+        assert answer(read(all_failed())).is_bad
+
+    def test_nothing_was_measured(self) -> None:
+        assert said(comparison((), ())).startswith("Nothing was measured.")
+        assert said(comparison((COLOCATED,), ())).startswith("Nothing was measured.")
+
+    def test_without_a_service_level(self) -> None:
+        result = simple(a={2: 1.0})
+        result["arrangements"][0]["rates"][0]["summary"] = {
+            "completed": 9,
+            "request_throughput": 3.0,
+            "median_ttft_ms": 20.0,
+        }
+        assert said(result).startswith("a answered 3 requests/s, half of the first tokens within 20 ms.")
+
+    def test_all_are_looked_at_where_the_best_one_still_holds(self) -> None:
+        measured = read(simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95, 8: 0.1}))
+        assert [one.at.rate for one in compared(measured)] == [5.0, 4.0]
+
+
+class TestRead:
+    def test_attainment_at_the_slo_is_the_summarys(self) -> None:
+        for arrangement in read(comparison(requests=80)).arrangements:
+            for one in arrangement.measurements:
+                assert one.latencies is not None
+                assert one.latencies.within(SLO) == pytest.approx(one.attainment)
+                assert one.summary["median_ttft_ms"] == pytest.approx(one.ttft.quantile(0.5), rel=0.05)
+
+    def test_failed_requests_count_as_offered(self) -> None:
+        (arrangement,) = read(all_failed()).arrangements
+        (one,) = arrangement.measurements
+        assert (one.offered, one.failed, one.errors, one.ttft.count) == (40, 40, {"connection refused": 40}, 0)
+        assert one.latencies is not None
+        assert one.latencies.within(SLO) == 0.0
+
+    def test_what_can_not_be_meant_is_refused_by_name(self) -> None:
+        result = comparison((COLOCATED,), (2.0,), 5)
+        rate = result["arrangements"][0]["rates"][0]
+        rate["outcomes"]["finished_s"].pop()
+        with pytest.raises(InvalidRequest, match=r"arrangements\[0\].rates\[0\].outcomes: columns of different"):
+            read(result)
+        del rate["outcomes"]
+        rate["timeline"] = {"n": [[2.0, 1.0, "decode"]]}
+        with pytest.raises(InvalidRequest, match=r"timeline\['n'\]: from 2.0 to 1.0"):
+            read(result)
+        with pytest.raises(InvalidRequest, match="schema"):
+            read({"schema": "other"})
+
+    def test_whatever_a_file_says_is_a_page_or_a_refusal(self) -> None:
+        sound = comparison((DISAGGREGATED,), (4.0,), 2)
+        page(read(sound))
+        every = [(path, junk) for path in _places(sound) for junk in JUNK]
+        random.Random(11).shuffle(every)
+        refused = 0
+        for path, junk in every[: int(os.environ.get("BATON_BROKEN_RESULTS", "80"))]:
+            try:
+                page(read(_changed(sound, path, junk)))
+            except InvalidRequest:
+                refused += 1
+        assert refused > 5
+
+
+class TestPage:
+    def test_names_stay_names(self) -> None:
+        result = comparison((Behaviour(HOSTILE, 1, 0.0, 0.01), COLOCATED), (2.0,), 20)
+        rate = result["arrangements"][0]["rates"][0]
+        rate["timeline"] = {HOSTILE: [[0.0, 1.0, HOSTILE, 3]]}
+        rate["ttft_parts"] = {HOSTILE: 3.0}
+        rate["summary"]["errors"] = {HOSTILE: 2}
+        result |= {"command": ["baton", HOSTILE], "notes": [HOSTILE], "kind": HOSTILE, "machine": {HOSTILE: HOSTILE}}
+        found = Tags(page(read(result)))
+        assert found.names.count("script") == 1
+        assert "img" not in found.names
+        assert not any(name.startswith("on") for name in found.attributes)
+        assert found.text.count(HOSTILE) > 8
+
+    @given(st.text(st.characters(exclude_categories=["Cs"])))
+    def test_any_text_comes_back_as_it_was(self, text: str) -> None:
+        # HTML itself knows no NUL and one kind of line end.
+        text = text.replace("\0", "").replace("\r", "")
+        found = Tags(tag("p", text, data_tip=text))
+        assert found.names == ["p"]
+        assert found.text == text
+        assert found.attributes["data-tip"] == [text]
+
+    def test_the_page_carries_its_conditions_and_every_figure(self) -> None:
+        text = Tags(page(read(comparison(requests=60)))).text
+        for told in ("AMD EPYC (Zen 5)", "torch 2.13.0", "--goodput ttft:250 tpot:100", "random input len 512"):
+            assert told in text
+        for told in ("prefill-0", "colocated-1", "1P1D conditional", "router and network"):
+            assert told in text
+
+    def test_what_was_interrupted_or_failed_says_so(self) -> None:
+        result = comparison((COLOCATED, DISAGGREGATED), (2.0,), 10)
+        result |= {"partial": True, "notes": ["the generator was the bottleneck"]}
+        result["arrangements"][0]["rates"][0]["summary"] |= {"failed": 3, "errors": {"unavailable: no node": 3}}
+        result["arrangements"][1]["rates"] = []
+        text = Tags(page(read(result))).text.replace("\u00a0", " ")
+        assert "interrupted" in text
+        assert "the generator was the bottleneck" in text
+        assert "3 requests of 10 failed (30 %)" in text
+        assert "unavailable: no node" in text
+        assert "Nothing was measured of 1P1D." in text
+
+    @pytest.mark.parametrize("result", [all_failed(), comparison((), ()), comparison((COLOCATED,), (), 0)])
+    def test_no_data_is_a_clear_page(self, result: dict[str, Any]) -> None:
+        found = Tags(page(read(result)))
+        assert "plot-goodput" not in found.attributes["id"] or "All 40" in found.text.replace("\u00a0", " ")
+        assert found.names.count("h2") >= 7
+
+    def test_a_large_run_is_no_larger_a_page(self) -> None:
+        few, many = (len(page(read(_run(count)))) for count in (5_000, 40_000))
+        assert many < few * 1.1 < 400_000
+
+
+class TestLanes:
+    @given(st.lists(st.tuples(st.floats(0, 50), st.floats(1e-3, 20)), min_size=1, max_size=40))
+    def test_shares_of_columns_add_up_to_the_time_spent(self, spans: list[tuple[float, float]]) -> None:
+        intervals = [Interval(start, start + took, "decode", None) for start, took in spans]
+        x = axis.exact("", 0.0, 70.0, "s")
+        shares = busy_shares([*intervals, Interval(1.0, 2.0, "prefill", None)], "decode", x)
+        assert shares.sum() * 70.0 / shares.size == pytest.approx(sum(took for _, took in spans))
+        assert shares.min() >= -1e-9
+
+    def test_a_kind_of_work_has_one_colour_everywhere(self) -> None:
+        first = work.colours(work.in_order(["transfer", "idle spin", "prefill"]))
+        second = work.colours(["queue", "prefill", "other"])
+        assert list(first) == ["prefill", "transfer", "idle spin"]
+        assert first["prefill"] == second["prefill"]
+        assert len(set(first.values())) == 3
+
+
+class TestPrograms:
+    def test_json_has_the_answer_and_every_summary(self) -> None:
+        told = to_json(read(simple(a={2: 1.0, 4: 0.95}, b={2: 0.1})))
+        assert told["goodput"] == {"a": pytest.approx(3.8), "b": 0.0}
+        assert told["answer"] == "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 3.8 requests/s."
+        assert [one["attainment"] for one in told["measurements"]] == [1.0, 0.95, 0.1]
+
+    def test_csv_has_a_line_for_each_measurement_and_no_formula(self) -> None:
+        result = simple(a={2: 1.0, 4: 0.95})
+        result["arrangements"][0]["name"] = "=cmd|' /C calc'!A0"
+        rows = list(csv.DictReader(io.StringIO(to_csv(read(result)))))
+        assert [row["rate"] for row in rows] == ["2.0", "4.0"]
+        assert {row["arrangement"] for row in rows} == {"'=cmd|' /C calc'!A0"}
+
+    def test_the_command_writes_a_page_beside_the_result(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "run.json"
+        file.write_text(json.dumps(simple(a={2: 1.0, 4: 0.95})))
+        assert main(["bench", "report", str(file)]) == 0
+        assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+        assert main(["bench", "report", str(file), "-o", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["goodput"] == {"a": 3.8}
+        assert main(["bench", "report", str(file), "-o", "csv", "--out", str(tmp_path / "deep" / "run.csv")]) == 0
+        assert (tmp_path / "deep" / "run.csv").read_text().startswith("arrangement,engines,rate")
+
+    def test_what_is_no_result_is_a_usage_error(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "run.json"
+        file.write_text("{}")
+        assert main(["bench", "report", str(file)]) == 2
+        assert "not a result" in capfd.readouterr().err
+        assert main(["bench", "report", str(tmp_path / "none.json")]) == 1
+        assert list(tmp_path.iterdir()) == [file]
+
+    def test_a_refused_result_leaves_the_page_before_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.html"
+        write_report(simple(a={2: 1.0}), path)
+        before = path.read_bytes()
+        with pytest.raises(InvalidRequest):
+            write_report({"schema": "other"}, path)
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_half_a_surrogate_pair_in_a_name_can_be_written(self, tmp_path: Path) -> None:
+        result = simple(a={2: 1.0})
+        result["arrangements"][0]["name"] = json.loads('"\\ud800"')
+        write_report(result, tmp_path / "run.html")
+        assert "? kept TTFT" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
+def _run(count: int) -> dict[str, Any]:
+    """One run with so many requests, and as many steps on each of 40 nodes together."""
+    result = comparison((COLOCATED,), (), 0)
+    rng = np.random.default_rng(5)
+    planned = np.arange(count) / 100.0
+    first = planned + rng.lognormal(-2.0, 0.5, count)
+    summary = {"offered": count, "completed": count, "failed": 0, "attainment": 0.95, "goodput_slo": SLO.to_json()}
+    steps = [[float(at), float(at) + 0.005, "decode", 8] for at in planned]
+    result["arrangements"][0]["rates"] = [
+        {
+            "rate": 100.0,
+            "summary": summary,
+            "outcomes": {
+                "planned_s": planned.tolist(),
+                "first_token_s": first.tolist(),
+                "finished_s": (first + 1.0).tolist(),
+                "output_length": [20] * count,
+            },
+            "timeline": {f"node-{node}": steps[node::40] for node in range(40)},
+        }
+    ]
+    return result
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, of a long list only the first two."""
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _places(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value[:2]):
+            yield from _places(inner, (*path, index))
+
+
+def _changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    if not path:
+        return to
+    copied = copy.copy(value)
+    copied[path[0]] = _changed(value[path[0]], path[1:], to)
+    return copied

@@ -462,8 +462,8 @@ class Dispatcher:
             return ()
         run.wanted = None
         self.placer.placed(choice, self._timers.monotonic())
+        self.counters.attempts[place.cause] += 1
         if place.attempt > 1:
-            self.counters.retried += 1
             _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
         if run.placed_at is None:
             now = self._timers.monotonic()

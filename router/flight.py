@@ -34,6 +34,7 @@ from router.flight_table import (
     TERMINAL,
     AbortLeg,
     AdoptLeg,
+    AttemptCause,
     Cancel,
     Delta,
     Fail,
@@ -163,7 +164,7 @@ class Flight:
     def start(self, attempts: int = 0) -> list[FlightEffect]:
         """The first effect, after so many attempts of other flights. Call once."""
         self._attempt = attempts
-        return [self._place()]
+        return [self._place(AttemptCause.RESUMED if attempts else AttemptCause.FIRST)]
 
     def adopt(self, key: AttemptKey, placement: Placement, num_given: int = 0) -> list[FlightEffect]:
         """The first effects of a flight that another router began, in place of `start`.
@@ -192,7 +193,7 @@ class Flight:
         self._is_adopting = False
         if not self._unless_it_flows or self._has_all_of_prefill:
             return []
-        return self._not_taken(None, FlightStep.LEG_LOST, self._unless_it_flows)
+        return self._not_kept(self._unless_it_flows)
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
         """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen now."""
@@ -235,10 +236,10 @@ class Flight:
         self._decode_flows = self._decode_flows or leg.leg is Leg.DECODE
         return True
 
-    def _place(self) -> Place:
+    def _place(self, cause: AttemptCause) -> Place:
         self._attempt += 1
         self._key = AttemptKey(self.request.request_id, self._attempt, self._flight_id)
-        return Place(self._attempt, frozenset(self._exclude))
+        return Place(self._attempt, frozenset(self._exclude), cause)
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
         legs = self._begin_attempt(placement, self._known_tokens())
@@ -315,11 +316,12 @@ class Flight:
         node = leg.node
         match delta.outcome:
             case Outcome.ABORTED:
-                return self._retry(node.incarnation, f"node {node.node_id} gave it up: {delta.error or 'no reason'}")
+                why = f"node {node.node_id} gave it up: {delta.error or 'no reason'}"
+                return self._retry(node.incarnation, why, AttemptCause.GIVEN_UP)
             case Outcome.KV_LOST:
                 source = self._placement.prefill if self._placement and self._placement.prefill else node
                 why = f"KV of {source.node_id} was lost: {delta.error}"
-                return self._lose(self._legs.get(source.incarnation, leg), why)
+                return self._lose(self._legs.get(source.incarnation, leg), why, AttemptCause.KV_LOST)
             case Outcome.REFUSED:
                 return self._refused(node, delta.error)
             case Outcome.IGNORED:
@@ -340,13 +342,13 @@ class Flight:
 
     def _on_unknown(self, leg: _Leg) -> list[FlightEffect]:
         """There was nothing to adopt. A prefill leg that ended long ago is not missed when its decode leg flows."""
-        cause = f"node {leg.node.node_id} has nothing of the attempt"
+        why = f"node {leg.node.node_id} has nothing of the attempt"
         if leg.leg is Leg.PREFILL and self._has_all_of_prefill:
             return []
         if leg.leg is Leg.PREFILL and self._is_adopting:
-            self._unless_it_flows = cause
+            self._unless_it_flows = why
             return []
-        return self._not_taken(None, FlightStep.LEG_LOST, cause)
+        return self._not_kept(why)
 
     def _on_moved(self) -> list[FlightEffect]:
         """Whoever has it now speaks for it: an abort of ours could only do harm."""
@@ -363,7 +365,7 @@ class Flight:
         leg.lost = True
         if leg.leg is Leg.PREFILL and self._is_done_with_prefill(leg):
             return self._release(leg)
-        return self._lose(leg, reason)
+        return self._lose(leg, reason, AttemptCause.NODE_LOST)
 
     def _is_done_with_prefill(self, leg: _Leg) -> bool:
         """Whether the attempt can go on without its prefill node.
@@ -379,34 +381,38 @@ class Flight:
     def _has_all_of_prefill(self) -> bool:
         return self._decode_flows and self._sequences[0].num_tokens > self._num_given
 
-    def _lose(self, leg: _Leg, cause: str) -> list[FlightEffect]:
+    def _lose(self, leg: _Leg, why: str, cause: AttemptCause) -> list[FlightEffect]:
         if leg.taken:
-            return self._retry(leg.node.incarnation, cause)
-        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, cause)
+            return self._retry(leg.node.incarnation, why, cause)
+        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, why, cause)
 
-    def _refused(self, node: NodeDescription, why: str) -> list[FlightEffect]:
-        return self._not_taken(node.incarnation, FlightStep.REFUSED, f"node {node.node_id} refused: {why}")
+    def _refused(self, node: NodeDescription, error: str) -> list[FlightEffect]:
+        why = f"node {node.node_id} refused: {error}"
+        return self._not_taken(node.incarnation, FlightStep.REFUSED, why, AttemptCause.REFUSED)
 
-    def _not_taken(self, exclude: str | None, step: FlightStep, cause: str) -> list[FlightEffect]:
+    def _not_kept(self, why: str) -> list[FlightEffect]:
+        return self._not_taken(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)
+
+    def _not_taken(self, exclude: str | None, step: FlightStep, why: str, cause: AttemptCause) -> list[FlightEffect]:
         self._refusals += 1
         if self._refusals > MAX_REFUSALS:
-            return self._give_up(AttemptsExhausted(f"taken by none of {self._refusals} nodes; the last: {cause}"))
+            return self._give_up(AttemptsExhausted(f"taken by none of {self._refusals} nodes; the last: {why}"))
         self._machine.feed(step)
-        return self._next_attempt(exclude, cause)
+        return self._next_attempt(exclude, why, cause)
 
-    def _retry(self, failed: str, cause: str) -> list[FlightEffect]:
+    def _retry(self, failed: str, why: str, cause: AttemptCause) -> list[FlightEffect]:
         self._failures += 1
         if self._failures >= MAX_ATTEMPTS:
-            return self._give_up(AttemptsExhausted(f"{self._failures} attempts failed; the last: {cause}"))
+            return self._give_up(AttemptsExhausted(f"{self._failures} attempts failed; the last: {why}"))
         self._machine.feed(FlightStep.LEG_LOST)
-        return self._next_attempt(failed, cause)
+        return self._next_attempt(failed, why, cause)
 
-    def _next_attempt(self, exclude: str | None, cause: str) -> list[FlightEffect]:
-        aborts = self._abort_all(cause)
+    def _next_attempt(self, exclude: str | None, why: str, cause: AttemptCause) -> list[FlightEffect]:
+        aborts = self._abort_all(why)
         self._legs = {}
         if exclude is not None:
             self._exclude.add(exclude)
-        return [*aborts, self._place()]
+        return [*aborts, self._place(cause)]
 
     def _finish_if_complete(self, sequence: FlightSequence) -> list[FlightEffect]:
         try:

@@ -119,12 +119,28 @@ class GiveUp:
 FlightEvent: TypeAlias = Placed | Delta | NodeGone | StopStringFound | Cancel | GiveUp
 
 
+class AttemptCause(enum.Enum):
+    """Why there is an attempt; the value is what operators see."""
+
+    FIRST = "first"
+    NODE_LOST = "node_lost"
+    KV_LOST = "kv_lost"
+    REFUSED = "refused"
+    GIVEN_UP = "given_up"
+    """Its node aborted the one before."""
+    RESUMED = "resumed"
+    """Its client came back, and the nodes of the one before are not there any more..."""
+    NOT_KEPT = "not_kept"
+    """... or are, and have nothing of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Choose nodes for this attempt, none of `exclude`."""
 
     attempt: int
     exclude: frozenset[str]
+    cause: AttemptCause = AttemptCause.FIRST
 
 
 @dataclass(frozen=True, slots=True)

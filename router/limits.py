@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.config import MIN_PRIORITY
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
+from router.flight_table import AttemptCause
 from router.served import Served
 
 
@@ -44,7 +45,8 @@ class DispatchCounters:
     accepted: int = 0
     finished: int = 0
     failed: int = 0
-    retried: int = 0
+    attempts: Counter[AttemptCause] = field(default_factory=Counter)
+    """Those that were sent to nodes."""
     late_deltas: int = 0
     """Deltas of requests that were over."""
     queue_time: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS_S))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from baton.observe.metrics import Distribution, Figure, by_label
 from router.dispatcher import Dispatcher
+from router.flight_table import AttemptCause
 from router.view import ClusterView
 
 
@@ -19,13 +20,14 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         ("num_requests_waiting", "Requests that wait for a node.", waiting),
         ("requests_accepted_total", "Requests that passed every check.", counters.accepted),
         ("request_failure_total", "Accepted requests that failed.", counters.failed),
-        ("request_retries_total", "Attempts after the first one.", counters.retried),
         ("requests_resumed_total", "Requests whose client came back for what follows.", counters.resumed),
         ("requests_adopted_total", "Those that ran on meanwhile, for another router.", counters.adopted),
         ("requests_moved_total", "Requests that another router took over from this one.", counters.moved),
         ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
     ):
         yield Figure(name, text, value, {})
+    text = "Attempts that were sent to nodes, by why there was one."
+    yield from by_label("request_attempts_total", text, "cause", {c.value: counters.attempts[c] for c in AttemptCause})
     text = "Requests that were turned away before they had a token."
     rejections = {_snake_case(name): count for name, count in counters.rejections.items()}
     yield from by_label("rejections_total", text, "reason", rejections)

@@ -21,6 +21,7 @@ from router.flight_table import (
     TERMINAL,
     AbortLeg,
     AdoptLeg,
+    AttemptCause,
     Cancel,
     Delta,
     EmitTokens,
@@ -91,8 +92,9 @@ def parse(line: str) -> FlightEvent:
 
 def show(effect: FlightEffect) -> str:
     match effect:
-        case Place(attempt, exclude):
-            return " ".join([f"place {attempt}", *(["without", *sorted(exclude)] if exclude else [])])
+        case Place(attempt, exclude, cause):
+            why = "" if cause is AttemptCause.FIRST else f" {cause.value}"
+            return " ".join([f"place {attempt}{why}", *(["without", *sorted(exclude)] if exclude else [])])
         case SubmitLeg(incarnation, submit):
             source = f" from {submit.kv_source.incarnation}" if submit.kv_source else ""
             given = " ".join(["", "behind", *map(str, submit.output_token_ids)]) if submit.output_token_ids else ""

@@ -7,6 +7,8 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.observe.metrics import render
+from baton.rpc.messages import Outcome
+from router.flight_table import AttemptCause
 from router.metrics import figures
 from router.served import Served
 from tests.support.http_rig import finished
@@ -19,10 +21,10 @@ def samples(page: bytes) -> dict[tuple[str, str], float]:
     found = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
-            labels = sample.labels
-            found[sample.name, labels.get("le") or labels.get("finished_reason") or labels.get("node", "")] = (
-                sample.value
-            )
+            apart = [
+                sample.labels[name] for name in ("le", "finished_reason", "cause", "node") if name in sample.labels
+            ]
+            found[sample.name, "".join(apart[:1])] = sample.value
     return found
 
 
@@ -44,7 +46,16 @@ def test_what_requests_got() -> None:
 
 async def test_the_page_of_a_router() -> None:
     async with router_rig(prefill("p1"), decode("d1")) as rig:
+        reader = rig.ask(max_tokens=1)
+        for name in ("p1", "d1"):
+            await rig.submitted(name)
+        rig.nodes["p1"].die()
+        await rig.aborted("d1")
+        rig.tell("d1", (await rig.submitted("d1")).attempt, 0, "a", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 2
         page = render(figures(rig.dispatcher, rig.view, rig.timers.monotonic(), 0.0), {})
         found = samples(page)
-        assert (found["baton_node_up", "p1"], found["baton_node_up", "d1"]) == (1, 1)
+        assert (found["baton_node_up", "p1"], found["baton_node_up", "d1"]) == (0, 1)
+        attempts = {cause.value: found["baton_request_attempts_total", cause.value] for cause in AttemptCause}
+        assert {cause: count for cause, count in attempts.items() if count} == {"first": 1, "node_lost": 1}
         assert found["baton_num_requests_running", ""] == found["baton_num_requests_waiting", ""] == 0

@@ -16,6 +16,9 @@ from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import router_rig
 
 
+TELL_APART = ("le", "finished_reason", "cause", "node")
+
+
 def samples(page: bytes) -> dict[tuple[str, str], float]:
     """By name and by the label that tells samples of one name apart."""
     found = {}

@@ -15,7 +15,6 @@ from tests.support.http_rig import finished
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import router_rig
 
-
 TELL_APART = ("le", "finished_reason", "cause", "node")
 
 

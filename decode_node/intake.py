@@ -48,6 +48,7 @@ from kv_transfer.transfer import (
     CancelRead,
     CutLink,
     Failed,
+    MayPlan,
     OpenLink,
     Plan,
     ReopenLink,
@@ -106,6 +107,7 @@ class Intake:
         self.handshakes: dict[str, float] = {}
         """Seconds from opening a link to its memory being readable, by sender; the latest."""
         self._num_blocks: dict[str, int] = {}
+        self._may_plan: set[AttemptKey] = set()
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._stopped = False
 
@@ -125,14 +127,21 @@ class Intake:
 
     # From the engine, by way of the loop.
 
+    def expect(self, attempt: AttemptKey, source: KVSource) -> None:
+        """An attempt waits for blocks: `may_plan` it when the engine is told something."""
+        if not self._stopped:
+            self._carry_out(self._book.expect(attempt, source))
+
     def plan(self, plan: Plan) -> None:
         """Blocks are reserved for an attempt: get its KV."""
         failpoint("plan", plan.attempt.request_id)
+        self._may_plan.discard(plan.attempt)
         if not self._stopped:
             self._carry_out(self._book.plan(plan))
 
     def abandon(self, attempt: AttemptKey) -> None:
         """Nobody wants the attempt any more (the router says so; the engine follows). Idempotent."""
+        self._may_plan.discard(attempt)
         self._carry_out(self._book.abandon(attempt))
 
     def ended(self, attempt: AttemptKey) -> None:
@@ -175,6 +184,10 @@ class Intake:
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
 
     # For the node.
+
+    def may_plan(self, attempt: AttemptKey) -> bool:
+        """Whether the sender of an expected attempt computes it. From any thread."""
+        return attempt in self._may_plan
 
     def stats(self, attempt: AttemptKey) -> TransferStats | None:
         """What an attempt moved; known from just before its arrival on, for the latest attempts. From any thread."""
@@ -282,6 +295,10 @@ class Intake:
                     self._cut(incarnation, TransferFailed(TransferCause.PEER_GONE, reason))
                 case Recorded(name, attempt, value, detail):
                     self._record(name, attempt, value, detail)
+                case MayPlan(attempt):
+                    self._may_plan.add(attempt)
+                    # Whoever is told anything looks again at what waits.
+                    self._tell_engine(KVTransferOutput())
                 case Arrived() | Failed() | Released():
                     self._report(effect)
 
@@ -305,7 +322,8 @@ class Intake:
                     self._stats.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
-            case Failed(_, cause, story):
+            case Failed(attempt, cause, story):
+                self._may_plan.discard(attempt)
                 self._tell_engine(KVTransferOutput(failed={key: str(TransferFailed(cause, story))}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
@@ -319,18 +337,30 @@ class IntakeConnector:
         self._intake = intake
         self._layout = layout
         self._post = post
+        self._expected: set[str] = set()
         self._planned: set[str] = set()
 
     @property
     def num_followed(self) -> int:
         """Live requests that it remembers something of."""
-        return len(self._planned)
+        return len(self._expected) + len(self._planned)
+
+    def request_added(self, request: Request) -> None:
+        if request.leg is not Leg.DECODE:
+            return
+        attempt, source = AttemptKey.parse(request.request_id), request.kv_source
+        if source is None:
+            raise ValueError(f"{request.request_id} names no KV source")
+        self._expected.add(request.request_id)
+        self._post(lambda: self._intake.expect(attempt, source))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         # A prompt is pulled once: after a preemption its lease is over, and what is lost is computed here.
         if request.leg is not Leg.DECODE or request.request_id in self._planned:
             return NO_EXTERNAL_TOKENS
         missing = request.num_submitted_tokens - num_computed_tokens
+        if missing > 0 and not self._intake.may_plan(AttemptKey.parse(request.request_id)):
+            return ExternalTokens(None)
         return ExternalTokens(missing, load_async=True) if missing > 0 else NO_EXTERNAL_TOKENS
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -346,6 +376,7 @@ class IntakeConnector:
             block_ids=tuple(block_ids),
             first_block=num_local // self._layout.block_size * len(self._layout.groups),
         )
+        self._expected.discard(request.request_id)
         self._planned.add(request.request_id)
         self._post(lambda: self._intake.plan(plan))
 
@@ -356,6 +387,10 @@ class IntakeConnector:
         return self.request_finished(request, block_ids, transferring=True)
 
     def request_finished(self, request: Request, block_ids: Sequence[int], transferring: bool) -> BlockFate:
+        if request.request_id in self._expected:
+            self._expected.discard(request.request_id)
+            attempt = AttemptKey.parse(request.request_id)
+            self._post(lambda: self._intake.abandon(attempt))
         if request.request_id not in self._planned:
             return BlockFate.FREE
         self._planned.discard(request.request_id)

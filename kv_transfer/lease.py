@@ -8,7 +8,8 @@ Rules that it keeps:
    later, or asks for what it did not subscribe to, hears False. So a reader that was stopped, cut off or late never
    uses what it read.
 3. Before anybody subscribed an offer has a deadline only once its prompt is computed (until then the request itself
-   holds the blocks). From the subscription on the reader's heartbeats renew it.
+   holds the blocks), and only if nobody expects it: a reader that is merely queued is not dead, and the life of its
+   link is the bound. From the subscription on the reader's heartbeats renew it.
 4. A reader that can't be heard any more is SUSPECT, not gone: its reads may still run. The grace after its link's end
    bounds that. A read that outlives the grace can hurt the reader's own blocks alone, and rule 2 covers those.
 5. While a reader says that reads of it go on, the transfer agent makes progress, leases or not: otherwise those reads
@@ -31,8 +32,10 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (
     Abandon,
+    Begun,
     Closing,
     ConfirmRead,
+    Expect,
     Heartbeat,
     Offer,
     OfferLost,
@@ -51,8 +54,8 @@ class LeaseTimes:
     lease_s: float = 10.0
     """From the reader's last heartbeat on."""
     unclaimed_s: float = 60.0
-    """From the computed prompt to its subscription. Long: a reader that is merely queued is not dead, and whoever
-    gives a request up says so; this one is for the case that all who knew of it died."""
+    """From the computed prompt that nobody expects to its subscription. Long: whoever gives a request up says so; this
+    one is for the case that all who knew of it died."""
     grace_s: float = 5.0
     """From the end of a reader's link to the reuse of what it may have been reading."""
     early_s: float = 300.0
@@ -125,6 +128,13 @@ class _Early:
     deadline: float
 
 
+@dataclass(slots=True)
+class _Expected:
+    link: int
+    deadline: float | None
+    """Until it has begun."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     node_id: str
@@ -142,6 +152,10 @@ class LeaseBook:
         self._leases: dict[AttemptKey, _Lease] = {}
         self._over: OrderedDict[AttemptKey, None] = OrderedDict()
         self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
+        self._expected: dict[AttemptKey, _Expected] = {}
+        """Whom to tell that it has begun; until the subscription, or the end of the link."""
+        self._begun: set[AttemptKey] = set()
+        """Attempts that have their blocks, and nothing to offer yet."""
         self._outlived: dict[AttemptKey, str] = {}
         """Reads that outlived their leases, and whose they are."""
         self._links: dict[int, _Reader] = {}
@@ -150,6 +164,13 @@ class LeaseBook:
         """Messages and events that changed nothing, by kind."""
 
     # What the engine did.
+
+    def begun(self, attempt: AttemptKey) -> list[LeaseEffect]:
+        """A prompt has all its blocks: from here on it will be computed, whatever becomes of the others."""
+        if attempt in self._over or attempt in self._begun or attempt in self._leases:
+            return []
+        self._begun.add(attempt)
+        return self._tell_begun(attempt)
 
     def offer(
         self,
@@ -165,6 +186,9 @@ class LeaseBook:
         lease = self._leases.get(attempt)
         effects: list[LeaseEffect] = []
         if lease is None:
+            if attempt not in self._begun:
+                effects += self._tell_begun(attempt)
+            self._begun.discard(attempt)
             machine = Machine(f"lease {attempt}", LeaseState.GRANTED, LEASE_TABLE)
             lease = self._leases[attempt] = _Lease(attempt, machine, self._clock.monotonic(), [])
             effects.append(Recorded("lease_granted", attempt, len(block_ids)))
@@ -181,7 +205,7 @@ class LeaseBook:
             effects += self._subscribe(lease, early.link, early.first_block)
         elif lease.machine.state is LeaseState.READING:
             effects += self._tell_blocks(lease, max(first_block, lease.first_block))
-        elif lease.machine.state is LeaseState.GRANTED and closing is not None:
+        elif lease.machine.state is LeaseState.GRANTED and closing is not None and attempt not in self._expected:
             lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
         return effects
 
@@ -201,12 +225,15 @@ class LeaseBook:
     def withdraw(self, attempt: AttemptKey, cause: str, *, promise_broken: bool = False) -> list[LeaseEffect]:
         """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption)."""
         lease = self._leases.get(attempt)
-        if lease is None:
-            early = self._early.pop(attempt, None)
-            self._remember(attempt)
-            return [TellReader(early.link, OfferLost(attempt, cause))] if early is not None else []
-        lease.kept = lease.kept and not promise_broken
+        self._begun.discard(attempt)
+        waiting = self._early.pop(attempt, None) or self._expected.pop(attempt, None)
         effects: list[LeaseEffect] = []
+        if waiting is not None:
+            effects.append(TellReader(waiting.link, OfferLost(attempt, cause)))
+        if lease is None:
+            self._remember(attempt)
+            return effects
+        lease.kept = lease.kept and not promise_broken
         if lease.machine.state is LeaseState.READING:
             effects += self._tell(lease, OfferLost(attempt, cause))
         return effects + self._advance(lease, LeaseEvent.WITHDRAW, cause)
@@ -214,6 +241,7 @@ class LeaseBook:
     def ended(self, attempt: AttemptKey) -> list[LeaseEffect]:
         """The engine has ended the request and keeps its blocks until `Released`, which follows exactly once."""
         lease = self._leases.get(attempt)
+        self._begun.discard(attempt)
         if lease is None:
             return [Released(attempt)]
         lease.ended = True
@@ -239,6 +267,7 @@ class LeaseBook:
         if reader is None:
             return []
         self._early = OrderedDict((k, early) for k, early in self._early.items() if early.link != link)
+        self._forget_expected(link)
         effects: list[LeaseEffect] = []
         for attempt in [key for key, incarnation in self._outlived.items() if incarnation == reader.incarnation]:
             effects += self._reads_over(attempt)
@@ -266,6 +295,8 @@ class LeaseBook:
         match message:
             case Heartbeat():
                 return self._renew(reader)
+            case Expect(attempt):
+                return self._expect(link, attempt)
             case Subscribe(attempt, first_block):
                 return self._subscribed(link, attempt, first_block)
             case ReadProgress(attempt, blocks_read):
@@ -281,8 +312,8 @@ class LeaseBook:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, on the clock's monotonic time."""
         waits = [lease.deadline for lease in self._leases.values() if lease.deadline is not None]
-        if self._early:
-            waits.append(min(early.deadline for early in self._early.values()))
+        waits += [early.deadline for early in self._early.values()]
+        waits += [expected.deadline for expected in self._expected.values() if expected.deadline is not None]
         return min(waits, default=None)
 
     def tick(self) -> list[LeaseEffect]:
@@ -301,6 +332,10 @@ class LeaseBook:
             if early.deadline <= now:
                 del self._early[attempt]
                 effects.append(TellReader(early.link, OfferLost(attempt, "the request never came")))
+        for attempt, expected in list(self._expected.items()):
+            if expected.deadline is not None and expected.deadline <= now:
+                del self._expected[attempt]
+                effects.append(TellReader(expected.link, OfferLost(attempt, "the request never came")))
         return effects
 
     # What others may know.
@@ -344,7 +379,40 @@ class LeaseBook:
 
     # Steps.
 
+    def _expect(self, link: int, attempt: AttemptKey) -> list[LeaseEffect]:
+        if attempt in self._over:
+            return [TellReader(link, OfferLost(attempt, "it is over here"))]
+        lease = self._leases.get(attempt)
+        if attempt in self._expected or (lease is not None and lease.machine.state is not LeaseState.GRANTED):
+            self.counters["duplicate_expect"] += 1
+            return []
+        if len(self._expected) >= self._times.max_early:
+            self.counters["early_refused"] += 1
+            return [TellReader(link, OfferLost(attempt, "too many readers wait for their requests"))]
+        self._expected[attempt] = _Expected(link, self._clock.monotonic() + self._times.early_s)
+        if lease is None and attempt not in self._begun:
+            return []
+        if lease is not None:
+            lease.deadline = None
+        return self._tell_begun(attempt)
+
+    def _tell_begun(self, attempt: AttemptKey) -> list[LeaseEffect]:
+        expected = self._expected.get(attempt)
+        if expected is None:
+            return []
+        expected.deadline = None
+        return [TellReader(expected.link, Begun(attempt))]
+
+    def _forget_expected(self, link: int) -> None:
+        """Its link has ended: what is computed for nobody has a deadline."""
+        for attempt in [key for key, expected in self._expected.items() if expected.link == link]:
+            del self._expected[attempt]
+            lease = self._leases.get(attempt)
+            if lease is not None and lease.closing is not None and lease.machine.state is LeaseState.GRANTED:
+                lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
+
     def _subscribed(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
+        self._expected.pop(attempt, None)
         lease = self._leases.get(attempt)
         if lease is not None:
             return self._subscribe(lease, link, first_block)
@@ -394,9 +462,13 @@ class LeaseBook:
         return [TellReader(link, ReadConfirmed(attempt, held, digests)), *ended]
 
     def _abandon(self, link: int, reader: _Reader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
-        early = self._early.get(attempt)
-        if early is not None and early.link == link:
-            del self._early[attempt]
+        waiting = self._early.get(attempt) or self._expected.get(attempt)
+        if waiting is not None and waiting.link == link:
+            self._early.pop(attempt, None)
+            self._expected.pop(attempt, None)
+            lease = self._leases.get(attempt)
+            if lease is not None:
+                return self._advance(lease, LeaseEvent.WITHDRAW, "abandoned")
             self._remember(attempt)
             return []
         if attempt in self._outlived:

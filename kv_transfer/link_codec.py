@@ -8,8 +8,10 @@ from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link_messages import (
     Abandon,
+    Begun,
     Closing,
     ConfirmRead,
+    Expect,
     Heartbeat,
     LinkHello,
     LinkWelcome,
@@ -26,6 +28,8 @@ from kv_transfer.link_messages import (
 def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
     """A decode node's message after its hello."""
     match message:
+        case Expect(attempt):
+            return kv_link_pb2.OpenRequest(expect=kv_link_pb2.Expect(attempt=attempt_to_pb(attempt)))
         case Subscribe(attempt, first_block):
             body = kv_link_pb2.Subscribe(attempt=attempt_to_pb(attempt), first_block=first_block)
             return kv_link_pb2.OpenRequest(subscribe=body)
@@ -44,6 +48,8 @@ def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
 def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
     """None for a message that is unknown here, or that has no place after the hello."""
     match request.WhichOneof("message"):
+        case "expect":
+            return Expect(attempt_from_pb(request.expect.attempt))
         case "subscribe":
             return Subscribe(attempt_from_pb(request.subscribe.attempt), request.subscribe.first_block)
         case "read_progress":
@@ -61,6 +67,8 @@ def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | Non
 def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
     """A prefill node's message after its welcome."""
     match message:
+        case Begun(attempt):
+            return kv_link_pb2.OpenResponse(begun=kv_link_pb2.Begun(attempt=attempt_to_pb(attempt)))
         case Offer():
             return kv_link_pb2.OpenResponse(offer=_offer_pb(message))
         case ReadConfirmed(attempt, held, digests):
@@ -77,6 +85,8 @@ def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
 def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | None:
     """None for a message that is unknown here, or that has no place after the welcome."""
     match response.WhichOneof("message"):
+        case "begun":
+            return Begun(attempt_from_pb(response.begun.attempt))
         case "offer":
             return _offer(response.offer)
         case "read_confirmed":

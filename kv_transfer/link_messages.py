@@ -40,6 +40,13 @@ class LinkWelcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Expect:
+    """Reader: I am to take this attempt in, and reserve blocks when you say that it has `Begun`."""
+
+    attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
 class Subscribe:
     """Reader: tell me the blocks of this attempt, from prompt block `first_block` on."""
 
@@ -80,6 +87,13 @@ class Closing:
     """The request ended with its first token: nothing is left to decode."""
     first_logprobs: Sequence[TokenLogprobs] = ()
     """One for each first token, where the request asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Sender: this attempt has all the blocks here that it needs; nothing that you do can keep it from its end."""
+
+    attempt: AttemptKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,5 +139,5 @@ def request_of(message: ReaderMessage | SenderMessage) -> str:
     return "" if isinstance(message, Heartbeat) else message.attempt.request_id
 
 
-ReaderMessage = Subscribe | ReadProgress | ConfirmRead | Abandon | Heartbeat
-SenderMessage = Offer | ReadConfirmed | OfferLost | Heartbeat
+ReaderMessage = Expect | Subscribe | ReadProgress | ConfirmRead | Abandon | Heartbeat
+SenderMessage = Begun | Offer | ReadConfirmed | OfferLost | Heartbeat

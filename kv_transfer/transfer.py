@@ -11,7 +11,9 @@ Rules that it keeps:
 4. Whoever gives up tells the sender in the same breath, and tells it again on a new link while its reads go on: a
    sender that believes nobody reads lets its transfer agent sleep, and then the reads never end.
 5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end.
-6. Late, duplicate and unknown messages change nothing and are counted.
+6. Blocks are planned for an attempt only when its sender has said that it has begun (`MayPlan`). Otherwise a prompt
+   that has its blocks there and none here, and one that has them here and none there, would wait for each other.
+7. Late, duplicate and unknown messages change nothing and are counted.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from kv_transfer.backends.base import ReadRange, coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link_messages import (
     Abandon,
+    Begun,
     Closing,
     ConfirmRead,
+    Expect,
     Heartbeat,
     Offer,
     OfferLost,
@@ -125,6 +129,13 @@ class CutLink:
 
 
 @dataclass(frozen=True, slots=True)
+class MayPlan:
+    """The sender computes this attempt: blocks may be reserved for it."""
+
+    attempt: AttemptKey
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """The prompt's KV is here and proven."""
 
@@ -143,7 +154,17 @@ class Failed:
 
 
 TransferEffect = (
-    OpenLink | ReopenLink | TellSender | StartRead | CancelRead | CutLink | Arrived | Failed | Released | Recorded
+    OpenLink
+    | ReopenLink
+    | TellSender
+    | StartRead
+    | CancelRead
+    | CutLink
+    | MayPlan
+    | Arrived
+    | Failed
+    | Released
+    | Recorded
 )
 
 
@@ -218,6 +239,8 @@ class TransferBook:
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
+        self._expected: dict[AttemptKey, KVSource] = {}
+        """Attempts that have no blocks here yet."""
         self._reads: dict[int, _Transfer] = {}
         self._peers: dict[str, _Peer] = {}
         self._digesting: dict[int, _Transfer] = {}
@@ -233,10 +256,20 @@ class TransferBook:
 
     # What the engine did.
 
+    def expect(self, attempt: AttemptKey, source: KVSource) -> list[TransferEffect]:
+        """An attempt has come, and waits for blocks. Answered by `MayPlan` or `Failed`."""
+        self._expected[attempt] = source
+        peer = self._peers.get(source.incarnation)
+        if peer is None:
+            self._peers[source.incarnation] = _Peer()
+            return [OpenLink(source)]
+        return self._tell_peer(source.incarnation, Expect(attempt))
+
     def plan(self, plan: Plan) -> list[TransferEffect]:
         """Blocks are reserved for an attempt. Raises ValueError for an attempt that is being transferred."""
         if plan.attempt in self._transfers:
             raise ValueError(f"{plan.attempt} is being transferred")
+        self._expected.pop(plan.attempt, None)
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
         transfer = _Transfer(plan, machine, self._clock.monotonic(), next_block=plan.first_block)
         self._transfers[plan.attempt] = transfer
@@ -252,6 +285,10 @@ class TransferBook:
 
     def abandon(self, attempt: AttemptKey) -> list[TransferEffect]:
         """Nobody wants it any more; the engine need not know yet. Unknown attempts are fine."""
+        expected = self._expected.pop(attempt, None)
+        if expected is not None:
+            self._outcomes[expected.node_id, TransferCause.CANCELLED.value] += 1
+            return self._tell_peer(expected.incarnation, Abandon(attempt, False))
         transfer = self._transfers.get(attempt)
         if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
             return []
@@ -273,7 +310,8 @@ class TransferBook:
     def peer_ready(self, incarnation: str, num_blocks: int) -> list[TransferEffect]:
         """The link is up and the sender's `num_blocks` blocks can be read."""
         self._peers[incarnation] = _Peer(num_blocks)
-        effects: list[TransferEffect] = []
+        expected = [attempt for attempt, source in self._expected.items() if source.incarnation == incarnation]
+        effects: list[TransferEffect] = [TellSender(incarnation, Expect(attempt)) for attempt in expected]
         for transfer in self._transfers_of(incarnation):
             if transfer.machine.state is TransferState.PLANNED:
                 effects += self._subscribe(transfer)
@@ -292,6 +330,9 @@ class TransferBook:
         """The link could not be opened, or it ended: whatever it carried has failed."""
         self._peers.pop(incarnation, None)
         effects: list[TransferEffect] = []
+        for attempt, source in list(self._expected.items()):
+            if source.incarnation == incarnation:
+                effects += self._fail_expected(attempt, cause, story)
         for transfer in self._transfers_of(incarnation):
             # One whose sender has kept its word only waits for what is computed here.
             if transfer.machine.state is not TransferState.QUARANTINED and transfer.answer is None:
@@ -304,6 +345,9 @@ class TransferBook:
         if isinstance(message, Heartbeat):
             return []
         kind = type(message).__name__
+        source = self._expected.get(message.attempt)
+        if source is not None and source.incarnation == incarnation:
+            return self._expected_received(message)
         transfer = self._transfers.get(message.attempt)
         if transfer is None or transfer.peer != incarnation:
             self.counters[f"{kind}_unknown"] += 1
@@ -420,6 +464,19 @@ class TransferBook:
         return [EndedHandoffs(peer, outcome, count) for (peer, outcome), count in sorted(self._outcomes.items())]
 
     # Steps.
+
+    def _expected_received(self, message: Begun | Offer | ReadConfirmed | OfferLost) -> list[TransferEffect]:
+        match message:
+            case Begun(attempt):
+                return [MayPlan(attempt)]
+            case OfferLost(attempt, cause):
+                return self._fail_expected(attempt, TransferCause.LEASE_LOST, cause)
+            case _:
+                self.counters[f"{type(message).__name__}_expected"] += 1
+                return []
+
+    def _fail_expected(self, attempt: AttemptKey, cause: TransferCause, story: str) -> list[TransferEffect]:
+        return self._note_failure(self._expected.pop(attempt), attempt, cause, story)
 
     def _subscribe(self, transfer: _Transfer) -> list[TransferEffect]:
         transfer.machine.feed(TransferEvent.SUBSCRIBED)
@@ -538,22 +595,22 @@ class TransferBook:
         return f"block {wrong[0]} is not what {sender} computed" if wrong else None
 
     def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
-        attempt = transfer.plan.attempt
         transfer.cause = cause
-        self.failures[transfer.plan.source.node_id, cause] += 1
-        self._outcomes[transfer.plan.source.node_id, cause.value] += 1
-        failed: list[TransferEffect] = [
-            Recorded("kv_failed", attempt, detail=cause.value),
-            Failed(attempt, cause, story),
-        ]
+        failed = self._note_failure(transfer.plan.source, transfer.plan.attempt, cause, story)
         return failed + self._give_up(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
 
+    def _note_failure(
+        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, story: str
+    ) -> list[TransferEffect]:
+        self.failures[source.node_id, cause] += 1
+        self._outcomes[source.node_id, cause.value] += 1
+        return [Recorded("kv_failed", attempt, detail=cause.value), Failed(attempt, cause, story)]
+
     def _give_up(self, transfer: _Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
-        """End a transfer, or put it into quarantine, and tell the sender if it knows of it."""
+        """End a transfer, or put it into quarantine, and tell the sender, who may have kept its blocks for it."""
         attempt, reading = transfer.plan.attempt, bool(transfer.reads)
-        known = transfer.machine.state is not TransferState.PLANNED
         transfer.machine.feed(event_reading if reading else event)
-        effects = self._tell(transfer, Abandon(attempt, reading)) if known else []
+        effects = self._tell(transfer, Abandon(attempt, reading))
         if reading:
             quarantined = Recorded("quarantined", attempt, sum(transfer.reads.values()))
             return [*effects, quarantined, *map(CancelRead, transfer.reads)]
@@ -576,9 +633,12 @@ class TransferBook:
             del self._digesting[read_id]
 
     def _tell(self, transfer: _Transfer, message: ReaderMessage) -> list[TransferEffect]:
-        peer = self._peers.get(transfer.peer)
+        return self._tell_peer(transfer.peer, message)
+
+    def _tell_peer(self, incarnation: str, message: ReaderMessage) -> list[TransferEffect]:
+        peer = self._peers.get(incarnation)
         ready = peer is not None and peer.num_blocks is not None
-        return [TellSender(transfer.peer, message)] if ready else []
+        return [TellSender(incarnation, message)] if ready else []
 
     def _transfers_of(self, incarnation: str) -> list[_Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.peer == incarnation]

@@ -120,6 +120,10 @@ class HandOff:
 
     # From the engine, by way of the loop.
 
+    def begun(self, attempt: AttemptKey) -> None:
+        """A prompt has all the blocks that it needs."""
+        self._carry_out(self._book.begun(attempt))
+
     def offer(
         self,
         attempt: AttemptKey,
@@ -319,11 +323,16 @@ class OfferConnector:
         """Live requests that it remembers something of."""
         return len(self._offered)
 
+    def request_added(self, request: Request) -> None:
+        return
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         return NO_EXTERNAL_TOKENS
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        return
+        if request.leg is Leg.PREFILL:
+            attempt = AttemptKey.parse(request.request_id)
+            self._post(lambda: self._handoff.begun(attempt))
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         if request.leg is not Leg.PREFILL:

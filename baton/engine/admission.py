@@ -98,7 +98,13 @@ class Admission:
         """A newcomer; one that can never fit ends at once."""
         if request.num_tokens + 1 > self._ledger.max_model_len:
             self._refuse(request, outputs)
-        elif request.sampling_params.has_grammar and not request.matchers:
+            return
+        try:
+            self._ledger.connector.request_added(request)
+        except Exception as exc:
+            self._fail(request, exc, outputs)
+            return
+        if request.sampling_params.has_grammar and not request.matchers:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             self._for_grammar[request.request_id] = request
         else:
@@ -161,6 +167,17 @@ class Admission:
         """Take out a request that waits for remote KV; None when this one does not."""
         return self._remote.pop(request_id, None)
 
+    def take_unloaded(self, request_id: str) -> Request | None:
+        """Take out a request that waits for remote KV, or for blocks to put it into; None when this one does not."""
+        request = self._remote.pop(request_id, None) or self._ledger.requests.get(request_id)
+        if request is None or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return request
+        queued = request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_GRAMMAR)
+        if request.leg is not Leg.DECODE or not queued or self._manager.has_table(request_id):
+            return None
+        self.take_out([request])
+        return request
+
     def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
         """A request's KV is here: its blocks may be found from now on, and it joins the next step unless it ends."""
         ledger = self._ledger
@@ -193,10 +210,14 @@ class Admission:
 
     def compute_here(self, request: Request) -> None:
         """A request's KV does not come: it is computed here, ahead of newcomers, as if it had been sent here alone."""
-        self._ledger.give_up_load(request)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._ledger.give_up_load(request)
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, request.num_computed_tokens)
-        request.status, request.leg, request.kv_source = RequestStatus.WAITING, Leg.WHOLE, None
-        request.num_computed_tokens = 0
+        request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
+        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
+            self._for_grammar[request.request_id] = request
+            return
+        request.status = RequestStatus.WAITING
         self._waiting.prepend(request)
 
     def take_whole_step_wish(self) -> bool:
@@ -351,7 +372,16 @@ class Admission:
         self._note_hits(request, computed)
         plan.blocks_to_copy += allocation.copies
         self._run(request, num_tokens, plan)
+        if request.leg is Leg.PREFILL:
+            self._say_begun(request)
         return _Tried.ADMITTED
+
+    def _say_begun(self, request: Request) -> None:
+        try:
+            self._ledger.connector.update_state_after_alloc(request, self._manager.submitted_block_ids(request), 0)
+        except Exception:
+            # Whoever waits for this word hears of the first blocks instead.
+            self._ledger.num_connector_errors += 1
 
     def _load(
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient

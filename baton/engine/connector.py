@@ -58,7 +58,8 @@ class KVTransferOutput:
 
     arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Transfers that brought nothing, with the reason. Quarantined blocks stay so until `released`."""
+    """Transfers that brought nothing, or will not even begin, with the reason. Quarantined blocks stay so until
+    `released`."""
     released: frozenset[str] = frozenset()
     """Requests whose leased or quarantined blocks nobody touches any more."""
 
@@ -72,14 +73,23 @@ class KVConnector(Protocol):
     where whoever goes on from the end of the prompt sees nothing any more.
     """
 
+    def request_added(self, request: Request) -> None:
+        """A request has come; it may have to wait long before anything else is asked for it."""
+        ...
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
-        """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits)."""
+        """KV that exists elsewhere for `request` beyond its first `num_computed_tokens` (local cache hits).
+
+        "Not known yet" as long as nobody computes it: blocks that are reserved for what has not begun may be those that
+        a prompt needs whose own blocks are what keeps it from beginning.
+        """
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks for the whole prompt are reserved, in prompt order; the last ones are to be filled from elsewhere.
 
-        Those of the tokens before came from the local cache and must not be written.
+        Those of the tokens before came from the local cache and must not be written. A prefill leg has nothing to be
+        filled from elsewhere: it begins to be computed.
         """
         ...
 
@@ -103,11 +113,15 @@ class KVConnector(Protocol):
 class NullConnector:
     """For an engine that runs whole requests alone."""
 
+    def request_added(self, request: Request) -> None:
+        return
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         return NO_EXTERNAL_TOKENS
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        raise RuntimeError("no external tokens were promised")
+        if num_external_tokens:
+            raise RuntimeError("no external tokens were promised")
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         return

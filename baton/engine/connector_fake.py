@@ -34,6 +34,10 @@ class FakeConnector:
         self.raise_in: str | None = None
         self.on_load: Callable[[FakeLoad], None] | None = None
         """What a peer does that writes at once."""
+        self.added: list[str] = []
+        """Requests that came, in order."""
+        self.begun: set[str] = set()
+        """Prefill legs whose blocks are reserved."""
         self.loads: dict[str, FakeLoad] = {}
         """Loads that were asked for and whose request has not ended."""
         self.offers: dict[str, tuple[Sequence[int], int]] = {}
@@ -44,6 +48,10 @@ class FakeConnector:
         self.finished: dict[str, tuple[Sequence[int], bool]] = {}
         """Per ended request: the blocks it ended with, and whether a transfer into them had not reported."""
 
+    def request_added(self, request: Request) -> None:
+        self._maybe_raise("request_added")
+        self.added.append(request.request_id)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> ExternalTokens:
         self._maybe_raise("get_num_new_matched_tokens")
         if request.request_id in self.unknown:
@@ -53,6 +61,10 @@ class FakeConnector:
         return ExternalTokens(request.num_submitted_tokens - num_computed_tokens, load_async=True)
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        if request.leg is Leg.PREFILL:
+            self.begun.add(request.request_id)
+            self._maybe_raise("update_state_after_alloc")
+            return
         load = FakeLoad(tuple(block_ids), request.num_submitted_tokens - num_external_tokens, num_external_tokens)
         self.loads[request.request_id] = load
         if self.on_load is not None:

@@ -404,7 +404,7 @@ class Scheduler:
             else:
                 self._admission.arrive(request, arrived, outputs)
         for request_id, reason in transfers.failed.items():
-            request = self._admission.take_remote(request_id)
+            request = self._admission.take_unloaded(request_id)
             if request is None:
                 self.num_unknown_transfers += 1
             elif self.config.on_transfer_failure == "recompute":

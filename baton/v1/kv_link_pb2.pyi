@@ -9,34 +9,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat")
+    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     READ_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_READ_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     subscribe: Subscribe
     read_progress: ReadProgress
     confirm_read: ConfirmRead
     abandon: Abandon
     heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    expect: Expect
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat")
+    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     READ_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     OFFER_LOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     welcome: LinkWelcome
     offer: Offer
     read_confirmed: ReadConfirmed
     offer_lost: OfferLost
     heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    begun: Begun
+    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
     __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout", "address")
@@ -95,6 +99,18 @@ class KvLayout(_message.Message):
     backend: str
     geometry: str
     def __init__(self, model_fingerprint: _Optional[str] = ..., numerics: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., geometry: _Optional[str] = ...) -> None: ...
+
+class Expect(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
+
+class Begun(_message.Message):
+    __slots__ = ("attempt",)
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("attempt", "first_block")

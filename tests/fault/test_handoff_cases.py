@@ -44,6 +44,7 @@ async def ask(cluster: SimulatedCluster, prompt: list[int], request_id: str = "r
         request = GenerateRequest(prompt, request_id, temperature=0.0, max_tokens=max_tokens)
         answer = await cluster.generate(request)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    assert answer.error is None
     assert answer.token_ids == expected_tokens(prompt, params, SMALL.spec)
     assert answer.finished is not None
     return answer.finished
@@ -62,6 +63,15 @@ async def recorded(cluster: SimulatedCluster, node_id: str, name: str, count: in
             return
         await asyncio.sleep(STEP_S)
     raise AssertionError(f"{node_id} never recorded {name}")
+
+
+async def all_offered(cluster: SimulatedCluster, num_blocks: int) -> None:
+    """Wait until the decode node was offered so many blocks, in however many offers."""
+    for _ in range(int(BOUND_S / STEP_S)):
+        if sum(count for _, count, _ in events(cluster, "decode-0", "offer_received")) == num_blocks:
+            return
+        await asyncio.sleep(STEP_S)
+    raise AssertionError("decode-0 was not offered everything")
 
 
 async def idle(cluster: SimulatedCluster, within_s: float = BOUND_S) -> None:
@@ -116,6 +126,30 @@ def test_a_partial_hit_on_either_side() -> None:
             assert longer.kv_bytes == 3 * block_bytes
             other = await ask(cluster, [*prompt_of(8), *prompt_of(12, seed=2)], "other")
             assert other.kv_bytes == 3 * block_bytes
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_prompts_that_fit_here_and_not_there_do_not_wait_for_each_other(seed: int) -> None:
+    """Ten of them, about as many blocks as two or three need, and not as many on both sides: some pass others."""
+
+    async def main() -> None:
+        rng = Random(seed)
+        pools = {"num_prefill_blocks": rng.randrange(12, 20), "num_blocks": rng.randrange(14, 22)}
+        limits = replace(SMALL, max_num_seqs=8, lease=LeaseTimes(), **pools)
+        async with simulated_cluster(rng, limits=limits) as cluster:
+
+            async def one(number: int) -> Finished:
+                await asyncio.sleep(rng.uniform(0, 0.05))
+                prompt = prompt_of(rng.choice([3, 9, 17, 25, 33, 37]), number)
+                return await ask(cluster, prompt, f"r{number}", rng.randrange(2, 10))
+
+            began_at = asyncio.get_running_loop().time()
+            ends = await asyncio.gather(*map(one, range(10)))
+            assert asyncio.get_running_loop().time() - began_at < 5, "somebody waited for a deadline"
+            assert [end.path.attempts for end in ends] == [1] * 10
             await idle(cluster)
 
     run_virtually(main())
@@ -254,7 +288,7 @@ def test_a_lease_that_ran_out_under_a_read_whose_sender_kept_the_blocks_is_honou
         async with simulated_cluster(Random(1), limits=limits) as cluster:
             cluster.fabric.freeze("prefill-0.1")
             asking = asyncio.create_task(ask(cluster, prompt_of(30), "slow"))
-            await recorded(cluster, "decode-0", "offer_received", 4)
+            await all_offered(cluster, 8)
             cluster.network.hold("decode-0.1", "prefill-0.1")
             await recorded(cluster, "prefill-0", "lease_suspect")
             cluster.network.let_through("decode-0.1", "prefill-0.1")
@@ -318,7 +352,7 @@ def test_heartbeats_lost_one_way_are_noticed_within_three_and_end_in_a_retry(
         async with simulated_cluster(Random(1), limits=SMALL) as cluster:
             cluster.fabric.freeze("prefill-0.1")
             asking = asyncio.create_task(ask(cluster, prompt_of(30)))
-            await recorded(cluster, "decode-0", "offer_received", 4)
+            await all_offered(cluster, 8)
             cluster.network.hold(f"{source}.1", f"{target}.1")
             held_at = asyncio.get_running_loop().time()
             await recorded(cluster, notices, "kv_failed" if notices == "decode-0" else "lease_suspect")

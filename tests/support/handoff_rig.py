@@ -228,6 +228,10 @@ class AnnouncingBackend(MemoryBackend):
         self._notes.on_loop(lambda: self._notes.drop_noted(incarnation))
 
 
+def decode_leg(key: str, num_tokens: int, source: KVSource) -> Request:
+    return Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
+
+
 class ReceiverHalf:
     """A decode node without an engine: the test plays the engine."""
 
@@ -261,12 +265,9 @@ class ReceiverHalf:
         await self.intake.stop()
 
     def take(self, key: str, num_tokens: int, source: KVSource, block_ids: list[int], num_local: int = 0) -> Request:
-        """Admit a decode leg whose first `num_local` tokens are cached here."""
-        request = Request(key, list(range(num_tokens)), SamplingParams(), leg=Leg.DECODE, kv_source=source)
-        external = self.connector.get_num_new_matched_tokens(request, num_local)
-        assert external.num_tokens == num_tokens - num_local
-        assert external.load_async
-        self.connector.update_state_after_alloc(request, block_ids, external.num_tokens)
+        """Reserve blocks for a decode leg whose first `num_local` tokens are cached here, without asking anybody."""
+        request = decode_leg(key, num_tokens, source)
+        self.connector.update_state_after_alloc(request, block_ids, num_tokens - num_local)
         return request
 
     def finish(self, request: Request, block_ids: list[int], transferring: bool) -> Any:

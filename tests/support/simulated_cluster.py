@@ -78,6 +78,8 @@ class SimulatedLimits:
     """Sizes and times of a simulated cluster."""
 
     num_blocks: int = 48
+    num_prefill_blocks: int = 0
+    """Of a prefill node; 0: as many as a decode node."""
     chunk: int = 8
     max_num_seqs: int = 4
     lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2, early_s=30))
@@ -97,7 +99,7 @@ class SimulatedLimits:
     def spec(self) -> SimulatedSpec:
         return SimulatedSpec(
             block_size=BLOCK_SIZE,
-            num_blocks=self.num_blocks,
+            num_blocks=max(self.num_blocks, self.num_prefill_blocks),
             num_host_blocks=self.num_host_blocks,
             num_layers=1,
             num_kv_heads=1,
@@ -315,8 +317,9 @@ class SimulatedNode:
         self._heartbeat: asyncio.Task[None] | None = None
 
     def _new_scheduler(self, limits: SimulatedLimits, clock: Clock, connector: Any) -> Scheduler:
+        prefills = self.role is Role.PREFILL
         config = SchedulerConfig(
-            num_blocks=limits.num_blocks,
+            num_blocks=(prefills and limits.num_prefill_blocks) or limits.num_blocks,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=limits.chunk,
             max_num_seqs=limits.max_num_seqs,

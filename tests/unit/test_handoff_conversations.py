@@ -38,8 +38,10 @@ from kv_transfer.lease import CutLink as CutReader
 from kv_transfer.lease import LeaseBook, LeaseTimes, OpenLeases, TellReader
 from kv_transfer.link_messages import (
     Abandon,
+    Begun,
     Closing,
     ConfirmRead,
+    Expect,
     Heartbeat,
     Offer,
     OfferLost,
@@ -52,6 +54,7 @@ from kv_transfer.transfer import (
     CancelRead,
     CutLink,
     Failed,
+    MayPlan,
     OpenLink,
     Plan,
     ReopenLink,
@@ -87,8 +90,12 @@ class Pair:
             case ["offer", first, *blocks]:
                 self._sender(self._leases.offer(ATTEMPT, int(first), _numbers(blocks)))
             case ["close", first, *blocks]:
-                closing = Closing(self._num_tokens, (7,), False)
+                closing = Closing(self._num_tokens or 4 * (int(first) + len(blocks)), (7,), False)
                 self._sender(self._leases.offer(ATTEMPT, int(first), _numbers(blocks), closing))
+            case ["expect"]:
+                self._receiver(self._transfers.expect(ATTEMPT, SOURCE))
+            case ["begin"]:
+                self._sender(self._leases.begun(ATTEMPT))
             case ["plan", *blocks, "from", first]:
                 self._num_tokens = 4 * len(blocks)
                 plan = Plan(ATTEMPT, SOURCE, self._num_tokens, _numbers(blocks), int(first))
@@ -183,6 +190,10 @@ def _numbers(words: Sequence[str]) -> tuple[int, ...]:
 
 def _message(message: Any) -> str:
     match message:
+        case Expect():
+            return "expect"
+        case Begun():
+            return "begun"
         case Subscribe(_, first):
             return f"subscribe {first}"
         case Offer() as offer:
@@ -213,6 +224,8 @@ def _act(effect: Any) -> str:
             return "opens a link"
         case ReopenLink():
             return "will reopen the link"
+        case MayPlan():
+            return "may reserve blocks"
         case StartRead(number, _, ranges, _):
             pairs = [(r.local_block + i, r.remote_block + i) for r in ranges for i in range(r.count)]
             return f"reads {number}: " + " ".join(f"{local}<{remote}" for local, remote in pairs)

@@ -11,7 +11,7 @@ from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine, render_mermaid
 from kv_transfer.lease import LeaseBook, LeaseTimes
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
-from kv_transfer.link_messages import Abandon, Closing, ConfirmRead, Heartbeat, ReadProgress, Subscribe
+from kv_transfer.link_messages import Abandon, Closing, ConfirmRead, Expect, Heartbeat, ReadProgress, Subscribe
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)
@@ -392,3 +392,90 @@ def test_digests_that_come_too_late_change_nothing() -> None:
 def test_what_a_window_has_left_behind_is_not_counted(book: LeaseBook) -> None:
     book.offer(A, 0, (5, 0, 6, 0))
     assert [handoff.num_blocks for handoff in book.open_handoffs()] == [2]
+
+
+# Readers that are to take an attempt in, and have no blocks for it yet.
+
+
+@pytest.mark.parametrize("order", ["expected first", "begun first", "offered first"])
+def test_a_reader_hears_once_that_its_prompt_has_begun(book: LeaseBook, order: str) -> None:
+    told = []
+    if order == "expected first":
+        told += lines(book.received(1, Expect(A)))
+    told += lines(book.begun(A)) if order != "offered first" else lines(book.offer(A, 0, (5,)))
+    if order != "expected first":
+        assert told == []
+        told += lines(book.received(1, Expect(A)))
+    assert told == ["TellReader 1 (Begun a#1)"]
+    assert lines(book.begun(A)) == [], "preempted and admitted again"
+    told = lines(book.offer(A, 0, (5,))) if order != "offered first" else []
+    assert told == [], "nobody has subscribed"
+    assert lines(book.received(1, Subscribe(A, 0))) == [
+        "OpenLeases 1",
+        "TellReader 1 (Offer a#1 0 [5] 10000 None 0)",
+    ]
+
+
+def test_the_first_blocks_say_what_nobody_said_before(book: LeaseBook) -> None:
+    book.received(1, Expect(A))
+    assert lines(book.offer(A, 0, (5,))) == ["TellReader 1 (Begun a#1)"]
+
+
+def test_what_is_expected_is_kept_as_long_as_the_link_lives(book: LeaseBook, clock: ManualClock) -> None:
+    book.begun(A)
+    book.offer(A, 0, (5,), CLOSING)
+    book.ended(A)
+    assert book.next_deadline() == 1030
+    book.received(1, Expect(A))
+    assert book.next_deadline() is None, "its reader is merely queued"
+    clock.advance(1000)
+    assert lines(book.tick()) == []
+    book.link_closed(1)
+    assert book.next_deadline() == 2030
+    clock.advance(30)
+    assert lines(book.tick()) == ["Released a#1"]
+
+
+def test_a_reader_waits_for_a_request_that_never_comes_only_so_long(book: LeaseBook, clock: ManualClock) -> None:
+    book.received(1, Expect(A))
+    assert book.next_deadline() == 1100
+    clock.advance(100)
+    assert lines(book.tick()) == ["TellReader 1 (OfferLost a#1 the request never came)"]
+    book.received(1, Expect(B))
+    book.begun(B)
+    assert book.next_deadline() is None, "what has begun is a matter of the link"
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_whoever_no_longer_expects_it_frees_its_blocks_at_once(book: LeaseBook, computed: bool) -> None:
+    book.received(1, Expect(A))
+    book.begun(A)
+    if computed:
+        book.offer(A, 0, (5,), CLOSING)
+        book.ended(A)
+        assert lines(book.received(1, Abandon(A, False))) == ["Released a#1"]
+        return
+    assert lines(book.received(1, Abandon(A, False))) == []
+    assert lines(book.offer(A, 0, (5,), CLOSING)) == []
+    assert lines(book.ended(A)) == ["Released a#1"]
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_reader_hears_that_what_it_expects_is_withdrawn(book: LeaseBook, computed: bool) -> None:
+    book.received(1, Expect(A))
+    book.begun(A)
+    if computed:
+        book.offer(A, 0, (5,))
+    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted)"]
+    assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here)"]
+
+
+def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:
+    book.received(1, Expect(A))
+    assert lines(book.received(1, Expect(A))) == []
+    book.received(1, Expect(B))
+    refused = "TellReader 1 (OfferLost c#1 too many readers wait for their requests)"
+    assert lines(book.received(1, Expect(AttemptKey("c", 1)))) == [refused]
+    assert book.counters == {"duplicate_expect": 1, "early_refused": 1}
+    book.link_closed(1)
+    assert book.next_deadline() is None

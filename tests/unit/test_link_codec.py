@@ -11,8 +11,10 @@ from kv_transfer import link_codec
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link_messages import (
     Abandon,
+    Begun,
     Closing,
     ConfirmRead,
+    Expect,
     Heartbeat,
     LinkHello,
     LinkWelcome,
@@ -31,7 +33,15 @@ LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl
 
 @pytest.mark.parametrize(
     "message",
-    [Subscribe(A, 4), ReadProgress(A, 2), ConfirmRead(A), Abandon(A, True), Abandon(A, False), Heartbeat(9)],
+    [
+        Expect(A),
+        Subscribe(A, 4),
+        ReadProgress(A, 2),
+        ConfirmRead(A),
+        Abandon(A, True),
+        Abandon(A, False),
+        Heartbeat(9),
+    ],
 )
 def test_reader_messages(message: ReaderMessage) -> None:
     data = link_codec.write_reader_message(message).SerializeToString()
@@ -41,6 +51,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
 @pytest.mark.parametrize(
     "message",
     [
+        Begun(A),
         Offer(A, 4, (1, 2**32 - 1), 10_000),
         Offer(A, 0, (), 1, Closing(17, (5,), False)),
         Offer(A, 0, (3,), 1, Closing(17, (5, 6), True)),

@@ -445,6 +445,7 @@ def test_a_promise_that_does_not_complete_the_prompt_is_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "leg", "held"),
     [
+        ("request_added", Leg.DECODE, 0),
         ("get_num_new_matched_tokens", Leg.DECODE, 0),
         ("update_state_after_alloc", Leg.DECODE, 3),
         ("blocks_computed", Leg.PREFILL, 0),
@@ -532,6 +533,66 @@ def test_a_connector_that_raises_loses_the_blocks_and_not_the_request() -> None:
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 3)
     assert (rig.scheduler.num_connector_errors, rig.core.make_stats().quarantined_blocks) == (1, 5)
+
+
+def test_what_will_not_come_is_computed_here_though_it_never_had_blocks() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.connector.unknown.add("d")
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=6)
+    rig.add("other", 6, max_tokens=3)
+    rig.step()
+    rig.transfer(failed={"d": "peer gone"})
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6)
+    assert rig.tokens["other"] == rig.expected("other", 3)
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert ("remote_kv_lost", "d", 0) in rig.events()
+
+
+@pytest.mark.parametrize("many", [{}, {"n": 3}, {"n": 2, "beam_width": 4}], ids=["one", "siblings", "beams"])
+def test_what_will_not_come_ends_though_it_never_had_blocks(many: dict[str, int]) -> None:
+    rig = EngineRig()
+    rig.connector.unknown.add("d")
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=6, **many)
+    rig.step()
+    rig.transfer(failed={"d": "peer gone", "nobody": "peer gone"})
+    assert (rig.reason("d"), rig.ends["d"].error, rig.ends["d"].kv_lost) == (FinishReason.ERROR, "peer gone", True)
+    assert rig.scheduler.num_unknown_transfers == 1
+    assert not rig.core.has_work()
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+
+
+def test_a_failure_that_comes_after_the_arrival_changes_nothing() -> None:
+    rig = EngineRig()
+    rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    rig.transfer(arrived={"d": [5]})
+    rig.transfer(failed={"d": "too late"})
+    assert rig.scheduler.num_unknown_transfers == 1
+    rig.run()
+    assert (rig.tokens["d"][0], rig.reason("d")) == (5, FinishReason.LENGTH)
+
+
+def test_a_prefill_leg_says_that_it_begins_when_it_has_its_blocks() -> None:
+    rig = EngineRig(num_blocks=6)
+    rig.add("first", 17, leg=Leg.PREFILL)
+    rig.add("second", 17, leg=Leg.PREFILL)
+    rig.step()
+    assert rig.connector.added == ["first", "second"]
+    assert rig.connector.begun == {"first"}
+    rig.run()
+    rig.transfer(released=["first"])
+    rig.run()
+    assert rig.connector.begun == {"first", "second"}
+
+
+def test_one_who_could_not_say_so_begins_all_the_same() -> None:
+    rig = EngineRig()
+    rig.connector.raise_in = "update_state_after_alloc"
+    rig.add("p", 17, leg=Leg.PREFILL)
+    rig.run()
+    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.scheduler.num_connector_errors == 1
 
 
 @pytest.mark.parametrize(("policy", "kv_lost"), [("reroute", True), ("fail", False)])

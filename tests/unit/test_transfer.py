@@ -13,7 +13,7 @@ from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
-from kv_transfer.link_messages import Closing, Offer, OfferLost, ReadConfirmed
+from kv_transfer.link_messages import Begun, Closing, Offer, OfferLost, ReadConfirmed
 from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from tests.support.conversation import lines, names
@@ -308,7 +308,10 @@ def test_a_peer_with_too_much_in_quarantine_gets_nothing_more(book: TransferBook
     _reading(book)
     book.ended(A)
     effects = lines(book.plan(Plan(B, SOURCE, 4, (1,), 0)))
-    assert effects == ["Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x"]
+    assert effects == [
+        "Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x",
+        "TellSender p0.x (Abandon b#1 False)",
+    ], "the sender may keep its blocks for it"
     book.read_done(1, 320)
     assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["TellSender p0.x (Subscribe b#1 0)"]
 
@@ -568,3 +571,54 @@ def test_what_is_compared_is_what_both_sides_look_at(ours: int, theirs: int, fli
         book.digested(read_id, digests)
     said = [7 if block in to_digest else 0 for block in PLAN.block_ids]
     assert lines(book.received("p0.x", ReadConfirmed(attempt, True, said)))[0].startswith("Arrived")
+
+
+# Attempts that wait for blocks.
+
+
+def test_blocks_are_planned_when_the_sender_has_begun(book: TransferBook) -> None:
+    assert lines(book.expect(A, SOURCE)) == ["OpenLink (KVSource p0 p0.x host:1)"]
+    assert lines(book.expect(B, SOURCE)) == [], "the link is being opened"
+    assert lines(book.peer_ready("p0.x", 100)) == [
+        "TellSender p0.x (Expect a#1)",
+        "TellSender p0.x (Expect b#1)",
+    ]
+    assert lines(book.received("p1.x", Begun(A))) == [], "that is not its sender"
+    assert lines(book.received("p0.x", Begun(A))) == ["MayPlan a#1"]
+    assert lines(book.plan(PLAN)) == ["TellSender p0.x (Subscribe a#1 0)"]
+    assert lines(book.received("p0.x", Begun(A))) == [], "it is planned"
+    assert book.counters == {"Begun_unknown": 1, "Begun_in_reserved": 1}
+    c = AttemptKey("c", 1)
+    assert lines(book.expect(c, SOURCE)) == ["TellSender p0.x (Expect c#1)"], "the link is there"
+
+
+def test_whoever_gives_up_what_it_expects_says_so(book: TransferBook) -> None:
+    book.expect(A, SOURCE)
+    assert lines(book.abandon(A)) == [], "nobody was told"
+    book.peer_ready("p0.x", 100)
+    book.expect(B, SOURCE)
+    assert lines(book.abandon(B)) == ["TellSender p0.x (Abandon b#1 False)"]
+    assert lines(book.abandon(B)) == []
+    assert lines(book.received("p0.x", Begun(B))) == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_will_not_come_fails_before_it_has_blocks(book: TransferBook, has_begun: bool) -> None:
+    book.expect(A, SOURCE)
+    book.expect(B, SOURCE)
+    book.peer_ready("p0.x", 100)
+    if has_begun:
+        book.received("p0.x", Begun(A))
+        book.received("p0.x", Begun(B))
+    assert lines(book.received("p0.x", OfferLost(A, "aborted"))) == ["Failed a#1 LEASE_LOST aborted"]
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "reset")) == ["Failed b#1 PEER_GONE reset"]
+    assert book.failures == {("p0", TransferCause.LEASE_LOST): 1, ("p0", TransferCause.PEER_GONE): 1}
+    assert lines(book.abandon(A) + book.abandon(B)) == []
+
+
+def test_nothing_is_read_of_what_has_no_blocks(book: TransferBook) -> None:
+    book.expect(A, SOURCE)
+    book.peer_ready("p0.x", 100)
+    assert lines(book.received("p0.x", Offer(A, 0, (5, 6), 1000))) == []
+    assert lines(book.received("p0.x", ReadConfirmed(A, True))) == []
+    assert book.counters == {"Offer_expected": 1, "ReadConfirmed_expected": 1}

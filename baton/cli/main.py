@@ -25,6 +25,7 @@ _COMMANDS = {
     "doctor": ("baton.cli.doctor", "Explain what this machine and installation can do, and what to fix."),
     "node": ("baton.cli.processes", "Be a prefill node or a decode node."),
     "router": ("baton.cli.processes", "Be a router."),
+    "simulate": ("baton.cli.simulate", "Run a cluster in virtual time: which arrangement, how many nodes."),
     "version": ("baton.cli.version", "Print the version."),
 }
 _PROCESSES = frozenset({"up", "node", "router"})

@@ -1,0 +1,469 @@
+"""A node in virtual time: the real scheduler and block pool, and steps that take as long as a formula says.
+
+A step is decided, lasts, and is committed, as on a node without asynchronous scheduling. While nothing but decoding
+happens many steps are one event (`DecodeRun`); `stepwise` forbids that, and must change nothing.
+
+Routers hear of a step when a request came into it, ended in it or was preempted for it. Steps that only decode would
+tell that contexts have grown; so a router knows context lengths as of a request's arrival or end on the node.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.bench.simulator.events import Event, Timeline
+from baton.bench.simulator.handoff import HandOffs, OfferingConnector, TakingConnector
+from baton.bench.simulator.prompt import TOKEN, NamelessTokens, SimulatedPrompt
+from baton.bench.simulator.step_times import StepTimes
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.connector import KVTransferOutput
+from baton.engine.decode_run import DecodeRun
+from baton.engine.kv_cache_manager import AllocationAnswer
+from baton.engine.outputs import (
+    CachedRequestData,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.ids import AttemptKey
+from baton.node.kv_cache_updates import kv_cache_updates
+from baton.rpc.messages import (
+    KVCacheUpdate,
+    LoadReport,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    Role,
+    StageTimings,
+    StepFigures,
+    StepReport,
+    Submit,
+)
+
+_ONE_TOKEN = (TOKEN,)
+_NOTHING = ModelRunnerOutput({})
+_KEPT_ENDS = 1 << 14
+_LONGEST_RUN = 4096
+TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
+"""When tokens were drawn, by attempt and first index: a delta's last ones. Whoever reads them takes them out."""
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.STOP,
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
+    FinishReason.ABORT: Outcome.ABORTED,
+    FinishReason.IGNORED: Outcome.IGNORED,
+    FinishReason.ERROR: Outcome.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEntry:
+    """A stretch of a node's time, for pictures. `kind`: prefill, decode or mixed; `tokens`: computed in it."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What a node has of one attempt."""
+
+    key: AttemptKey
+    request: Request
+    leg: Leg
+    submitted_at: float
+    num_told: int
+    """Of its output tokens, those of which the router knows."""
+    scheduled_at: float | None = None
+    since: int | None = None
+    """While it draws tokens step by step: the step, of all of the node's, that drew the first one not told of."""
+    times: list[float] = field(default_factory=list)
+    """When tokens came that were not told of, before that."""
+    first_token_at: float | None = None
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+
+
+class SimulatedNode:
+    """One incarnation of a node."""
+
+    def __init__(
+        self,
+        description: NodeDescription,
+        config: SchedulerConfig,
+        times: StepTimes,
+        timeline: Timeline,
+        handoffs: HandOffs,
+        report: Callable[[SimulatedNode, StepReport, TokenTimes], None],
+        *,
+        stepwise: bool = False,
+        keeps_timeline: bool = False,
+    ) -> None:
+        """`report` is given what the node tells its router, when it does, and when the tokens in it were drawn here."""
+        self.description = description
+        self.incarnation = description.incarnation
+        self.is_gone = False
+        self.watches_kv_cache = False
+        self.num_steps = 0
+        self.timeline: list[TimelineEntry] | None = [] if keeps_timeline else None
+        self._times = times
+        self._clock = timeline
+        self._handoffs = handoffs
+        self._report = report
+        self._stepwise = stepwise
+        is_prefill = description.role is Role.PREFILL
+        connector = OfferingConnector(self, handoffs) if is_prefill else TakingConnector(self, handoffs)
+        fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
+        self.scheduler = Scheduler(config, fields, timeline, connector)
+        self._attempts: dict[str, _Attempt] = {}
+        self._ends = array("d")
+        """When steps ended, the latest ones, from the step `_first_end` on."""
+        self._first_end = 0
+        self._due: Event | None = None
+        """The end of the step or the run that is under way."""
+        self._decided: SchedulerOutput | None = None
+        self._run: DecodeRun | None = None
+        self._run_ends: list[float] = []
+        self._num_run = 0
+        """Of those, steps that are over."""
+        self._run_has_begun = False
+        self._num_quiet = 0
+        """Stepwise: so many steps would be one run, of which nobody hears."""
+        self._started_at = 0.0
+        self._next_kv_event = 0
+        self._kept_ends = _KEPT_ENDS
+        self._token_times: TokenTimes = {}
+
+    # What others ask.
+
+    def submit(self, submit: Submit) -> None:
+        """Run a leg."""
+        if self.is_gone:
+            return
+        self._interrupt()
+        request_id = str(submit.attempt)
+        prompt = submit.prompt_token_ids
+        assert isinstance(prompt, SimulatedPrompt)
+        request = Request(
+            request_id,
+            _ONE_TOKEN,
+            submit.sampling_params,
+            priority=submit.priority,
+            leg=submit.leg,
+            kv_source=submit.kv_source,
+            output_token_ids=submit.output_token_ids,
+        )
+        # Nobody writes to a prompt, and the keys of all its blocks are known.
+        request.prompt_token_ids = prompt
+        request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
+        request.block_hashes = prompt.block_keys
+        num_given = len(submit.output_token_ids)
+        self._attempts[request_id] = _Attempt(submit.attempt, request, submit.leg, self._clock.now, num_given)
+        self.scheduler.add_request(request)
+        self._go_on()
+
+    def abort(self, key: AttemptKey) -> None:
+        """An attempt is over; nothing of it is told any more."""
+        if self.is_gone:
+            return
+        request_id = str(key)
+        if self._attempts.pop(request_id, None) is not None:
+            self._interrupt()
+            self.scheduler.finish_requests([request_id], RequestStatus.ABORTED)
+        self._handoffs.drop(request_id, self)
+        self._go_on()
+
+    def told(self, news: KVTransferOutput) -> None:
+        """The transfer side has something to say."""
+        if self.is_gone:
+            return
+        self._interrupt()
+        outputs = self.scheduler.update_from_kv_transfer(news)
+        if outputs:
+            self._publish(outputs, (), None)
+        self._go_on()
+
+    def watch_kv_cache(self) -> KVCacheUpdate:
+        """Tell of the prefix cache from now on; a node that is asked at its begin has nothing in it."""
+        snapshot = self.scheduler.kv_snapshot()
+        self.watches_kv_cache = True
+        self._next_kv_event = snapshot.next_sequence
+        return next(iter(kv_cache_updates(snapshot)))
+
+    def take_in(self, keys: Sequence[bytes]) -> bool:
+        """Put blocks into the prefix cache that came from elsewhere; False, and nothing happens, without room."""
+        self._interrupt()
+        manager, size = self.scheduler.kv_cache_manager, self.description.block_size
+        request = Request(f"taken-in-{keys[-1].hex()}", _ONE_TOKEN, SamplingParams())
+        request.prompt_token_ids = NamelessTokens(len(keys) * size + 1)
+        request.block_hashes = list(keys)
+        computed = manager.get_computed_blocks(request)
+        missing = len(keys) * size - computed.num_tokens
+        allocation = manager.allocate_slots(request, missing, computed=computed) if missing > 0 else None
+        if allocation is None or allocation.answer is not AllocationAnswer.OK:
+            return allocation is None
+        manager.cache_blocks(request, len(keys) * size)
+        manager.free(request.request_id)
+        return True
+
+    def fail(self) -> None:
+        """The process is gone, at once. What it had computed by now has been told."""
+        self._interrupt()
+        if self._run is not None:
+            self._run.settle()
+        self.is_gone = True
+        if self._due is not None:
+            self._due.cancel()
+        told = [self._delta(attempt, None, "") for attempt in self._attempts.values() if attempt.leg is not Leg.PREFILL]
+        deltas = [delta for delta in told if delta.token_ids]
+        if deltas:
+            self._report(self, StepReport(deltas, LoadReport()), self._token_times)
+        self._attempts.clear()
+
+    def load(self) -> LoadReport:
+        stats = self.scheduler.make_stats()
+        remote = stats.num_waiting_for_remote_kvs
+        return LoadReport(
+            running=stats.num_running,
+            waiting=stats.num_waiting - remote,
+            waiting_for_remote_kvs=remote,
+            total_blocks=stats.total_blocks,
+            free_blocks=stats.free_blocks,
+            leased_blocks=stats.leased_blocks,
+            quarantined_blocks=stats.quarantined_blocks,
+            uncomputed_tokens=stats.num_uncomputed_tokens,
+            context_tokens=stats.num_context_tokens,
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every block is free, or only cached, and nothing runs or waits."""
+        stats = self.scheduler.make_stats()
+        return not self._attempts and not self.scheduler.has_requests() and stats.free_blocks == stats.total_blocks
+
+    # Steps.
+
+    def _go_on(self) -> None:
+        """Begin a step if none is under way and there is anything to do."""
+        while self._due is None and not self.is_gone and self.scheduler.has_work():
+            if self._num_quiet == 0:
+                run = self.scheduler.decode_run(TOKEN)
+                if run is not None and not self._stepwise:
+                    self._begin_run(run)
+                    return
+                self._num_quiet = min(run.max_steps, _LONGEST_RUN) if run is not None else 0
+            decided = self.scheduler.schedule()
+            if decided.is_empty:
+                self._publish(self.scheduler.update_from_output(decided, _NOTHING), (), None)
+            else:
+                self._begin_step(decided)
+
+    def _begin_step(self, decided: SchedulerOutput) -> None:
+        now = self._clock.now
+        for new in decided.scheduled_new_reqs:
+            attempt = self._attempts.get(new.request_id)
+            if attempt is not None and attempt.scheduled_at is None:
+                attempt.scheduled_at = now
+        for request_id in decided.preempted_req_ids:
+            preempted = self._attempts.get(request_id)
+            if preempted is not None:
+                self._end_stretch(preempted)
+        batch = decided.total_num_scheduled_tokens - decided.num_prefill_tokens
+        if decided.num_prefill_tokens:
+            step_s = self._times.step_s(self._chunks(decided), batch, decided.num_decode_context_tokens)
+        else:
+            step_s = self._times.decode_s(batch, decided.num_decode_context_tokens)
+        self._decided, self._started_at = decided, now
+        self._due = self._clock.call_at(now + step_s, self._step_over)
+
+    def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
+        """From where to where each prompt is computed."""
+        num_scheduled, requests = decided.num_scheduled_tokens, self.scheduler.requests
+        chunks = []
+        for data in _scheduled(decided):
+            num_tokens = num_scheduled[data.request_id]
+            if num_tokens > 1 or not requests[data.request_id].output_token_ids:
+                chunks.append((data.num_computed_tokens, data.num_computed_tokens + num_tokens))
+        return chunks
+
+    def _step_over(self) -> None:
+        decided, self._decided, self._due = self._decided, None, None
+        assert decided is not None
+        drawn: dict[str, Sequence[int]] = dict.fromkeys(decided.num_scheduled_tokens, _ONE_TOKEN)
+        joined: set[str] = set()
+        index = self._first_end + len(self._ends)
+        for data in _scheduled(decided):
+            attempt = self._attempts.get(data.request_id)
+            if attempt is None or attempt.since is not None:
+                continue
+            if attempt.request.num_computed_tokens < attempt.request.num_tokens:
+                # A chunk that does not reach the end of its prompt draws nothing.
+                del drawn[data.request_id]
+            else:
+                attempt.since = index
+                joined.add(data.request_id)
+        self._note_ends((self._clock.now,))
+        outputs = self.scheduler.update_from_output(decided, ModelRunnerOutput(drawn))
+        self._picture(self._started_at, self._clock.now, decided)
+        figures = StepFigures(
+            (self._clock.now - self._started_at) * 1e3,
+            decided.num_prefill_tokens,
+            decided.total_num_scheduled_tokens - decided.num_prefill_tokens,
+            decided.num_decode_context_tokens,
+        )
+        if self._num_quiet == 0:
+            self._publish(outputs, joined, figures)
+        else:
+            self._num_quiet -= 1
+        self._go_on()
+
+    # Runs of steps.
+
+    def _begin_run(self, run: DecodeRun) -> None:
+        self._run, self._num_run, self._run_has_begun = run, 0, False
+        self._started_at = when = self._clock.now
+        batch, context, decode_s = run.num_sequences, run.num_context_tokens, self._times.decode_s
+        ends = self._run_ends = []
+        for _ in range(min(run.max_steps, _LONGEST_RUN)):
+            when += decode_s(batch, context)
+            context += batch
+            ends.append(when)
+        self._due = self._clock.call_at(when, self._run_over)
+
+    def _interrupt(self) -> None:
+        """Something is about to happen on the node: a run is over with the step that is under way."""
+        self._num_quiet = min(self._num_quiet, 1)
+        run, due = self._run, self._due
+        if run is None or due is None or self._run_has_begun:
+            return
+        num_over = min(bisect_right(self._run_ends, self._clock.now), len(self._run_ends) - 1)
+        run.advance(num_over)
+        run.begin()
+        self._num_run, self._run_has_begun = num_over, True
+        self._note_ends(self._run_ends[:num_over])
+        due.cancel()
+        self._due = self._clock.call_at(self._run_ends[num_over], self._run_over)
+
+    def _run_over(self) -> None:
+        run, self._run, self._due = self._run, None, None
+        assert run is not None
+        if self._run_has_begun:
+            run.commit()
+            self._note_ends(self._run_ends[self._num_run : self._num_run + 1])
+        else:
+            run.advance(len(self._run_ends))
+            self._note_ends(self._run_ends)
+        run.settle()
+        if self.timeline is not None:
+            self.timeline.append(TimelineEntry(self._started_at, self._clock.now, "decode", run.num_sequences))
+        self._go_on()
+
+    # What is told.
+
+    def _publish(
+        self, outputs: Mapping[int, EngineCoreOutputs], joined: Collection[str], figures: StepFigures | None
+    ) -> None:
+        deltas: list[RequestDelta] = []
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.finish_reason is None and output.request_id not in joined:
+                    continue
+                attempt = self._attempts.get(output.request_id)
+                if attempt is not None:
+                    deltas += self._told_output(attempt, output)
+        update = self._kv_cache_update() if self.watches_kv_cache else None
+        self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
+
+    def _told_output(self, attempt: _Attempt, output: EngineCoreOutput) -> Sequence[RequestDelta]:
+        now = self._clock.now
+        if attempt.first_token_at is None and output.new_token_ids:
+            attempt.first_token_at = now
+            attempt.num_cached_tokens = output.num_cached_tokens
+            attempt.num_external_tokens = output.num_external_tokens
+        if output.finish_reason is None:
+            return (self._delta(attempt, None, ""),)
+        # Tokens that simply follow are told by themselves: a flight takes them all at once.
+        before = [self._delta(attempt, None, "", spared=1)] if attempt.num_told else []
+        outcome = Outcome.KV_LOST if output.kv_lost else _OUTCOMES[output.finish_reason]
+        delta = self._delta(attempt, outcome, output.error or "")
+        delta.timings = self._timings(attempt)
+        del self._attempts[output.request_id]
+        return (*before, delta) if before and before[0].token_ids else (delta,)
+
+    def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:
+        """What the router does not know yet, but for the last `spared` tokens."""
+        self._end_stretch(attempt, goes_on=outcome is None)
+        first, tokens = attempt.num_told, attempt.request.output_token_ids
+        end = max(first, len(tokens) - spared)
+        num_left = len(tokens) - end
+        attempt.num_told = end
+        cut = max(0, len(attempt.times) - num_left)
+        self._token_times[attempt.key, first], attempt.times = attempt.times[:cut], attempt.times[cut:]
+        return RequestDelta(attempt.key, first, tokens[first:end], outcome=outcome, error=error)
+
+    def _timings(self, attempt: _Attempt) -> StageTimings:
+        begun = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
+        first = begun if attempt.first_token_at is None else attempt.first_token_at
+        transfer_s, num_bytes = 0.0, 0.0
+        if attempt.leg is Leg.DECODE:
+            transfer_s, num_bytes = self._handoffs.transfers.pop(attempt.request.request_id, (0.0, 0.0))
+        return StageTimings(
+            queue_ms=(begun - attempt.submitted_at) * 1e3,
+            prefill_ms=(first - begun) * 1e3 if attempt.leg is not Leg.DECODE else 0.0,
+            transfer_ms=transfer_s * 1e3,
+            cached_tokens=attempt.num_cached_tokens,
+            external_tokens=attempt.num_external_tokens,
+            kv_bytes=int(num_bytes),
+        )
+
+    def _kv_cache_update(self) -> KVCacheUpdate | None:
+        batch = self.scheduler.kv_events_since(self._next_kv_event)
+        if batch.complete and not batch.events:
+            return None
+        self._next_kv_event = batch.next_sequence
+        if not batch.complete:
+            return self.watch_kv_cache()
+        return next(iter(kv_cache_updates(batch)))
+
+    # When tokens came.
+
+    def _note_ends(self, ends: Sequence[float]) -> None:
+        self.num_steps += len(ends)
+        self._ends.extend(ends)
+        if len(self._ends) > 2 * self._kept_ends:
+            self._forget_ends()
+
+    def _forget_ends(self) -> None:
+        """Nobody's untold tokens were drawn in these steps."""
+        last = self._first_end + len(self._ends)
+        first = min((a.since for a in self._attempts.values() if a.since is not None), default=last)
+        del self._ends[: first - self._first_end]
+        self._first_end = first
+        self._kept_ends = max(_KEPT_ENDS, len(self._ends))
+
+    def _end_stretch(self, attempt: _Attempt, *, goes_on: bool = False) -> None:
+        """Take the times of tokens that were drawn one after the other."""
+        if attempt.since is not None:
+            attempt.times += self._ends[attempt.since - self._first_end :]
+            attempt.since = self._first_end + len(self._ends) if goes_on else None
+
+    def _picture(self, start_s: float, end_s: float, decided: SchedulerOutput) -> None:
+        if self.timeline is None:
+            return
+        prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
+        kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
+        self.timeline.append(TimelineEntry(start_s, end_s, kind, tokens))
+
+
+def _scheduled(decided: SchedulerOutput) -> Iterator[NewRequestData | CachedRequestData]:
+    yield from decided.scheduled_new_reqs
+    yield from decided.scheduled_cached_reqs

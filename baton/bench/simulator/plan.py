@@ -1,0 +1,132 @@
+"""What `baton simulate` is asked for, and its result: one run for each arrangement, policy and rate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from baton.bench.result_file import Result, new_result
+from baton.bench.simulator.arrangement import Arrangement
+from baton.bench.simulator.goodput import Goodput, find_goodput
+from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.simulation import Simulated, SimulationConfig, simulate
+from baton.bench.slo import Slo
+from baton.bench.summary import summarize
+from baton.bench.workloads.spec import WorkloadSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationPlan:
+    """Everything but the arrangement and the policy is the same in all runs."""
+
+    workload: WorkloadSpec
+    config: SimulationConfig
+    arrangements: Sequence[Arrangement]
+    policies: Sequence[str] = ("cost",)
+    slo: Slo = field(default_factory=Slo)
+    finds_goodput: bool = False
+    attainment: float = 0.9
+    """Share of the requests that must keep the service level at a rate that counts as goodput."""
+    percentiles: Sequence[float] = (99.0,)
+    keeps_outcomes: bool = False
+
+
+def run_plan(plan: SimulationPlan, created: str, progress: Callable[[str, int], None] = lambda name, n: None) -> Result:
+    """Simulate all of it. `progress` hears a run's name and how many of its requests have ended."""
+    arrangements = []
+    for arrangement in plan.arrangements:
+        for policy in plan.policies:
+            name = str(arrangement) if len(plan.policies) == 1 else f"{arrangement} {policy}"
+            config = replace(plan.config, arrangement=arrangement, policy=policy)
+            arrangements.append(_arrangement(plan, config, name, progress))
+    result = new_result("simulate", plan.workload.to_json(), arrangements, plan.config.seed, created)
+    if plan.finds_goodput:
+        result |= _compared(arrangements)
+    return result
+
+
+def _arrangement(
+    plan: SimulationPlan, config: SimulationConfig, name: str, progress: Callable[[str, int], None]
+) -> dict[str, Any]:
+    rates: dict[float, dict[str, Any]] = {}
+
+    def run_at(rate: float) -> dict[str, Any]:
+        if rate not in rates:
+            rates[rate] = _rate(plan, config, rate, lambda ended: progress(f"{name} at {rate:g}/s", ended))
+        return rates[rate]
+
+    found: Goodput | None = None
+    if plan.finds_goodput:
+        start = config.arrangement.num_nodes * 1.0
+        found = find_goodput(lambda rate: float(run_at(rate)["summary"]["attainment"]), start, plan.attainment)
+    else:
+        run_at(plan.workload.request_rate)
+    values: dict[str, Any] = {
+        "name": name,
+        "policy": config.policy,
+        "gpus": config.arrangement.num_nodes,
+        "cores": None,
+        "rates": [rates[rate] for rate in sorted(rates)],
+    }
+    if found is not None:
+        values["goodput"] = {
+            "rate": found.rate,
+            "next_rate": found.next_rate,
+            "per_gpu": found.rate / config.arrangement.num_nodes,
+            "attainment": found.attainment,
+            "target": plan.attainment,
+        }
+    return values
+
+
+def _rate(
+    plan: SimulationPlan, config: SimulationConfig, rate: float, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    workload = replace(plan.workload, request_rate=rate).build()
+    started = time.process_time()
+    done = simulate(workload, config, progress)
+    took_s = time.process_time() - started
+    summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
+    values: dict[str, Any] = {
+        "rate": None if rate == float("inf") else rate,
+        "summary": summary,
+        "itl_histogram": done.outcomes.gaps.histogram(),
+        "ttft_parts": done.parts.means_ms(),
+        "simulator": _simulator(done, took_s),
+    }
+    if plan.keeps_outcomes:
+        values["outcomes"] = done.outcomes.columns(0.0)
+    if done.timeline is not None:
+        values["timeline"] = {node: list(map(_entry, entries)) for node, entries in done.timeline.items()}
+    return values
+
+
+def _simulator(done: Simulated, took_s: float) -> dict[str, Any]:
+    return {
+        "steps": done.num_steps,
+        "preemptions": done.num_preemptions,
+        "node_failures": done.num_failures,
+        "retries": done.num_retries,
+        "bytes_moved": done.bytes_moved,
+        "mean_transfer_ms": done.parts.transfer_s / max(1, done.parts.count) * 1e3,
+        "cpu_s": took_s,
+        "cpu_us_per_request": took_s / max(1, len(done.outcomes)) * 1e6,
+    }
+
+
+def _entry(entry: TimelineEntry) -> list[Any]:
+    return [round(entry.start_s, 6), round(entry.end_s, 6), entry.kind, entry.tokens]
+
+
+def _compared(arrangements: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Goodput for each GPU, and how many times as much as where every node does both."""
+    per_gpu = {one["name"]: one["goodput"]["per_gpu"] for one in arrangements}
+    best = max((name for name in per_gpu if not name.startswith("colocated")), key=per_gpu.__getitem__, default=None)
+    together = max((rate for name, rate in per_gpu.items() if name.startswith("colocated")), default=0.0)
+    return {
+        "goodput": per_gpu,
+        "best_split": best,
+        "goodput_ratio": per_gpu[best] / together if best is not None and together else None,
+    }

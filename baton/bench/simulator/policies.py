@@ -1,0 +1,156 @@
+"""Who chooses nodes: the router's own policies, and those that papers hold against them.
+
+`global-cache` is Mooncake's (Qin et al., FAST 2025, algorithm 1): where another node has much more of a prompt than the
+one that would be quickest, its blocks are fetched first. Baton's router does not do that; the simulator says what it
+would bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from random import Random
+
+from baton.rpc.messages import NodeDescription, Role
+from router.cost_model import Found, NodeCosts, Question, cheapest
+from router.placement import Candidate, Demand, Placement, choose, fitting_nodes
+from router.placer import Choice, PlacementSettings, Placer, Policy
+from router.request import ValidRequest
+
+POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
+_BALANCING = 1.5
+"""How many times as much of a prompt another node must have, to be asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks of a prompt's begin that a node gets from another one before it computes the rest."""
+
+    source: str
+    sink: str
+    """Incarnations."""
+    num_tokens: int
+
+
+def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per_s: float) -> Placer:
+    """The policy of that name; KeyError for a stranger."""
+    from baton.bench.simulator.prompt import SimulatedKeys
+
+    own = {"cost": Policy.COST, "local-cache": Policy.COST, "global-cache": Policy.COST, "load-balanced": Policy.COST}
+    own |= {"least-loaded": Policy.LEAST_LOADED, "round-robin": Policy.ROUND_ROBIN, "random": Policy.LEAST_LOADED}
+    settings = replace(settings, policy=own[policy])
+    match policy:
+        case "random":
+            return RandomPlacer(settings, rng)
+        case "load-balanced":
+            return BlindPlacer(settings, prompt_keys=SimulatedKeys.of)
+        case "global-cache":
+            return FetchingPlacer(settings, bytes_per_s)
+        case _:
+            return Placer(settings, prompt_keys=SimulatedKeys.of)
+
+
+class RandomPlacer(Placer):
+    """Any prefill node, and the least loaded decode node; where one node does it all, any node."""
+
+    def __init__(self, settings: PlacementSettings, rng: Random) -> None:
+        super().__init__(settings)
+        self._rng = rng
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        exclude: Set[str],
+        attempt: int,
+        waited_s: float,
+        now: float,
+    ) -> Choice:
+        demand = Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
+        able = fitting_nodes(candidates, demand, exclude)
+        prefills = [candidate for candidate in able if candidate.node.role is Role.PREFILL]
+        decodes = [candidate for candidate in able if candidate.node.role is Role.DECODE]
+        if prefills and decodes:
+            placement = choose([self._rng.choice(prefills), *decodes], demand, exclude)
+        else:
+            placement = Placement(None, self._rng.choice(able).node, "at random")
+        return Choice(placement, request, attempt)
+
+
+class BlindPlacer(Placer):
+    """The router's cost model, which is told of no cache: the least work ahead."""
+
+    def on_attached(self, description: NodeDescription) -> bool:
+        super().on_attached(description)
+        self._caches.forget(description.incarnation)
+        return False
+
+    def _expect(self, request: ValidRequest, placement: Placement) -> Sequence[tuple[str, Sequence[bytes]]]:
+        self._prompts.pop(request.request_id, None)
+        return ()
+
+
+class FetchingPlacer(Placer):
+    """The router's cost model, with blocks that other nodes have within reach of each."""
+
+    def __init__(self, settings: PlacementSettings, bytes_per_s: float) -> None:
+        from baton.bench.simulator.prompt import SimulatedKeys
+
+        super().__init__(settings, prompt_keys=SimulatedKeys.of)
+        self._ms_per_byte = 1e3 / bytes_per_s
+        self._fetches: dict[str, Fetch] = {}
+
+    def take_fetch(self, request_id: str) -> Fetch | None:
+        """What the last choice for a request wants fetched."""
+        return self._fetches.pop(request_id, None)
+
+    def _cheapest(
+        self,
+        candidates: Sequence[Candidate],
+        request: ValidRequest,
+        demand: Demand,
+        exclude: Set[str],
+        attempt: int,
+        waited_s: float,
+        now: float,
+    ) -> Choice:
+        self._fetches.pop(request.request_id, None)
+        choice = super()._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
+        question, found = choice.question, choice.found
+        if question is None or found is None or found.prefill is None:
+            return choice
+        prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
+        source = max(prefills, key=lambda cost: question.cached.get(cost.node.incarnation, 0))
+        most = min(question.cached.get(source.node.incarnation, 0), demand.num_prompt_tokens - 1)
+        ways = {cost.node.incarnation: self._way_ms(question, cost, most) for cost in prefills}
+        best = min(prefills, key=lambda cost: (ways[cost.node.incarnation][0], cost.candidate.last_chosen))
+        num_fetched = ways[best.node.incarnation][1]
+        if num_fetched:
+            fetch = Fetch(source.node.incarnation, best.node.incarnation, most)
+            self._fetches[request.request_id] = fetch
+        elif best.node.incarnation == found.prefill.node.incarnation:
+            return choice
+        taken = self._with_prefill(question, best, most if num_fetched else 0) or found
+        assert taken.prefill is not None
+        placement = Placement(taken.prefill.node, taken.decode.node, "with blocks from elsewhere")
+        return replace(choice, placement=placement, found=taken)
+
+    def _way_ms(self, question: Question, cost: NodeCosts, most: int) -> tuple[float, int]:
+        """Until the first token, and how many tokens are fetched for it."""
+        tokens = question.demand.num_prompt_tokens
+        here = min(question.cached.get(cost.node.incarnation, 0), tokens - 1)
+        alone = cost.queue_ms + cost.prefill_ms(tokens - here)
+        if most <= here * _BALANCING:
+            return alone, 0
+        token_bytes = cost.node.block_bytes / cost.node.block_size
+        fetch_ms = (most - here) * token_bytes * self._ms_per_byte
+        # What is ahead of it in the queue is computed meanwhile.
+        fetched = max(cost.queue_ms, fetch_ms) + cost.prefill_ms(tokens - most)
+        return (fetched, most - here) if fetched < alone else (alone, 0)
+
+    @staticmethod
+    def _with_prefill(question: Question, prefill: NodeCosts, cached: int) -> Found | None:
+        """The cheapest way that begins at this node, which then has so much of the prompt."""
+        costs = [cost for cost in question.costs if cost.node.role is Role.DECODE] + [prefill]
+        there = {prefill.node.incarnation: max(cached, question.cached.get(prefill.node.incarnation, 0))}
+        return cheapest(replace(question, costs=costs, cached={**question.cached, **there}, alone_tokens=0))

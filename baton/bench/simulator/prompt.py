@@ -1,0 +1,110 @@
+"""Prompts without tokens: how long they are, and what their blocks are called. Equal beginnings have equal names.
+
+The engine and the router name blocks by hashes over tokens. Here they are named by hashes over the names of the
+workload's pieces, all at once and ahead of time: what shares tokens shares names, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import shake_128
+from typing import SupportsIndex
+
+from baton.bench.workloads import Piece
+from baton.engine.block_hash import KEY_BYTES
+from router.cache_view import CacheKeys, PromptKeys
+from router.request import ValidRequest
+
+TOKEN = 7
+"""What every token is."""
+
+
+class NamelessTokens(list[int]):
+    """A list of one and the same token that has none of them in memory; for looking only."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __bool__(self) -> bool:
+        return self._length > 0
+
+    def __getitem__(self, index: SupportsIndex | slice) -> list[int]:  # type: ignore[override]
+        if not isinstance(index, slice):
+            raise TypeError("nobody asks for one token")
+        return [TOKEN] * len(range(*index.indices(self._length)))
+
+
+class SimulatedPrompt(NamelessTokens):
+    """A request's prompt, and the keys of all blocks that it fills, its output's included."""
+
+    __slots__ = ("block_keys", "num_prompt_blocks")
+
+    def __init__(self, pieces: Sequence[Piece], output_length: int, block_size: int, name: str) -> None:
+        """`name`: of the request, whose output is its own."""
+        length = sum([piece.length for piece in pieces])
+        super().__init__(length)
+        self.num_prompt_blocks = length // block_size
+        keys = _piece_keys(pieces, block_size)
+        num_blocks = (length + output_length) // block_size
+        keys += _keys(b"output" + name.encode(), num_blocks - len(keys))
+        self.block_keys = keys
+
+
+class SimulatedKeys(PromptKeys):
+    """What the router asks of a prompt's keys; they are there already."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self._all = keys
+
+    @classmethod
+    def of(cls, request: ValidRequest) -> SimulatedKeys:
+        prompt = request.prompt_token_ids
+        assert isinstance(prompt, SimulatedPrompt)
+        return cls(prompt.block_keys[: prompt.num_prompt_blocks])
+
+    def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
+        return self._all[:num_blocks]
+
+    def known(self, fields: CacheKeys) -> Sequence[bytes]:
+        return self._all
+
+
+def _piece_keys(pieces: Sequence[Piece], block_size: int) -> list[bytes]:
+    """Of the full blocks. A key covers all before it, since its seed has the key before."""
+    keys: list[bytes] = []
+    parent = b""
+    straddling = b""
+    """Which parts of pieces are in the block that the last one did not fill, and how much of it is full."""
+    filled = 0
+    for piece in pieces:
+        offset = 0
+        name = piece.hash_id.to_bytes(8, "little")
+        if filled:
+            offset = min(block_size - filled, piece.length)
+            straddling += name + offset.to_bytes(8, "little")
+            filled += offset
+            if filled == block_size:
+                keys += _keys(parent + straddling, 1)
+                parent, straddling, filled = keys[-1], b"", 0
+        whole = (piece.length - offset) // block_size
+        if whole:
+            # The first ones of a longer piece of that name are the same.
+            keys += _keys(parent + name + offset.to_bytes(8, "little"), whole)
+            parent = keys[-1]
+        rest = piece.length - offset - whole * block_size
+        if rest:
+            at = offset + whole * block_size
+            straddling, filled = name + at.to_bytes(8, "little") + rest.to_bytes(8, "little"), rest
+    return keys
+
+
+def _keys(seed: bytes, count: int) -> list[bytes]:
+    if count <= 0:
+        return []
+    digest = shake_128(seed).digest(count * KEY_BYTES)
+    return [digest[start : start + KEY_BYTES] for start in range(0, count * KEY_BYTES, KEY_BYTES)]

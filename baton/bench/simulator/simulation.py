@@ -1,0 +1,336 @@
+"""One run: a workload, a cluster in virtual time, and what became of every request."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from baton.bench.outcome import Outcome, Outcomes
+from baton.bench.simulator.arrangement import Arrangement
+from baton.bench.simulator.events import Timeline
+from baton.bench.simulator.handoff import HandOffs
+from baton.bench.simulator.network import Network
+from baton.bench.simulator.node import SimulatedNode, TimelineEntry, TokenTimes
+from baton.bench.simulator.policies import make_placer
+from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
+from baton.bench.simulator.step_times import FormulaTimes, StepTimes
+from baton.bench.workloads import Workload, WorkloadRequest
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.errors import BatonError
+from baton.rpc.messages import NodeDescription, Role, StepReport
+from router.limits import DispatchLimits
+from router.placer import ALONE_TOKENS, PlacementSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A node dies, and maybe another incarnation of it comes."""
+
+    node_id: str
+    at_s: float
+    down_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """What a node is. Defaults: an A100 of 80 GB with OPT-13B."""
+
+    times: StepTimes = field(default_factory=FormulaTimes)
+    block_size: int = 16
+    cache_tokens: int = 48_000
+    """That its KV cache holds."""
+    kv_bytes_per_token: float = 819_200.0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 1 << 20
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationConfig:
+    """What is simulated, besides the workload."""
+
+    arrangement: Arrangement
+    sizes: NodeSizes = field(default_factory=NodeSizes)
+    prefill_sizes: NodeSizes | None = None
+    """Of prefill nodes, where they are other ones."""
+    policy: str = "cost"
+    nic_bytes_per_s: float = 25e9
+    network_latency_s: float = 1e-3
+    """Of a hand-off beside its bytes: a confirmation."""
+    message_s: float = 5e-4
+    """From router to node, and from a node to a client."""
+    detect_s: float = 0.0
+    """Until the router notices that a node is gone."""
+    failures: Sequence[Failure] = ()
+    mtbf_s: float = math.inf
+    """Of each node, mean time between failures; exponentially distributed."""
+    repair_s: float = 60.0
+    limits: DispatchLimits = field(
+        default_factory=lambda: DispatchLimits(queue_wait_s=1e9, capacity_wait_s=1e9, max_queue=1 << 30)
+    )
+    """Nobody is turned away unless somebody says so."""
+    max_concurrency: int | None = None
+    """So many requests are open at most: a closed loop."""
+    seed: int = 0
+    keeps_timeline: bool = False
+    stepwise: bool = False
+    """Simulate every step by itself; changes nothing but what it costs."""
+
+
+@dataclass(slots=True)
+class Simulated:
+    """What came of it."""
+
+    outcomes: Outcomes
+    duration_s: float
+    """From the first arrival to the last end, in virtual time."""
+    parts: FirstTokenParts
+    num_steps: int
+    num_retries: int
+    num_failures: int
+    bytes_moved: float
+    num_preemptions: int
+    timeline: dict[str, list[TimelineEntry]] | None
+
+
+def simulate(
+    workload: Workload,
+    config: SimulationConfig,
+    progress: Callable[[int], None] = lambda ended: None,
+    enough: Callable[[Outcomes], bool] = lambda outcomes: False,
+) -> Simulated:
+    """Run it to its end, or until there was `enough` of it. `progress` hears how many requests have ended."""
+    # Nothing here makes cycles fast enough for the collector to be worth its looking through a million objects.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        simulation = Simulation(config, progress, enough)
+        simulation.run(workload)
+        return simulation.result()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Simulation:
+    """A cluster and its clients."""
+
+    def __init__(
+        self, config: SimulationConfig, progress: Callable[[int], None], enough: Callable[[Outcomes], bool]
+    ) -> None:
+        self.outcomes = Outcomes()
+        self.nodes: dict[str, SimulatedNode] = {}
+        """By name; the incarnations of now."""
+        self.timeline = Timeline()
+        self._config = config
+        self._progress = progress
+        self._enough = enough
+        self._rng = Random(config.seed)
+        self._network = Network(self.timeline, config.nic_bytes_per_s, config.network_latency_s)
+        self._handoffs = HandOffs(self.timeline, self._network, config.sizes.kv_bytes_per_token)
+        settings = PlacementSettings(
+            require_disaggregation=bool(config.arrangement.prefill) and not config.arrangement.is_conditional,
+            alone_tokens=ALONE_TOKENS,
+        )
+        self.router = SimulatedRouter(
+            self.timeline,
+            self._network,
+            make_placer(config.policy, settings, self._rng, config.nic_bytes_per_s),
+            self._rng,
+            config.limits,
+            config.sizes.block_size,
+            config.message_s,
+            self._ended,
+        )
+        self._past: list[SimulatedNode] = []
+        self._num_failures = 0
+        self._requests: Iterator[WorkloadRequest] = iter(())
+        self._held: deque[WorkloadRequest] = deque()
+        """Those that wait for others to end, in a closed loop."""
+        self._turns: dict[int, deque[WorkloadRequest]] = {}
+        """Of each session, the turns to come."""
+        self._session_of: dict[int, int] = {}
+        self._pulled: WorkloadRequest | None = None
+        self._is_exhausted = False
+        self._is_over = False
+        for role, count in ((Role.PREFILL, config.arrangement.prefill), (Role.DECODE, config.arrangement.decode)):
+            for number in range(count):
+                self._start_node(f"{role.value}-{number}", role, 1)
+        self._plan_failures()
+
+    def run(self, workload: Workload) -> None:
+        """Let everything happen."""
+        self._requests = iter(workload)
+        self._pull()
+        self.timeline.run()
+        if self.router.num_open and not self._is_over:
+            raise BatonError(f"{self.router.num_open} requests never ended: the simulator has a fault")
+
+    def result(self) -> Simulated:
+        """After `run`."""
+        nodes = [*self._past, *self.nodes.values()]
+        entries = {node.incarnation: node.timeline for node in nodes if node.timeline is not None}
+        outcomes = self.outcomes
+        begin = min(outcomes.planned_s, default=0.0)
+        return Simulated(
+            outcomes=outcomes,
+            duration_s=max(outcomes.finished_s, default=begin) - begin,
+            parts=self.router.parts,
+            num_steps=sum(node.num_steps for node in nodes),
+            num_retries=self.router.num_retries,
+            num_failures=self._num_failures,
+            bytes_moved=self._network.bytes_moved,
+            num_preemptions=sum(node.scheduler.make_stats().num_preemptions for node in nodes),
+            timeline=entries if self._config.keeps_timeline else None,
+        )
+
+    # Nodes.
+
+    def _start_node(self, node_id: str, role: Role, run: int) -> None:
+        config = self._config
+        sizes = config.prefill_sizes if role is Role.PREFILL and config.prefill_sizes is not None else config.sizes
+        description = _describe(node_id, role, run, sizes)
+        scheduler = SchedulerConfig(
+            num_blocks=description.num_blocks + 1,
+            block_size=sizes.block_size,
+            max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_num_seqs),
+            max_num_seqs=sizes.max_num_seqs,
+            max_model_len=sizes.max_model_len,
+            enable_prefix_caching=sizes.enable_prefix_caching,
+        )
+        node = SimulatedNode(
+            description,
+            scheduler,
+            sizes.times,
+            self.timeline,
+            self._handoffs,
+            self._heard,
+            stepwise=config.stepwise,
+            keeps_timeline=config.keeps_timeline,
+        )
+        self.nodes[node_id] = node
+        self.router.attach(node)
+        if config.mtbf_s != math.inf:
+            self._plan_failure(
+                Failure(node_id, self.timeline.now + self._rng.expovariate(1 / config.mtbf_s), config.repair_s)
+            )
+
+    def _heard(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
+        self.router.heard(node, report, times)
+
+    def _plan_failures(self) -> None:
+        for failure in self._config.failures:
+            if failure.node_id not in self.nodes:
+                raise BatonError(f"no node is called {failure.node_id}: there are {', '.join(self.nodes)}")
+            self._plan_failure(failure)
+
+    def _plan_failure(self, failure: Failure) -> None:
+        self.timeline.call_at(failure.at_s, lambda: self._fail(failure))
+
+    def _fail(self, failure: Failure) -> None:
+        node = self.nodes.get(failure.node_id)
+        if node is None or node.is_gone or self._is_done:
+            return
+        self._num_failures += 1
+        node.fail()
+        self._past.append(node)
+        now = self.timeline.now
+
+        def noticed() -> None:
+            self.router.lose(node)
+            self._handoffs.node_gone(node)
+
+        self.timeline.call_at(now + self._config.detect_s, noticed)
+        if failure.down_s != math.inf:
+            back_at = now + max(failure.down_s, self._config.detect_s)
+            self.timeline.call_at(back_at, lambda: self._come_back(node))
+
+    def _come_back(self, node: SimulatedNode) -> None:
+        description = node.description
+        run = int(description.incarnation.rpartition(".")[2]) + 1
+        self._start_node(description.node_id, description.role, run)
+
+    # Requests.
+
+    @property
+    def _is_done(self) -> bool:
+        return self._is_exhausted and not (self.router.num_open or self._held or self._turns)
+
+    def _pull(self) -> None:
+        """Plan the next arrival; later turns of a session wait for those before."""
+        for request in self._requests:
+            if request.session is not None and request.turn > 0:
+                self._turns.setdefault(request.session, deque()).append(request)
+                continue
+            self.timeline.call_at(request.arrival_s, lambda request=request: self._due(request))  # type: ignore[misc]
+            return
+        self._is_exhausted = True
+
+    def _due(self, request: WorkloadRequest) -> None:
+        if self._is_over:
+            return
+        self._pull()
+        self._arrive(request)
+
+    def _arrive(self, request: WorkloadRequest) -> None:
+        most = self._config.max_concurrency
+        if most is not None and self.router.num_open >= most:
+            self._held.append(request)
+            return
+        if request.session is not None:
+            self._session_of[request.index] = request.session
+        self.router.arrive(request)
+
+    def _ended(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        now = self.timeline.now
+        if self._held:
+            held = self._held.popleft()
+            self.timeline.call_at(now, lambda: self._arrive(held))
+        session = self._session_of.pop(outcome.index, None)
+        if session is not None and session in self._turns:
+            self._next_turn(session, now)
+        count = len(self.outcomes)
+        if count % 1024 == 0:
+            self._progress(count)
+            if self._enough(self.outcomes):
+                self._is_over = True
+                self.timeline.stop()
+
+    def _next_turn(self, session: int, now: float) -> None:
+        turns = self._turns[session]
+        request = turns.popleft()
+        if not turns:
+            del self._turns[session]
+        at = max(now + request.think_s, request.arrival_s)
+        self.timeline.call_at(at, lambda: self._arrive(request))
+
+
+def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescription:
+    return NodeDescription(
+        node_id=node_id,
+        incarnation=f"{node_id}.{run}",
+        role=role,
+        address=f"{node_id}:{1024 + run}",
+        pid=run,
+        version="0",
+        model=MODEL,
+        model_fingerprint=MODEL,
+        dtype="simulated",
+        numerics="simulated",
+        bit_exact=True,
+        vocab_size=1 << 16,
+        max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
+        num_blocks=max(1, sizes.cache_tokens // sizes.block_size),
+        eos_token_ids=frozenset(),
+        kv_layout=MODEL,
+        block_bytes=round(sizes.kv_bytes_per_token * sizes.block_size),
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_num_seqs),
+    )

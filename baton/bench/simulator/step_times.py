@@ -1,0 +1,128 @@
+"""How long a step takes: by a formula with published coefficients, or by what `baton bench engine` measured. Pure.
+
+A step reads the weights once, whatever it computes: of the two constants a step with both kinds of work has the larger.
+What a chunk attends to grows with its place in the prompt: its square term is that of its end less that of its begin,
+so that a prompt costs the same in one piece or in many, but for a constant each.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from baton.errors import InvalidRequest
+
+
+class StepTimes(Protocol):
+    """Seconds of a step."""
+
+    def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
+        """`chunks`: of prompts, each from one token to another. `batch` sequences decode, with `context` tokens behind
+        them in all."""
+        ...
+
+    def decode_s(self, batch: int, context: int) -> float:
+        """A step without prompts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FormulaTimes:
+    """Milliseconds. Defaults: an A100 with OPT-13B, as fitted by the authors of DistServe's simulator."""
+
+    prefill_ms: float = 18.10
+    prefill_token_ms: float = 0.1019
+    prefill_square_ms: float = 7.12e-6
+    decode_ms: float = 19.93
+    decode_context_ms: float = 6.27e-4
+    """For each token behind the sequences."""
+    decode_sequence_ms: float = 0.0385
+
+    def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
+        tokens = squares = 0
+        for begin, end in chunks:
+            tokens += end - begin
+            squares += end * end - begin * begin
+        ms = self.prefill_ms if tokens else 0.0
+        if batch:
+            ms = max(ms, self.decode_ms) + self.decode_context_ms * context + self.decode_sequence_ms * batch
+        return (ms + self.prefill_token_ms * tokens + self.prefill_square_ms * squares) / 1e3
+
+    def decode_s(self, batch: int, context: int) -> float:
+        return (self.decode_ms + self.decode_context_ms * context + self.decode_sequence_ms * batch) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class TableTimes:
+    """By measured points: between them along a line, outside along the nearest one."""
+
+    prefill: Sequence[tuple[float, float]]
+    """Tokens of a chunk and seconds, rising."""
+    decode: Sequence[tuple[float, float]]
+    """Sequences and seconds, rising, each with `context_tokens` behind it."""
+    context_tokens: int
+    context_token_s: float = 0.0
+    """What a token more behind a sequence costs; less of them, less."""
+
+    def step_s(self, chunks: Iterable[tuple[int, int]], batch: int, context: int) -> float:
+        tokens = sum(end - begin for begin, end in chunks)
+        if not tokens:
+            return self.decode_s(batch, context)
+        if not batch:
+            return on_line(self.prefill, tokens)
+        # Of the smaller part only what it costs beyond a step that reads the weights and does nothing.
+        alone = self.decode_s(1, self.context_tokens)
+        return on_line(self.prefill, tokens) + max(0.0, self.decode_s(batch, context) - alone)
+
+    def decode_s(self, batch: int, context: int) -> float:
+        measured = on_line(self.decode, batch)
+        return max(measured / 4, measured + self.context_token_s * (context - batch * self.context_tokens))
+
+
+def on_line(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at `x` of the line through these points, never less than 0."""
+    if len(points) == 1:
+        return points[0][1]
+    place = min(max(bisect.bisect(points, (x,)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def read_step_times(path: Path) -> StepTimes:
+    """From `baton bench engine -o json`, from a table `{"prefill": [[tokens, ms], ...], "decode": [[batch, ms], ...],
+    "context_tokens": N, "context_token_ms": X}`, or a formula's coefficients. Raises InvalidRequest and OSError.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidRequest(str(path), f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(str(path), "not a JSON object")
+    try:
+        if "prefill_ms" in values and "decode_ms" in values:
+            return FormulaTimes(**{name: float(value) for name, value in values.items()})
+        if "prefill_tokens_per_s" in values:
+            return _of_engine_report(values)
+        return TableTimes(
+            sorted((float(tokens), float(ms) / 1e3) for tokens, ms in values["prefill"]),
+            sorted((float(batch), float(ms) / 1e3) for batch, ms in values["decode"]),
+            int(values.get("context_tokens", 0)),
+            float(values.get("context_token_ms", 0.0)) / 1e3,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidRequest(str(path), f"no table of step times: {error!r}") from None
+
+
+def _of_engine_report(values: dict[str, object]) -> TableTimes:
+    """One prompt length was measured: shorter chunks take their share of it, and no less than a decode step."""
+    decode = values["decode"]
+    context, prefill_ms = values["context_tokens"], values["prefill_ms"]
+    if not isinstance(decode, list) or not isinstance(context, int) or not isinstance(prefill_ms, int | float):
+        raise ValueError("decode, context_tokens or prefill_ms is not what `baton bench engine` writes")
+    points = sorted((float(one["batch"]), float(one["step_ms"]) / 1e3) for one in decode)
+    least = points[0][1]
+    return TableTimes([(1.0, least), (float(context), max(least, prefill_ms / 1e3))], points, context)

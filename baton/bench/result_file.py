@@ -68,6 +68,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def without_outcomes(result: Result) -> Result:
+    """For printing: what is one line a request is left out."""
+    arrangements = [
+        one | {"rates": [{key: value for key, value in rate.items() if key != "outcomes"} for rate in one["rates"]]}
+        for one in result["arrangements"]
+    ]
+    return result | {"arrangements": arrangements}
+
+
 def write_result(path: Path, result: Result) -> None:
     """All of it or nothing: a reader never sees half a file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.bench_compare import compare
 from baton.cli.bench_engine import engine
 from baton.cli.bench_report import report
 from baton.cli.bench_router import router
@@ -36,12 +37,15 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("router")(router)
     group.command("report")(report)
     group.command("serve")(serve)
+    group.command("compare")(compare)
     app.add_typer(group, name=name)
 
 
 def handoff(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
-    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")] = "",
+    shape: Annotated[
+        str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     requests: Annotated[int, typer.Option(help="Requests to take the medians of.", min=1)] = 20,
     prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,

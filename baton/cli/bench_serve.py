@@ -189,8 +189,8 @@ def _finish(
     output: Format,
     path: Path | None,
 ) -> None:
-    from baton.bench.result_file import write_result
-    from baton.bench.serve.report import remarks, rows, serve_result, without_outcomes
+    from baton.bench.result_file import without_outcomes, write_result
+    from baton.bench.serve.report import remarks, rows, serve_result
 
     now = datetime.now(UTC)
     result = serve_result(plan, run, slo, percentiles, label, now.isoformat(timespec="seconds"))

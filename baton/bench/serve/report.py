@@ -51,15 +51,6 @@ def serve_result(
     }
 
 
-def without_outcomes(result: Result) -> Result:
-    """For printing: what is one line a request is left out."""
-    arrangements = [
-        one | {"rates": [{key: value for key, value in rate.items() if key != "outcomes"} for rate in one["rates"]]}
-        for one in result["arrangements"]
-    ]
-    return result | {"arrangements": arrangements}
-
-
 def rows(summary: Summary, percentiles: Sequence[float]) -> list[tuple[str, str]]:
     """Names and values, as vLLM prints them."""
     lines = [

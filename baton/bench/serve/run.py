@@ -38,6 +38,8 @@ class LoadPlan:
     max_concurrency: int | None = None
     request_timeout_s: float | None = None
     num_warmups: int = 0
+    limit_s: float | None = None
+    """Seconds from the workload's begin after which the run ends, with what came until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class _Run:
             await asyncio.gather(*(child.ready() for child in self._children))
             for child in self._children:
                 child.say("go")
+            if self._plan.limit_s is not None:
+                loop.call_later(self._plan.limit_s, self._stop)
             await asyncio.gather(*(child.finish(self._progressed) for child in self._children))
             return self._result()
         finally:

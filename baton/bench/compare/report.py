@@ -1,0 +1,145 @@
+"""What a comparison says: the result file, and lines for a person. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from baton.bench.compare.arrangement import COLOCATED
+from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun
+from baton.bench.result_file import Result, new_result
+from baton.bench.spread import Spread
+
+_P99_GAP = "p99_largest_gap_ms"
+
+
+def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of values that were measured in turn, pair by pair; those without a sense are left out."""
+    return [one / other for one, other in zip(mine, others, strict=False) if other > 0 and math.isfinite(one)]
+
+
+def best_disaggregated(measured: Sequence[Measured]) -> Measured | None:
+    """The split with the highest goodput."""
+    found = [one for one in measured if one.arrangement.is_disaggregated and one.goodputs]
+    return max(found, key=lambda one: median(one.goodputs), default=None)
+
+
+def compare_result(config: CompareConfig, comparison: Comparison, created: str) -> Result:
+    """The file's content."""
+    measured = comparison.measured
+    workload = config.workload
+    result = new_result("compare", workload.to_json(), [_arrangement(one) for one in measured], workload.seed, created)
+    base = next((one for one in measured if one.arrangement.name == COLOCATED), None)
+    best = best_disaggregated(measured)
+    result |= {
+        "slo": comparison.slo.to_json(),
+        "attainment": config.attainment,
+        "undisturbed": comparison.undisturbed,
+        "repeats": max((len(one.goodputs) for one in measured), default=0),
+        "run_s": config.run_s,
+        "is_complete": not comparison.was_interrupted,
+        "goodput": {one.arrangement.name: median(one.goodputs) for one in measured if one.goodputs},
+        "goodput_spread": {one.arrangement.name: asdict(Spread.of(one.goodputs)) for one in measured if one.goodputs},
+        "best_split": best.arrangement.name if best is not None else None,
+        "p99_gap_ms": {one.arrangement.name: median(_gaps(one)) for one in measured if one.common},
+        "common_rate": _median_or_none([one.rate for one in measured[0].common]) if measured else None,
+    }
+    for name, found in _against(base, best).items():
+        result[name] = median(found) if found else None
+        result[f"{name}_spread"] = asdict(Spread.of(found)) if found else None
+    return result
+
+
+def _against(base: Measured | None, best: Measured | None) -> dict[str, list[float]]:
+    """Disaggregated over colocated."""
+    if base is None or best is None:
+        return {"goodput_ratio": [], "p99_gap_ratio": []}
+    return {
+        "goodput_ratio": ratios(best.goodputs, base.goodputs),
+        "p99_gap_ratio": ratios(_gaps(best), _gaps(base)),
+    }
+
+
+def _gaps(one: Measured) -> list[float]:
+    return [float(run.summary[_P99_GAP]) for run in one.common]
+
+
+def _median_or_none(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _arrangement(one: Measured) -> dict[str, Any]:
+    return {
+        "name": one.arrangement.name,
+        "prefill": one.arrangement.prefill,
+        "decode": one.arrangement.decode,
+        "cores": len(set(one.cores.values())),
+        "gpus": 0,
+        "pinned": dict(one.cores),
+        "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.nodes for rate in one.goodputs]},
+        "rates": [_rate(run, is_common=False) for run in one.runs] + [_rate(run, is_common=True) for run in one.common],
+    }
+
+
+def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
+    return {
+        "rate": run.rate,
+        "repeat": run.repeat,
+        "is_common": is_common,
+        "summary": run.summary,
+        "itl_histogram": run.run.outcomes.gaps.histogram(),
+        "generator": run.run.load.to_json(),
+        "outcomes": run.run.outcomes.columns(0.0),
+    }
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """A line for each arrangement."""
+    lines = []
+    for one in comparison.measured:
+        if not one.goodputs:
+            lines.append([one.arrangement.name, "-", "-", "-", "-", "-"])
+            continue
+        spread = Spread.of(one.goodputs)
+        lines.append(
+            [
+                one.arrangement.name,
+                f"{spread.median:.2f} [{spread.p10:.2f}, {spread.p90:.2f}]",
+                f"{spread.median / one.arrangement.nodes:.2f}",
+                _common(one, "p99_ttft_ms"),
+                _common(one, "p99_tpot_ms"),
+                _common(one, _P99_GAP),
+            ]
+        )
+    return lines
+
+
+def _common(one: Measured, key: str) -> str:
+    return f"{median(float(run.summary[key]) for run in one.common):.1f}" if one.common else "-"
+
+
+def verdict(result: Result) -> list[str]:
+    """What it comes to, in words."""
+    lines = []
+    if result["goodput_ratio"] is not None:
+        spread = result["goodput_ratio_spread"]
+        lines.append(
+            f"{result['best_split']} has {result['goodput_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] "
+            f"times the goodput of {COLOCATED}"
+        )
+    elif result["best_split"] is not None and result["goodput"].get(COLOCATED) == 0:
+        lines.append(f"{COLOCATED} kept the SLO at no rate that was tried, so there is no ratio of goodputs")
+    if result["p99_gap_ratio"] is not None:
+        spread = result["p99_gap_ratio_spread"]
+        lines.append(
+            f"and {result['p99_gap_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] times its P99 largest gap, "
+            f"at {result['common_rate']:.2f} requests/s"
+        )
+    for arrangement in result["arrangements"]:
+        reasons = {rate["generator"]["bottleneck"] for rate in arrangement["rates"]} - {""}
+        if reasons:
+            lines.append(f"{arrangement['name']}: in some runs the generator was late: {sorted(reasons)[-1]}")
+    return lines

@@ -257,7 +257,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
 
 
 def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
-    """Done for each token: what it does not need costs nothing."""
+    """What it does not need costs nothing."""
     token_ids, logprobs = list(pb.token_ids), pb.logprobs
     delta = RequestDelta(
         attempt_from_pb(pb.attempt),
@@ -276,7 +276,9 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
 
 
 def report_from_pb(pb: node.StepReport) -> StepReport:
-    """One engine step's news. An outcome of a newer version counts as an error, never as going on."""
+    """One engine step's news, without its next tokens: those are for `report_stream`. An outcome of a newer version
+    counts as an error, never as going on.
+    """
     deltas = [_delta_from_pb(delta) for delta in pb.deltas]
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None
     notice = pb.notice if pb.HasField("notice") else None

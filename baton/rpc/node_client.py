@@ -12,12 +12,12 @@ from baton.rpc import status
 from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_node import (
     description_from_pb,
-    report_from_pb,
     router_message_to_pb,
     trace_from_pb,
 )
 from baton.rpc.codec_node_report import node_report_from_pb
 from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
+from baton.rpc.report_stream import ReportReader
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
@@ -31,6 +31,7 @@ class NodeStream:
         self.welcome = welcome
         self._call = call
         self._write_lock = asyncio.Lock()
+        self._reports = ReportReader()
 
     async def send(self, message: RouterMessage) -> None:
         """Send work; raises NodeLost."""
@@ -46,7 +47,7 @@ class NodeStream:
             # read() throughout: grpc.aio does not let a call be read both ways, and the welcome was read so.
             while isinstance(response := await self._call.read(), node.AttachResponse):
                 if response.WhichOneof("message") == "report":
-                    yield report_from_pb(response.report)
+                    yield self._reports.read(response.report)
         except grpc.RpcError as error:
             raise status.lost(error, self.welcome.node_id) from error
         raise NodeLost(f"node {self.welcome.node_id} ended the stream")
@@ -70,7 +71,12 @@ class NodeClient:
         `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over.
         """
         call = self._stub.Attach()
-        hello = node.AttachHello(router_id=router_id, incarnation=incarnation, router_incarnation=router_incarnation)
+        hello = node.AttachHello(
+            router_id=router_id,
+            incarnation=incarnation,
+            router_incarnation=router_incarnation,
+            takes_next_tokens=True,
+        )
         try:
             await call.write(node.AttachRequest(hello=hello))
             first = await call.read()

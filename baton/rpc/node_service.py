@@ -20,6 +20,7 @@ from baton.rpc.codec_node import (
 )
 from baton.rpc.codec_node_report import node_report_to_pb
 from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
+from baton.rpc.report_stream import ReportWriter
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
@@ -81,10 +82,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         hello = await self._greet(requests)
         port = self._handler.open_port(hello.router_id, hello.router_incarnation)
         reader = asyncio.create_task(self._read(requests, port), name="attach-read")
+        to_pb = ReportWriter().write if hello.takes_next_tokens else report_to_pb
         try:
             yield node.AttachResponse(welcome=description_to_pb(self._handler.describe()))
             async for report in port.reports():
-                yield node.AttachResponse(report=report_to_pb(report))
+                yield node.AttachResponse(report=to_pb(report))
         finally:
             reader.cancel()
             port.close()

@@ -108,14 +108,16 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., watch_kv_cache: _Optional[_Union[WatchKVCache, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
-    __slots__ = ("router_id", "incarnation", "router_incarnation")
+    __slots__ = ("router_id", "incarnation", "router_incarnation", "takes_next_tokens")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     incarnation: str
     router_incarnation: str
-    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
+    takes_next_tokens: bool
+    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids")
@@ -212,18 +214,22 @@ class NodeDescription(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("deltas", "load", "kv_cache", "notice", "step")
+    __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PLACES_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[RequestDelta]
     load: LoadReport
     kv_cache: KVCacheUpdate
     notice: str
     step: StepFigures
-    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ..., step: _Optional[_Union[StepFigures, _Mapping]] = ...) -> None: ...
+    next_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    next_places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[RequestDelta, _Mapping]]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., kv_cache: _Optional[_Union[KVCacheUpdate, _Mapping]] = ..., notice: _Optional[str] = ..., step: _Optional[_Union[StepFigures, _Mapping]] = ..., next_token_ids: _Optional[_Iterable[int]] = ..., next_places: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepFigures(_message.Message):
     __slots__ = ("step_ms", "prefill_tokens", "decode_sequences", "decode_context_tokens")

@@ -497,6 +497,28 @@ async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> N
         assert not port.closed.is_set()
 
 
+async def test_next_tokens_are_left_for_routers_that_understand_them(node: Node) -> None:
+    reports = [StepReport([RequestDelta(KEY, index, [index])], LoadReport()) for index in range(3)]
+    newest = await node.client.attach("router-1")
+    port = await node.handler.ports.get()
+    for report in reports:
+        port.queue.put_nowait(report)
+    told = aiter(newest)
+    for index in range(3):
+        assert [list(delta.token_ids) for delta in (await anext(told)).deltas] == [[index]]
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        older = node_pb2_grpc.NodeStub(channel).Attach()
+        await older.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-2")))
+        await older.read()
+        port = await node.handler.ports.get()
+        for report in reports:
+            port.queue.put_nowait(report)
+        for index in range(3):
+            answer = await older.read()
+            assert isinstance(answer, node_pb2.AttachResponse)
+            assert [list(delta.token_ids) for delta in answer.report.deltas] == [[index]]
+
+
 async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: Node) -> None:
     stream = await node.client.attach("router-1")
     port = await node.handler.ports.get()

@@ -1,0 +1,112 @@
+"""The reports of one stream from a node to a router, so short that a token costs next to nothing on either end.
+
+Nearly all that a node says is that a sequence got its next token. Which sequences go on both ends know from the report
+before, so it is enough to say the tokens. What a report leaves open is said in full, as a `RequestDelta`. See
+`StepReport.next_token_ids` in node.proto for the rule; here are its two ends. The stream loses nothing and keeps the
+order, so they never differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.errors import NodeLost
+from baton.ids import AttemptKey
+from baton.rpc.codec_node import report_from_pb, report_to_pb
+from baton.rpc.messages import RequestDelta, StepReport
+from baton.v1 import node_pb2 as node
+
+
+class _Going:
+    """A sequence that goes on, and the index of its next token."""
+
+    __slots__ = ("attempt", "next_index", "sequence_index")
+
+    def __init__(self, delta: RequestDelta) -> None:
+        self.attempt = delta.attempt
+        self.sequence_index = delta.sequence_index
+        self.next_index = delta.first_index + len(delta.token_ids)
+
+
+class ReportWriter:
+    """The node's end."""
+
+    def __init__(self) -> None:
+        self._order: Sequence[_Going] = ()
+        self._places: dict[tuple[AttemptKey, int], int] = {}
+        """In that order."""
+
+    def write(self, report: StepReport) -> node.StepReport:
+        """The next report of the stream."""
+        order, places, tokens, rest = self._order, [], [], []
+        for delta in report.deltas:
+            place = self._place(delta)
+            if place is None:
+                rest.append(delta)
+            else:
+                order[place].next_index += 1
+                places.append(place)
+                tokens.append(delta.token_ids[0])
+        pb = report_to_pb(replace(report, deltas=rest) if tokens else report)
+        pb.next_token_ids.extend(tokens)
+        are_all = places == list(range(len(order)))
+        if not are_all:
+            pb.next_places.extend(places)
+        new = _going_on(rest)
+        if new or (places and not are_all):
+            self._order = [*(order[place] for place in places), *new]
+            self._places = {(one.attempt, one.sequence_index): place for place, one in enumerate(self._order)}
+        return pb
+
+    def _place(self, delta: RequestDelta) -> int | None:
+        """Where it is in the order, if it brings the one token that follows and nothing else."""
+        if len(delta.token_ids) != 1 or delta.outcome is not None or delta.timings is not None or delta.logprobs:
+            return None
+        place = self._places.get((delta.attempt, delta.sequence_index))
+        return place if place is not None and self._order[place].next_index == delta.first_index else None
+
+
+class ReportReader:
+    """The router's end."""
+
+    def __init__(self) -> None:
+        self._order: Sequence[_Going] = ()
+
+    def read(self, pb: node.StepReport) -> StepReport:
+        """The next report of the stream; raises NodeLost for one that can't follow the one before."""
+        report = report_from_pb(pb)
+        going = self._going(pb)
+        new = _going_on(report.deltas)
+        if going:
+            report = replace(report, deltas=[*_next_deltas(going, pb.next_token_ids), *report.deltas])
+        if new:
+            self._order = [*going, *new]
+        elif going:
+            self._order = going
+        return report
+
+    def _going(self, pb: node.StepReport) -> Sequence[_Going]:
+        """Whose the next tokens are."""
+        if not pb.next_token_ids:
+            return ()
+        try:
+            going = [self._order[place] for place in pb.next_places] if pb.next_places else self._order
+        except IndexError:
+            going = ()
+        if len(going) != len(pb.next_token_ids):
+            raise NodeLost("the node brought tokens of which it did not say whose they are")
+        return going
+
+
+def _next_deltas(going: Sequence[_Going], token_ids: Sequence[int]) -> list[RequestDelta]:
+    deltas = []
+    for one, token in zip(going, token_ids, strict=True):
+        index = one.next_index
+        one.next_index = index + 1
+        deltas.append(RequestDelta(one.attempt, index, (token,), sequence_index=one.sequence_index))
+    return deltas
+
+
+def _going_on(deltas: Sequence[RequestDelta]) -> list[_Going]:
+    return [_Going(delta) for delta in deltas if delta.token_ids and delta.outcome is None]

@@ -1,0 +1,135 @@
+"""Reports that leave out what both ends know: whatever a node says, its router reads the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.engine.outputs import TokenLogprobs
+from baton.errors import NodeLost
+from baton.ids import AttemptKey
+from baton.rpc.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
+from baton.rpc.report_stream import ReportReader, ReportWriter
+from baton.v1 import node_pb2
+
+_KEYS = [AttemptKey(name, attempt, 2**63) for name in ("a", "b", "c") for attempt in (1, 2)]
+
+
+def _delta(key: AttemptKey, index: int, *tokens: int, sequence: int = 0) -> RequestDelta:
+    return RequestDelta(key, index, list(tokens), [], sequence_index=sequence)
+
+
+def _report(*deltas: RequestDelta) -> StepReport:
+    return StepReport(deltas, LoadReport(running=3))
+
+
+def _in_order(deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
+    """By what they are about. Only there the order matters: index by index, the end last."""
+    plain = [
+        RequestDelta(
+            delta.attempt,
+            delta.first_index,
+            list(delta.token_ids),
+            list(delta.logprobs),
+            delta.outcome,
+            delta.stop_token_id,
+            delta.error,
+            delta.timings,
+            delta.sequence_index,
+        )
+        for delta in deltas
+    ]
+    return sorted(
+        plain, key=lambda delta: (delta.attempt, delta.sequence_index, delta.first_index, len(delta.token_ids))
+    )
+
+
+def _sent(writer: ReportWriter, report: StepReport) -> node_pb2.StepReport:
+    return node_pb2.StepReport.FromString(writer.write(report).SerializeToString())
+
+
+def test_a_token_of_a_sequence_that_goes_on_is_all_that_is_said() -> None:
+    writer, reader = ReportWriter(), ReportReader()
+    a, b, c = _KEYS[:3]
+    first = _sent(writer, _report(_delta(a, 0, 5), _delta(b, 7, 6, 7)))
+    assert (len(first.deltas), len(first.next_token_ids)) == (2, 0)
+    assert _in_order(reader.read(first).deltas) == [_delta(a, 0, 5), _delta(b, 7, 6, 7)]
+
+    both = _sent(writer, _report(_delta(a, 1, 8), _delta(b, 9, 9)))
+    assert (list(both.next_token_ids), list(both.next_places), len(both.deltas)) == ([8, 9], [], 0)
+    assert _in_order(reader.read(both).deltas) == [_delta(a, 1, 8), _delta(b, 9, 9)]
+
+    one_and_a_new_one = _sent(writer, _report(_delta(b, 10, 1), _delta(c, 0, 2)))
+    assert (list(one_and_a_new_one.next_places), len(one_and_a_new_one.deltas)) == ([1], 1)
+    assert _in_order(reader.read(one_and_a_new_one).deltas) == [_delta(b, 10, 1), _delta(c, 0, 2)]
+
+    back = _sent(writer, _report(_delta(a, 2, 3)))
+    assert (len(back.deltas), len(back.next_token_ids)) == (1, 0)
+    assert _in_order(reader.read(back).deltas) == [_delta(a, 2, 3)]
+
+
+def test_who_pauses_is_told_in_full_again() -> None:
+    writer, reader = ReportWriter(), ReportReader()
+    a, b, c = _KEYS[:3]
+    reader.read(_sent(writer, _report(_delta(a, 0, 1), _delta(b, 0, 1), _delta(c, 0, 1))))
+    for index in (1, 2):
+        two = _sent(writer, _report(_delta(b, index, 7), _delta(c, index, 8)))
+        assert list(two.next_places) == ([1, 2] if index == 1 else [])
+        assert _in_order(reader.read(two).deltas) == [_delta(b, index, 7), _delta(c, index, 8)]
+    back = _sent(writer, _report(_delta(a, 1, 5), _delta(c, 3, 6)))
+    assert (len(back.deltas), list(back.next_token_ids), list(back.next_places)) == (1, [6], [1])
+    assert _in_order(reader.read(back).deltas) == [_delta(a, 1, 5), _delta(c, 3, 6)]
+
+
+def test_signs_of_life_change_nothing_between_two_tokens() -> None:
+    writer, reader, a = ReportWriter(), ReportReader(), _KEYS[0]
+    for report in (_report(_delta(a, 0, 5)), _report(), _report(RequestDelta(_KEYS[1])), _report(_delta(a, 1, 6))):
+        last = _sent(writer, report)
+        read = reader.read(last)
+    assert not last.deltas
+    assert _in_order(read.deltas) == [_delta(a, 1, 6)]
+
+
+@pytest.mark.parametrize(
+    "pb",
+    [
+        node_pb2.StepReport(next_token_ids=[1]),
+        node_pb2.StepReport(next_token_ids=[1], next_places=[4]),
+        node_pb2.StepReport(next_token_ids=[1, 2], next_places=[0]),
+    ],
+)
+def test_tokens_of_nobody_end_the_stream(pb: node_pb2.StepReport) -> None:
+    with pytest.raises(NodeLost, match="whose they are"):
+        ReportReader().read(pb)
+
+
+_deltas = st.builds(
+    lambda key, index, tokens, logprobs, end, timings, sequence: RequestDelta(
+        key, index, tokens, logprobs, end[0], None, end[1], timings, sequence
+    ),
+    st.sampled_from(_KEYS),
+    st.integers(0, 4),
+    st.lists(st.integers(0, 9), max_size=2),
+    st.sampled_from([[], [], [TokenLogprobs(1, -0.5, 1, [(1, -0.5)])]]),
+    st.sampled_from([(None, ""), (None, ""), (Outcome.STOP, ""), (Outcome.KV_LOST, "why")]),
+    st.sampled_from([None, None, StageTimings(1, 2, 3, 4, 5, 6)]),
+    st.integers(0, 1),
+)
+
+
+@given(st.lists(st.tuples(st.lists(_deltas, max_size=4), st.sets(st.integers(0, 11), max_size=3)), max_size=12))
+def test_whatever_is_written_is_read(steps: list[tuple[list[RequestDelta], set[int]]]) -> None:
+    writer, reader = ReportWriter(), ReportReader()
+    indices = [0] * 12
+    for others, going in steps:
+        deltas = list(others)
+        for number in going:
+            deltas.append(_delta(_KEYS[number // 2], indices[number], number, sequence=number % 2))
+            indices[number] += 1
+        # What is said twice of the same tokens comes in any order: sorting can't tell which is which.
+        unique = {(one.attempt, one.sequence_index, one.first_index, len(one.token_ids)): one for one in deltas}
+        report = _report(*unique.values())
+        assert _in_order(reader.read(_sent(writer, report)).deltas) == _in_order(report.deltas)

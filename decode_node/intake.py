@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 
@@ -23,6 +23,7 @@ from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
+from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import PickedUp
 from kv_transfer.effects import Recorded, Released
@@ -30,7 +31,7 @@ from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_client import LinkClient, open_channel
 from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
-from kv_transfer.liveness import IsRunning, is_running
+from kv_transfer.liveness import IsRunning, is_running, nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import (
     BlocksDigested,
@@ -82,6 +83,7 @@ class Intake:
         digest_every: int = 0,
         clock: Clock | None = None,
         is_running: IsRunning = is_running,
+        nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
@@ -100,6 +102,7 @@ class Intake:
         self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock)
         self._refused = RefusedLinks(clock)
         self._links: dict[str, LinkClient] = {}
+        self._absent = AbsentSenders(self.mover.disconnect, nobody_listens)
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._reopened: Counter[str] = Counter()
         """How often in vain, by incarnation."""
@@ -123,6 +126,7 @@ class Intake:
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()
+        await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
     # From the engine, by way of the loop.
@@ -153,6 +157,7 @@ class Intake:
     def link_up(self, welcome: LinkWelcome) -> None:
         self._num_blocks[welcome.incarnation] = welcome.num_blocks
         self._refused.opened(welcome.node_id)
+        self._absent.came(welcome.node_id, welcome.incarnation)
         self.mover.connect(
             PeerMemory(
                 incarnation=welcome.incarnation,
@@ -177,10 +182,11 @@ class Intake:
         _log.info("link to %s ended: %s", incarnation, error)
         link = self._links.pop(incarnation, None)
         self._opened_at.pop(incarnation, None)
+        was_up = self._num_blocks.pop(incarnation, None) is not None
         if link is not None:
             self._refused.ended(link.source.node_id, error.cause, error.story)
-        if self._num_blocks.pop(incarnation, None) is not None:
-            self.mover.disconnect(incarnation)
+            if was_up and not self._stopped:
+                self._absent.left(link.source)
         self._carry_out(self._book.peer_lost(incarnation, error.cause, error.story))
 
     # For the node.

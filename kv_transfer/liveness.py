@@ -13,6 +13,8 @@ IsRunning = Callable[[str, float], Awaitable[bool]]
 """Of the process that listens on HOST:PORT; answers within so many seconds."""
 
 _ANSWER_S = 1.0
+_LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
+"""After its link has ended a process is looked for so many times: it lets go of its sockets one by one."""
 _NEW_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 
 
@@ -30,6 +32,15 @@ async def nobody_listens(address: str) -> bool:
     except (OSError, ValueError, OverflowError):
         return False
     writer.close()
+    return False
+
+
+async def is_gone(address: str, nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens) -> bool:
+    """Whether a process whose link has just ended turns out to be gone within a moment."""
+    for pause_s in _LOOK_AFTER_S:
+        await asyncio.sleep(pause_s)
+        if await nobody_listens(address):
+            return True
     return False
 
 

@@ -33,15 +33,13 @@ from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, Lease
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_messages import Closing, ConfirmRead, ReaderMessage, request_of
 from kv_transfer.link_server import LinkServer
-from kv_transfer.liveness import IsRunning, is_running, nobody_listens
+from kv_transfer.liveness import IsRunning, is_gone, is_running, nobody_listens
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.sampling import is_digested
 
 _log = logging.getLogger(__name__)
-_LOOK_AFTER_S = (0.0, 0.05, 0.2, 1.0)
-"""After its link has ended a reader is looked for so many times: a process lets go of its sockets one by one."""
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})
 
 
@@ -211,12 +209,9 @@ class HandOff:
 
     async def _look_for(self, incarnation: str, address: str) -> None:
         """A reader whose process has ended needs no grace."""
-        for pause_s in _LOOK_AFTER_S:
-            await asyncio.sleep(pause_s)
-            if await self._nobody_listens(address):
-                _log.info("%s is gone: nobody listens on %s", incarnation, address)
-                self._carry_out(self._book.reader_gone(incarnation))
-                return
+        if await is_gone(address, self._nobody_listens):
+            _log.info("%s is gone: nobody listens on %s", incarnation, address)
+            self._carry_out(self._book.reader_gone(incarnation))
 
     # For metrics and tests.
 

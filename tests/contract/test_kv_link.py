@@ -46,6 +46,7 @@ from tests.support.handoff_rig import (
     HandoffRig,
     Notes,
     ReceiverHalf,
+    SenderHalf,
     content_of,
     write_block,
 )
@@ -401,16 +402,40 @@ async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig)
     await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
 
 
-async def test_after_a_cut_the_next_request_opens_a_new_link(rig: HandoffRig) -> None:
+async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stayed_connected(rig: HandoffRig) -> None:
     rig.receiver.take("a#1", 18, rig.sender.source, OURS)
     await rig.receiver.notes.event("subscribed", "a#1")
     rig.sender.handoff._links.cut(1, "test")
     await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
-    await rig.receiver.notes.until(lambda: rig.receiver.notes.dropped_peers == ["p0.first"])
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
     rig.assert_blocks(KEY, OURS)
+    assert not rig.receiver.notes.dropped_peers
+
+
+async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig) -> None:
+    rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+    await rig.receiver.notes.event("subscribed", KEY)
+    await rig.sender.stop()
+    await rig.receiver.notes.until(lambda: rig.receiver.notes.dropped_peers == ["p0.first"])
+    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+
+
+async def test_a_restarted_sender_replaces_its_predecessor() -> None:
+    async with HandoffRig() as rig:
+        rig.receiver.take("a#1", 18, rig.sender.source, OURS)
+        await rig.receiver.notes.event("subscribed", "a#1")
+        # It still listens, so that nothing but its successor tells that it is no more.
+        rig.sender.handoff._links.close()
+        await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
+        successor = SenderHalf(rig.make_backend, LinkIdentity("c", "p0", "p0.second", LAYOUT), rig.clock)
+        await successor.start()
+        rig.receiver.take(KEY, 18, successor.source, OURS)
+        successor.finish(successor.request(KEY, 18), THEIRS)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.arrived)
+        assert rig.receiver.notes.dropped_peers == ["p0.first"]
+        await successor.stop()
 
 
 async def test_heartbeats_keep_an_idle_link(rig: HandoffRig) -> None:

@@ -294,6 +294,7 @@ class SimulatedNode:
                 lambda address: network.channel(self.incarnation, address),
                 digest_every=1 if limits.digests else 0,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
+                nobody_listens=cluster.nobody_listens,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector

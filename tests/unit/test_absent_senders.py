@@ -1,0 +1,89 @@
+"""Senders whose link ended: which of them are dropped, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from baton.engine.request import KVSource
+from decode_node.absent_senders import AbsentSenders
+from tests.support.virtual_time import run_virtually
+
+FIRST = KVSource("p0", "p0.first", "host:1")
+OTHER = KVSource("p1", "p1.first", "host:2")
+
+
+class Host:
+    """Says of a port whether anybody listens, from some moment on."""
+
+    def __init__(self) -> None:
+        self.ends_at: dict[str, float] = {}
+        self.asked = 0
+
+    async def nobody_listens(self, address: str) -> bool:
+        self.asked += 1
+        return asyncio.get_running_loop().time() >= self.ends_at.get(address, float("inf"))
+
+
+def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> list[str]:
+    """Play it in virtual time; returns who was dropped, in order."""
+    dropped: list[str] = []
+
+    async def main() -> None:
+        host = Host()
+        senders = AbsentSenders(dropped.append, host.nobody_listens)
+        await play(senders, host, dropped)
+        await senders.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtually(main())
+    return dropped
+
+
+def test_one_whose_process_ends_within_a_moment_is_dropped() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
+        senders.left(FIRST)
+        senders.left(OTHER)
+        await asyncio.sleep(100)
+        assert len(senders) == 1
+
+    assert check(play) == ["p0.first"]
+
+
+def test_one_that_lives_is_kept_and_may_come_back_again_and_again() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        for _ in range(3):
+            senders.left(FIRST)
+            await asyncio.sleep(100)
+            assert len(senders) == 1
+            senders.came("p0", "p0.first")
+            assert len(senders) == 0
+
+    assert check(play) == []
+
+
+def test_one_that_came_back_is_not_looked_for_any_more() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        host.ends_at["host:1"] = asyncio.get_running_loop().time() + 0.1
+        senders.left(FIRST)
+        await asyncio.sleep(0.06)
+        senders.came("p0", "p0.first")
+        asked = host.asked
+        await asyncio.sleep(100)
+        assert host.asked == asked
+
+    assert check(play) == []
+
+
+def test_a_successor_ends_those_before_it_and_no_others() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        for source in (FIRST, OTHER):
+            senders.left(source)
+        await asyncio.sleep(100)
+        senders.came("p0", "p0.second")
+        assert dropped == ["p0.first"]
+        senders.came("p0", "p0.third")
+        assert len(senders) == 1
+
+    assert check(play) == ["p0.first"]

@@ -20,10 +20,12 @@ import numpy as np
 
 from baton.clock import SystemClock
 from baton.engine.runner.base import KVMemory
+from baton.engine.runner.block_digests import block_digests
+from baton.errors import BatonError
 from kv_transfer.backends.base import PeerMemory, ReadRange, ReadState
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover import Mover
-from kv_transfer.mover_events import MoverEvent
+from kv_transfer.mover_events import BlocksDigested, MoverEvent, ReadDone
 
 _COLD_BYTES = 256 << 20
 """Of memory on each side: several times what the last cache of any processor holds for one core."""
@@ -80,20 +82,28 @@ class ReadTimes:
     """From the end of one to the next one's, through a node's mover that always has another."""
     mover_share: float
     """Of the bare loop's bandwidth, reached by the mover: each round against its own, since the machine drifts."""
+    digest_cost: float
+    """What digests add to the time of that mover, as a share of it without them, until the last one is known; rounds
+    against their own, too."""
 
 
 def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
-    """What reads of so many neighbouring blocks take; bare loop and mover take turns."""
+    """What reads of so many neighbouring blocks take; bare loop, mover and mover with digests take turns."""
     places = itertools.cycle(range(0, sender.num_blocks - num_blocks + 1, num_blocks))
     reads = ([ReadRange(block, block, num_blocks)] for block in places)
-    bare, moved = [], []
-    with _bare_reader(sender) as backend, _moved_reader(sender) as (mover, events):
+    bare: list[float] = []
+    plain: list[_Moved] = []
+    digested: list[_Moved] = []
+    with _bare_reader(sender) as backend, _moved_reader(sender) as moved:
         for number in range(_ROUNDS):
             turn = list(itertools.islice(reads, _READS))
             bare.append(_bare_ms(backend, sender, turn))
-            moved.append(_moved_ms(mover, events, sender, turn, number * _READS))
-    shares = [alone / through for alone, through in zip(bare, moved, strict=True)]
-    return ReadTimes(median(bare), median(moved), median(shares))
+            # Who comes second finds the helper's thread asleep, or awake: they take turns, too.
+            for with_digests in (False, True) if number % 2 else (True, False):
+                (digested if with_digests else plain).append(moved.read(turn, with_digests=with_digests))
+    shares = [alone / through.read_ms for alone, through in zip(bare, plain, strict=True)]
+    costs = [slow.turn_ms / quick.turn_ms - 1 for slow, quick in zip(digested, plain, strict=True)]
+    return ReadTimes(median(bare), median(each.read_ms for each in plain), median(shares), median(costs))
 
 
 @contextmanager
@@ -104,15 +114,68 @@ def _bare_reader(sender: Sender) -> Iterator[NixlBackend]:
     backend.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """One turn of a mover, in milliseconds."""
+
+    read_ms: float
+    """Median, from the end of one read to the next one's."""
+    turn_ms: float
+    """From the first call to the last answer, of digests, too."""
+
+
+class _MovedReader:
+    """Reads through a mover that always has another one to do."""
+
+    def __init__(self, sender: Sender, mover: Mover, events: SimpleQueue[MoverEvent]) -> None:
+        self._sender = sender
+        self._mover = mover
+        self._events = events
+        self._read_ids = itertools.count()
+
+    def read(self, reads: Sequence[list[ReadRange]], *, with_digests: bool) -> _Moved:
+        """One turn."""
+        ends: list[float] = []
+        wanted = digested = 0
+        started = time.perf_counter()
+        for number, ranges in enumerate(reads):
+            blocks = [block for r in ranges for block in range(r.local_block, r.local_block + r.count)]
+            to_digest = blocks if with_digests else ()
+            wanted += len(to_digest)
+            self._mover.read(next(self._read_ids), self._sender.memory.incarnation, ranges, to_digest)
+            digested += self._until_read(ends) if number else 0
+        while len(ends) < len(reads) or digested < wanted:
+            digested += self._take(ends)
+        turn_ms = (time.perf_counter() - started) * 1e3
+        return _Moved(median(after - before for before, after in itertools.pairwise(ends)), turn_ms)
+
+    def _until_read(self, ends: list[float]) -> int:
+        before, digested = len(ends), 0
+        while len(ends) == before:
+            digested += self._take(ends)
+        return digested
+
+    def _take(self, ends: list[float]) -> int:
+        """Take one answer; returns how many blocks were digested."""
+        match self._events.get():
+            case ReadDone():
+                ends.append(time.perf_counter() * 1e3)
+            case BlocksDigested(_, digests):
+                return len(digests)
+            case other:
+                raise BatonError(f"a read ended otherwise: {other}")
+        return 0
+
+
 @contextmanager
-def _moved_reader(sender: Sender) -> Iterator[tuple[Mover, SimpleQueue[MoverEvent]]]:
+def _moved_reader(sender: Sender) -> Iterator[_MovedReader]:
     events: SimpleQueue[MoverEvent] = SimpleQueue()
     memory = host_memory(sender.num_blocks, sender.block_bytes)
-    mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock())
+    mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock(), digests=block_digests(memory))
     mover.start()
     mover.connect(sender.memory)
     events.get()
-    yield mover, events
+    yield _MovedReader(sender, mover, events)
     mover.stop()
 
 
@@ -126,19 +189,6 @@ def _bare_ms(backend: NixlBackend, sender: Sender, reads: Sequence[list[ReadRang
         backend.release(handle)
         times.append((time.perf_counter() - started) * 1e3)
     return median(times)
-
-
-def _moved_ms(
-    mover: Mover, events: SimpleQueue[MoverEvent], sender: Sender, reads: Sequence[list[ReadRange]], first_id: int
-) -> float:
-    ends = []
-    for number, ranges in enumerate(reads):
-        mover.read(first_id + number, sender.memory.incarnation, ranges)
-        if number:
-            events.get()
-            ends.append(time.perf_counter() * 1e3)
-    events.get()
-    return median(after - before for before, after in itertools.pairwise(ends))
 
 
 def _send(pipe: Connection, block_bytes: int, num_blocks: int) -> None:

@@ -57,10 +57,17 @@ class HandoffReport:
     handover_ms: float
     """From the last chunk computed to the request's first decode step."""
     transfer_ms: float
-    """From the last chunk computed to its blocks' arrival, proven."""
+    """From the last chunk computed to its blocks' arrival, proven. Of a lone request: everybody was asleep before."""
+    transfer_ms_p25: float
     transfer_without_digests_ms: float
+    transfer_without_digests_ms_p25: float
     digest_cost: float
-    """What digests add to a transfer, as a share of one without them: of medians, since single ones differ by half."""
+    """What digests add to such a transfer, as a share of one without them: of medians, since single ones differ by
+    half."""
+    digest_cost_p25: float
+    """Likewise of the first quartiles, which a disturbed machine moves less."""
+    mover_digest_cost: float
+    """What they add to the time that a busy mover takes for its bytes."""
     decode_step_ms: float
     bandwidth_gbps: float
     """Bytes over the time that the reads took on the mover's clock, gigabytes per second. One request at a time: both
@@ -207,7 +214,7 @@ def _report(
     ttft = sorted(one.ttft_ms for one in cluster_runs)
     ttft_alone = sorted(one.ttft_ms for one in solo_runs)
     total_bytes = blocks * block_bytes
-    transfer, plain = (median(t.transfer_ms for t in of) for of in (times, unchecked))
+    transfer, plain = (sorted(t.transfer_ms for t in of) for of in (times, unchecked))
     return HandoffReport(
         requests=len(cluster_runs),
         prompt_tokens=config.prompt_tokens,
@@ -215,9 +222,13 @@ def _report(
         bytes=total_bytes,
         raw_nixl_ms=reads.bare_ms,
         handover_ms=median(t.handover_ms for t in times),
-        transfer_ms=transfer,
-        transfer_without_digests_ms=plain,
-        digest_cost=transfer / plain - 1,
+        transfer_ms=median(transfer),
+        transfer_ms_p25=_quantile(transfer, 0.25),
+        transfer_without_digests_ms=median(plain),
+        transfer_without_digests_ms_p25=_quantile(plain, 0.25),
+        digest_cost=median(transfer) / median(plain) - 1,
+        digest_cost_p25=_quantile(transfer, 0.25) / _quantile(plain, 0.25) - 1,
+        mover_digest_cost=reads.digest_cost,
         decode_step_ms=median(one.step_ms for one in cluster_runs),
         bandwidth_gbps=total_bytes / median(one.reading_ms for one in cluster_runs) / 1e6,
         mover_bandwidth_gbps=pieces[-1] * block_bytes / reads.mover_ms / 1e6,

@@ -25,9 +25,20 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 32768,
             "tie_word_embeddings": True,
         },
+        "0.5b-kv": {
+            "model_type": "qwen2",
+            "hidden_size": 128,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "vocab_size": 512,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+        },
     }
 )
-"""Shapes that benchmarks name."""
+"""Shapes that benchmarks name; 0.5b-kv has the KV of 0.5b, and computes next to nothing."""
 
 
 def write_shape(directory: Path, shape: str, seed: int = 0, dtype: str = "bfloat16") -> None:

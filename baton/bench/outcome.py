@@ -44,10 +44,13 @@ class Outcome:
     """One line; None: it ended as it should."""
     prefill_node: str = ""
     decode_node: str = ""
+    queue_s: float = 0.0
+    """What the cluster says of it: spans, each measured on one clock, so they add up with times of other clocks."""
+    prefill_s: float = 0.0
 
 
 class Outcomes:
-    """Many of them: some 80 bytes each, whatever their lengths."""
+    """Many of them: some 90 bytes each, whatever their lengths."""
 
     def __init__(self) -> None:
         self._index = array("q")
@@ -60,6 +63,8 @@ class Outcomes:
         self._largest_gap = array("f")
         self._cached = array("q")
         self._attempts = array("B")
+        self._queue = array("f")
+        self._prefill = array("f")
         self._error = array("i")
         self._nodes = array("i")
         self._names: dict[str, int] = {"": 0}
@@ -82,6 +87,8 @@ class Outcomes:
         self._output.append(outcome.output_length)
         self._cached.append(outcome.cached_tokens)
         self._attempts.append(min(255, outcome.attempts))
+        self._queue.append(outcome.queue_s)
+        self._prefill.append(outcome.prefill_s)
         self._error.append(0 if outcome.error is None else self._name(outcome.error or "failed"))
         self._nodes.append(self._name(outcome.prefill_node))
         self._nodes.append(self._name(outcome.decode_node))
@@ -107,6 +114,7 @@ class Outcomes:
         return (
             *(self._index, self._planned, self._sent, self._first, self._finished),
             *(self._input, self._output, self._largest_gap, self._cached, self._attempts),
+            *(self._queue, self._prefill),
         )
 
     def _name(self, name: str) -> int:
@@ -154,6 +162,14 @@ class Outcomes:
     @property
     def largest_gap_s(self) -> Column:
         return np.array(self._largest_gap, dtype=np.float64)
+
+    @property
+    def queue_s(self) -> Column:
+        return np.array(self._queue, dtype=np.float64)
+
+    @property
+    def prefill_s(self) -> Column:
+        return np.array(self._prefill, dtype=np.float64)
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:

@@ -64,6 +64,20 @@ def summarize(
     return summary
 
 
+def ttft_parts(outcomes: Outcomes) -> dict[str, float] | None:
+    """Where the mean time to first token went, milliseconds: queue, prefill, and the rest (generator, wire, router).
+
+    None where nobody said.
+    """
+    complete = outcomes.is_complete
+    queue_s, prefill_s = outcomes.queue_s[complete], outcomes.prefill_s[complete]
+    if not len(queue_s) or not prefill_s.any():
+        return None
+    rest_s = outcomes.ttft_s[complete] - queue_s - prefill_s
+    parts = {"queue": queue_s, "prefill": prefill_s, "rest": rest_s}
+    return {name: float(seconds.mean()) * 1e3 for name, seconds in parts.items()}
+
+
 def _times(name: str, seconds: NDArray[np.float64], percentiles: Sequence[float]) -> Summary:
     ms = seconds * 1e3
     values = {

@@ -44,6 +44,8 @@ class Usage:
     attempts: int = 1
     prefill_node: str = ""
     decode_node: str = ""
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
 
 
 class Listener(Protocol):

@@ -184,6 +184,8 @@ class Generator:
             error,
             usage.prefill_node,
             usage.decode_node,
+            usage.queue_ms / 1e3,
+            usage.prefill_ms / 1e3,
         )
 
     def _count(self, opened: _Open, error: str | None) -> None:

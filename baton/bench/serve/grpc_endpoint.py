@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from baton.bench.http2_client import Http2Connection
 from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
@@ -91,8 +93,7 @@ class _Answer:
                 if event.token_ids:
                     self._listener.on_tokens(len(event.token_ids))
             elif not isinstance(event, Accepted | SequenceFinished):
-                usage = event.usage
-                self._usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.attempts)
+                self._usage = _usage(event.usage, event.timings)
 
     def on_trailers(self, headers: Mapping[str, str]) -> None:
         self._metadata = headers
@@ -104,7 +105,16 @@ class _Answer:
             self._listener.on_end(prefix + (error or "the stream ended without an answer"), usage)
             return
         prefill, decode = (self._metadata.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
-        self._listener.on_end(
-            None,
-            Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.attempts, prefill, decode),
-        )
+        self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))
+
+
+def _usage(usage: Any, timings: Any) -> Usage:
+    """From Protocol Buffers."""
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.attempts,
+        queue_ms=timings.queue_ms,
+        prefill_ms=timings.prefill_ms,
+    )

@@ -1,0 +1,119 @@
+"""Comparing arrangements: what is started, what is tried next, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.bench.compare.arrangement import chosen, conditional, split
+from baton.bench.compare.report import compare_result, ratios, verdict
+from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun, common_rate
+from baton.bench.compare.search import GoodputSearch
+from baton.bench.outcome import Outcome, Outcomes
+from baton.bench.serve.load import GeneratorLoad
+from baton.bench.serve.run import LoadRun
+from baton.bench.slo import Slo
+from baton.bench.summary import summarize
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.errors import InvalidRequest
+
+
+def searched(search: GoodputSearch, limit: float) -> list[float]:
+    """Rates up to the limit are kept."""
+    tried = []
+    while not search.is_over:
+        tried.append(search.rate)
+        search.tried(search.rate <= limit)
+    return tried
+
+
+@given(st.floats(0.01, 100), st.floats(0.01, 100))
+def test_the_search_ends_within_a_tenth_of_the_limit(first: float, limit: float) -> None:
+    search = GoodputSearch(first, tolerance=0.1, most_tries=40)
+    searched(search, limit)
+    assert search.goodput <= limit < search.bound
+    assert search.bound <= search.goodput * 1.1
+
+
+@given(st.lists(st.booleans(), min_size=20, max_size=20), st.integers(1, 20))
+def test_whatever_comes_the_search_ends_with_a_rate_that_was_kept(kept: list[bool], most_tries: int) -> None:
+    search = GoodputSearch(3.0, most_tries=most_tries)
+    tried = []
+    for answer in kept:
+        if search.is_over:
+            break
+        tried.append((search.rate, answer))
+        search.tried(answer)
+    assert search.is_over
+    assert len(tried) <= most_tries
+    assert search.goodput == max((rate for rate, answer in tried if answer), default=0.0)
+    assert search.goodput < search.bound
+
+
+def test_a_limit_that_nobody_keeps_is_a_goodput_of_nothing() -> None:
+    search = GoodputSearch(8.0, most_tries=4)
+    assert searched(search, 0.0) == [8, 4, 2, 1]
+    assert search.goodput == 0
+
+
+def test_arrangements_have_the_same_nodes() -> None:
+    assert [one.name for one in chosen([], 3)] == ["colocated", "1p2d", "2p1d", "conditional"]
+    assert {one.nodes for one in chosen([], 3)} == {3}
+    assert chosen(["1P1D"], 2) == [split(1, 1)]
+    assert split(1, 1).is_disaggregated
+    assert not conditional(2).is_disaggregated
+    for names, nodes in ((["2p1d"], 2), (["0p2d"], 2), (["pd"], 2), ([], 1), (["1p1d", "1P1D"], 2)):
+        with pytest.raises(InvalidRequest):
+            chosen(names, nodes)
+
+
+def test_all_are_compared_where_the_weakest_still_keeps_it() -> None:
+    assert common_rate([4.0, 2.0, 8.0], 9.0) == 2
+    assert common_rate([0.0, 2.0], 0.5) == 0.5
+    assert common_rate([0.0, 2.0], float("inf")) == 2
+
+
+def test_ratios_are_of_what_was_measured_in_turn() -> None:
+    assert ratios([4.0, 6.0], [2.0, 2.0]) == [2, 3]
+    assert ratios([4.0, 6.0], [0.0, 2.0]) == [3]
+
+
+def rate_run(repeat: int, rate: float, gap_s: float) -> RateRun:
+    outcomes = Outcomes()
+    outcomes.append(Outcome(0, 0.0, 0.0, 0.1, 0.1 + gap_s, 8, 2, [gap_s]))
+    summary = summarize(outcomes, 1.0, Slo(tpot_ms=50))
+    return RateRun(repeat, rate, summary, LoadRun(outcomes, 1.0, 1, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False))
+
+
+def test_a_comparison_says_ratios_with_their_spread() -> None:
+    arrangements = chosen(["colocated", "1p1d"], 2)
+    measured = [
+        Measured(arrangements[0], {"decode-0": 0, "decode-1": 1}, [2.0, 2.0, 4.0]),
+        Measured(arrangements[1], {"decode-0": 0, "prefill-0": 1}, [6.0, 8.0, 8.0]),
+    ]
+    for repeat in range(3):
+        measured[0].common.append(rate_run(repeat, 2.0, 0.4))
+        measured[1].common.append(rate_run(repeat, 2.0, 0.1))
+    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured, False)
+    result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+    assert result["goodput"] == {"colocated": 2, "1p1d": 8}
+    assert result["goodput_ratio"] == 3
+    assert result["goodput_ratio_spread"] == {"median": 3, "p10": 2, "p90": 4}
+    assert result["p99_gap_ratio"] == pytest.approx(0.25)
+    assert result["best_split"] == "1p1d"
+    assert result["arrangements"][0]["cores"] == 2
+    assert verdict(result)[0] == "1p1d has 3.00 [2.00, 4.00] times the goodput of colocated"
+
+
+def test_without_a_goodput_there_is_no_ratio() -> None:
+    arrangements = chosen(["colocated", "1p1d"], 2)
+    measured = [Measured(arrangements[0], {}, [0.0]), Measured(arrangements[1], {}, [1.0])]
+    config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
+    comparison = Comparison(Slo(tpot_ms=50), {}, measured, False)
+    result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
+    assert result["goodput_ratio"] is None
+    assert "kept the SLO at no rate" in verdict(result)[0]

@@ -1,0 +1,254 @@
+"""The load generator against endpoints that answer at once: what it wrote down is what it was to send and what came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
+from baton.bench.serve.generator import Generator, sessions, share_of
+from baton.bench.serve.grpc_endpoint import GrpcEndpoint
+from baton.bench.serve.http_endpoint import HttpEndpoint
+from baton.bench.serve.load import GeneratorLoad
+from baton.bench.serve.run import shares
+from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
+from baton.bench.workloads.multi_turn import MultiTurn
+from baton.errors import Unreachable
+from tests.support.canned_endpoint import canned_endpoint
+from tests.support.canned_http import canned_http, plain_answer, sse_answer
+
+TARGET = Target("baton", "127.0.0.1:1", path="/v1/completions", model="bench", vocab_size=100, connections=2)
+
+
+def request(index: int, arrival_s: float = 0.0) -> WorkloadRequest:
+    return WorkloadRequest(index, arrival_s, 20, 4, (Piece(index, 20),))
+
+
+@dataclass
+class FakeEndpoint:
+    """Remembers what was sent and when; answers when it is told to."""
+
+    sent: list[tuple[bytes, float]] = field(default_factory=list)
+    listeners: list[Listener] = field(default_factory=list)
+    answer: str | None = "at once"
+    """None: not before somebody calls the listeners; at once; or an error."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listener(self, number: int) -> Listener:
+        """Whoever waits for this one of the answers, once it was sent."""
+        while len(self.listeners) <= number:
+            self.changed.clear()
+            await self.changed.wait()
+        return self.listeners[number]
+
+    async def open(self) -> None:
+        pass
+
+    def prepare(self, request: WorkloadRequest) -> bytes:
+        return str(request.index).encode()
+
+    def send(self, message: bytes, listener: Listener) -> None:
+        self.sent.append((message, asyncio.get_running_loop().time()))
+        self.listeners.append(listener)
+        self.changed.set()
+        if self.answer == "at once":
+            listener.on_tokens(1)
+            listener.on_tokens(3)
+            listener.on_end(None, Usage(20, 4))
+        elif self.answer is not None:
+            listener.on_end(self.answer, None)
+
+    def close(self) -> None:
+        pass
+
+
+async def run(endpoint: FakeEndpoint, requests: list[WorkloadRequest], max_open: int | None = None) -> Generator:
+    generator = Generator(endpoint, max_open)
+    await generator.run(sessions(requests), asyncio.get_running_loop().time())
+    return generator
+
+
+async def test_requests_are_sent_when_they_are_due_and_late_ones_keep_their_time() -> None:
+    requests = [request(0, 0.0), request(1, 0.02), request(2, 0.03)]
+    endpoint = FakeEndpoint()
+    generator = Generator(endpoint, None)
+    now = asyncio.get_running_loop().time()
+    await generator.run(sessions(requests), now - 0.025)  # two of them are late already
+    planned = generator.outcomes.planned_s
+    assert planned.tolist() == pytest.approx([0.0, 0.02, 0.03])
+    assert (generator.outcomes.sent_s >= planned).all()
+    assert generator.outcomes.sent_s[0] >= 0.025
+    assert generator.outcomes.ttft_s[0] >= 0.025
+    assert generator.progress.completed == 3
+
+
+async def test_a_closed_loop_sends_the_next_when_a_place_is_free() -> None:
+    endpoint = FakeEndpoint(answer=None)
+    generator = Generator(endpoint, 2)
+    running = asyncio.create_task(generator.run(sessions([request(i) for i in range(4)]), 0.0))
+    await endpoint.listener(1)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(endpoint.sent) == 2
+    for number in range(4):
+        listener = await endpoint.listener(number)
+        listener.on_tokens(4)
+        listener.on_end(None, Usage(20, 4))
+    await running
+    outcomes = generator.outcomes
+    assert outcomes.planned_s[:2].tolist() == [0, 0]
+    assert (outcomes.planned_s[2:] >= outcomes.finished_s[:2]).all()
+    assert (outcomes.planned_s[2:] <= outcomes.sent_s[2:]).all()
+
+
+async def test_turns_wait_for_those_before_and_a_failed_one_ends_its_session() -> None:
+    workload = MultiTurn(SteadyArrivals(1e6), 2, 3, first_length=5, turn_length=5, output_length=4)
+    endpoint = FakeEndpoint(answer=None)
+    generator = Generator(endpoint, None)
+    running = asyncio.create_task(generator.run(sessions(workload), asyncio.get_running_loop().time()))
+    await endpoint.listener(1)
+    assert [message for message, _ in endpoint.sent] == [b"0", b"3"]
+    endpoint.listeners[1].on_end("broken", None)
+    for number in (0, 2, 3):
+        listener = await endpoint.listener(number)
+        listener.on_tokens(4)
+        listener.on_end(None, Usage(20, 4))
+    await running
+    assert [message for message, _ in endpoint.sent] == [b"0", b"3", b"1", b"2"]
+    assert generator.progress.completed == 3
+    assert generator.outcomes.errors == {"broken": 1}
+
+
+async def test_stopping_forgets_what_is_open() -> None:
+    endpoint = FakeEndpoint(answer=None)
+    generator = Generator(endpoint, None)
+    running = asyncio.create_task(generator.run(sessions([request(0), request(1, 1e6)]), 0.0))
+    listener = await endpoint.listener(0)
+    generator.stop()
+    await running
+    listener.on_end("too late", None)
+    assert len(generator.outcomes) == 0
+    assert generator.progress.open == 1
+
+
+async def test_a_run_ends_when_nobody_is_there_any_more() -> None:
+    generator = await run(FakeEndpoint(answer=f"{UNREACHABLE}: gone"), [request(i) for i in range(1000)])
+    assert generator.progress.is_unreachable
+    assert len(generator.outcomes) == 20
+    generator = await run(FakeEndpoint(answer="full"), [request(i) for i in range(100)])
+    assert not generator.progress.is_unreachable
+    assert generator.outcomes.errors == {"full": 100}
+
+
+async def test_an_answer_without_a_token_has_failed() -> None:
+    endpoint = FakeEndpoint(answer=None)
+    generator = Generator(endpoint, None)
+    running = asyncio.create_task(generator.run(sessions([request(0)]), 0.0))
+    listener = await endpoint.listener(0)
+    listener.on_end(None, Usage(20, 0))
+    listener.on_end("twice", None)
+    await running
+    assert generator.outcomes.errors == {"no token came": 1}
+
+
+def test_processes_share_sessions_and_places() -> None:
+    requests = [replace(request(i), session=i // 3) for i in range(12)]
+    parts = [list(share_of(sessions(requests), process, 3)) for process in range(3)]
+    found = sorted(one.index for part in parts for session in part for one in session)
+    assert found == list(range(12))
+    assert all(len({one.session for one in session}) == 1 for part in parts for session in part)
+    assert shares(5, 2) == [3, 2]
+    assert shares(1, 3) == [1]
+    assert shares(None, 2) == [None, None]
+
+
+def test_a_generator_says_when_it_is_what_was_measured() -> None:
+    assert not GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
+    assert "250 ms late" in GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
+    assert "95% of a core" in GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.95).bottleneck
+
+
+async def through_grpc(tokens: int, status: int = 0) -> Generator:
+    async with canned_endpoint(tokens, status) as address:
+        endpoint = GrpcEndpoint(replace(TARGET, address=address))
+        await endpoint.open()
+        generator = Generator(endpoint, None)
+        await generator.run(sessions([request(i) for i in range(30)]), asyncio.get_running_loop().time())
+        endpoint.close()
+        return generator
+
+
+async def test_a_stream_over_grpc_is_written_down() -> None:
+    generator = await through_grpc(tokens=6)
+    outcomes = generator.outcomes
+    assert outcomes.errors == {}
+    assert set(outcomes.output_length.tolist()) == {6}
+    assert set(outcomes.input_length.tolist()) == {9}
+    assert set(outcomes.cached_tokens.tolist()) == {5}
+    assert set(outcomes.attempts.tolist()) == {2}
+    assert set(outcomes.node_names()) == {("prefill-0", "decode-0")}
+    assert len(outcomes.gaps) == 30 * 5
+    assert outcomes.queue_s.tolist() == pytest.approx([1e-4] * 30)
+
+
+async def test_a_refusal_over_grpc_is_told_in_the_servers_words() -> None:
+    generator = await through_grpc(tokens=6, status=14)
+    assert generator.outcomes.errors == {"UNAVAILABLE: no room!": 30}
+    assert not generator.progress.is_unreachable
+
+
+async def through_http(answer: bytes, cuts: list[int], *, is_chat: bool = False, closes: bool = False) -> Generator:
+    async with canned_http(answer, cuts, closes=closes) as (address, canned):
+        backend = "openai-chat" if is_chat else "openai"
+        endpoint = HttpEndpoint(replace(TARGET, backend=backend, address=address))
+        await endpoint.open()
+        generator = Generator(endpoint, 2)
+        await generator.run(sessions([request(i) for i in range(6)]), asyncio.get_running_loop().time())
+        endpoint.close()
+        assert len(canned.requests) == 6
+        assert canned.connections == (6 if closes else 2)
+        body = json.loads(canned.requests[0].split(b"\r\n\r\n", 1)[1])
+        assert body["stream"] is True
+        assert len(body["messages"][0]["content"].split() if is_chat else body["prompt"]) == 20
+        return generator
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("piece", [1, 7, 40, 100_000])
+async def test_a_stream_over_http_is_written_down_however_it_is_cut(is_chat: bool, piece: int) -> None:
+    answer = sse_answer(4, is_chat=is_chat)
+    generator = await through_http(answer, list(range(piece, len(answer), piece)), is_chat=is_chat)
+    outcomes = generator.outcomes
+    assert outcomes.errors == {}
+    assert set(outcomes.output_length.tolist()) == {4}
+    assert set(outcomes.cached_tokens.tolist()) == {5}
+    assert len(outcomes.gaps) == 6 * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "story"),
+    [
+        (plain_answer(503, '{"error": {"message": "full"}}'), "HTTP 503: full"),
+        (plain_answer(404, "nothing here"), "HTTP 404: nothing here"),
+        (sse_answer(2, error="KV lost"), "KV lost"),
+        (plain_answer(200, "data: {}\n\n"), "the stream ended without [DONE]"),
+    ],
+)
+async def test_what_goes_wrong_over_http_is_told(answer: bytes, story: str) -> None:
+    assert (await through_http(answer, [])).outcomes.errors == {story: 6}
+
+
+async def test_an_answer_that_is_not_http_ends_its_request() -> None:
+    generator = await through_http(b"SSH-2.0-x\r\n\r\n", [], closes=True)
+    assert list(generator.outcomes.errors) == ["not an answer in HTTP: 'SSH-2.0-x'"]
+
+
+@pytest.mark.parametrize("endpoint", [GrpcEndpoint, HttpEndpoint])
+async def test_nobody_there_is_unreachable(endpoint: type[GrpcEndpoint | HttpEndpoint]) -> None:
+    async with canned_http(b"") as (address, _):
+        pass
+    with pytest.raises(Unreachable, match="can't be reached"):
+        await endpoint(replace(TARGET, address=address)).open()

@@ -21,13 +21,13 @@ The rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from baton.engine.request import Leg
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, EngineFault, InvalidRequest, StreamDiverged
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.rpc.messages import Abort, Adopt, NodeDescription, Outcome, Path, RequestDelta, StageTimings, Submit
+from router.flight_leg import FlightLeg
 from router.flight_sequence import FlightSequence
 from router.flight_table import (
     FLIGHT_TABLE,
@@ -59,46 +59,6 @@ from router.request import ValidRequest
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
 
-_OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
-
-
-@dataclass(slots=True)
-class _Leg:
-    """One node's part of the running attempt."""
-
-    node: NodeDescription
-    leg: Leg
-    num_sequences: int
-    """How many of the request's sequences it runs."""
-    ended_sequences: set[int] = field(default_factory=set)
-    told_sequences: set[int] = field(default_factory=set)
-    """Those that the node knows to be over."""
-    outcome: Outcome | None = None
-    taken: bool = False
-    """The node has said something of it, if only that it is there."""
-    lost: bool = False
-    released: bool = False
-    """Was said to be ended: it counts no more towards its node's load."""
-    timings: StageTimings | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self.outcome is None and not self.lost
-
-    def note_outcome(self, sequence_index: int, outcome: Outcome) -> bool:
-        """One of its sequences ended, or all of them did with it; whether nothing runs there any more."""
-        self.ended_sequences.add(sequence_index)
-        if outcome not in _OF_ONE_SEQUENCE or len(self.ended_sequences) == self.num_sequences:
-            self.outcome = outcome
-        return self.outcome is not None
-
-    @property
-    def may_hold_blocks(self) -> bool:
-        """A computed prompt stays on offer until a decode node has it, also when its first token was the last one."""
-        if self.lost or self.outcome is None:
-            return not self.lost
-        return self.leg is Leg.PREFILL and self.outcome in (Outcome.HANDED_OFF, Outcome.STOP, Outcome.LENGTH)
-
 
 class Flight:
     """The state of one request; see the rules above."""
@@ -118,7 +78,7 @@ class Flight:
         self._refusals = 0
         self._exclude: set[str] = set()
         self._placement: Placement | None = None
-        self._legs: dict[str, _Leg] = {}
+        self._legs: dict[str, FlightLeg] = {}
         self._decode_flows = False
         self._given: Sequence[int] = ()
         """Tokens that the running attempt is given with the prompt."""
@@ -252,7 +212,7 @@ class Flight:
             return ()
         return tuple(self._sequences[0].token_ids)
 
-    def _begin_attempt(self, placement: Placement, given: Sequence[int] = ()) -> Sequence[_Leg]:
+    def _begin_attempt(self, placement: Placement, given: Sequence[int] = ()) -> Sequence[FlightLeg]:
         self._machine.feed(FlightStep.PLACED)
         self._placement = placement
         for sequence in self._sequences:
@@ -261,8 +221,8 @@ class Flight:
         self._given, self._num_given = given, len(given)
         self._is_adopting = False
         prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
-        pair = [_Leg(prefill, Leg.PREFILL, 1), _Leg(decode, Leg.DECODE, num_sequences)] if prefill else []
-        legs = pair or [_Leg(decode, Leg.WHOLE, num_sequences)]
+        pair = [FlightLeg(prefill, Leg.PREFILL, 1), FlightLeg(decode, Leg.DECODE, num_sequences)] if prefill else []
+        legs = pair or [FlightLeg(decode, Leg.WHOLE, num_sequences)]
         self._legs = {leg.node.incarnation: leg for leg in legs}
         return legs
 
@@ -312,7 +272,7 @@ class Flight:
                 effects += self._on_outcome(leg, delta)
         return effects if self.is_over else effects + self._finish_if_complete(sequence)
 
-    def _on_outcome(self, leg: _Leg, delta: RequestDelta) -> list[FlightEffect]:
+    def _on_outcome(self, leg: FlightLeg, delta: RequestDelta) -> list[FlightEffect]:
         node = leg.node
         match delta.outcome:
             case Outcome.ABORTED:
@@ -340,7 +300,7 @@ class Flight:
             case _:
                 return []
 
-    def _on_unknown(self, leg: _Leg) -> list[FlightEffect]:
+    def _on_unknown(self, leg: FlightLeg) -> list[FlightEffect]:
         """There was nothing to adopt. A prefill leg that ended long ago is not missed when its decode leg flows."""
         why = f"node {leg.node.node_id} has nothing of the attempt"
         if leg.leg is Leg.PREFILL and self._has_all_of_prefill:
@@ -367,7 +327,7 @@ class Flight:
             return self._release(leg)
         return self._lose(leg, reason, AttemptCause.NODE_LOST)
 
-    def _is_done_with_prefill(self, leg: _Leg) -> bool:
+    def _is_done_with_prefill(self, leg: FlightLeg) -> bool:
         """Whether the attempt can go on without its prefill node.
 
         Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does
@@ -381,7 +341,7 @@ class Flight:
     def _has_all_of_prefill(self) -> bool:
         return self._decode_flows and self._sequences[0].num_tokens > self._num_given
 
-    def _lose(self, leg: _Leg, why: str, cause: AttemptCause) -> list[FlightEffect]:
+    def _lose(self, leg: FlightLeg, why: str, cause: AttemptCause) -> list[FlightEffect]:
         if leg.taken:
             return self._retry(leg.node.incarnation, why, cause)
         return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, why, cause)
@@ -443,7 +403,7 @@ class Flight:
             effects.append(SequenceEnded(sequence.index, finish_reason, stop_reason))
         return effects + self._finish() if is_last else effects
 
-    def _tell_over(self, leg: _Leg, sequence: FlightSequence) -> list[FlightEffect]:
+    def _tell_over(self, leg: FlightLeg, sequence: FlightSequence) -> list[FlightEffect]:
         if leg.leg is Leg.PREFILL or sequence.index in leg.told_sequences:
             return []
         leg.told_sequences.add(sequence.index)
@@ -473,7 +433,7 @@ class Flight:
             effects += self._release(leg)
         return effects
 
-    def _release(self, leg: _Leg) -> list[FlightEffect]:
+    def _release(self, leg: FlightLeg) -> list[FlightEffect]:
         if leg.released:
             return []
         leg.released = True

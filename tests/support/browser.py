@@ -134,7 +134,7 @@ def browser(home: Path) -> Iterator[Browser]:
     # Chromium runs as root only without its sandbox; it loads nothing but our own files here.
     words += ["--no-sandbox"] if os.geteuid() == 0 else []
     # The browser reads commands from descriptor 3 and writes answers to 4.
-    shell = ["sh", "-c", f'exec "$@" 3<&{command_out} 4>&{answer_in}', "sh", *words]
+    shell = ["bash", "-c", f'exec "$@" 3<&{command_out} 4>&{answer_in}', "bash", *words]
     process = subprocess.Popen(
         shell,
         pass_fds=(command_out, answer_in),

@@ -1,0 +1,145 @@
+"""Reports as a browser shows them: nothing asked of the network, no complaint, every plot there, on a phone as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.bench.report.write import write_report
+from tests.support.browser import Browser, NoBrowser, browser
+from tests.support.example_results import CONDITIONAL, DISAGGREGATED, Behaviour, all_failed, comparison
+
+HOSTILE = "</script><script>window.pwned=1</script><img src=http://192.0.2.1/x onerror=window.pwned=1>\"'&"
+PLOTS = """[...document.querySelectorAll('.plot, .lanes, .stacks')].map(plot => {
+  const box = plot.getBoundingClientRect();
+  const shapes = [...plot.querySelectorAll('path, rect, .stack > span')].filter(shape => {
+    const drawn = shape.getBoundingClientRect();
+    return drawn.width > 0 || drawn.height > 0;
+  });
+  return [plot.id, box.width, box.height, shapes.length];
+})"""
+DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+BACKGROUND = "getComputedStyle(document.documentElement).backgroundColor"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    try:
+        with browser(tmp_path_factory.mktemp("chromium")) as opened:
+            yield opened
+    except NoBrowser as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "run.html"
+    write_report(comparison(requests=120), path)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 400, 1200])
+def test_every_plot_is_there_on_every_screen(chromium: Browser, report: Path, width: int, scheme: str) -> None:
+    chromium.open(report, width=width, scheme=scheme)
+    assert chromium.complaints == []
+    assert chromium.requests == [report.as_uri()]
+    plots = {name: (wide, high, shapes) for name, wide, high, shapes in chromium.run(PLOTS)}
+    assert {"plot-goodput", "plot-attainment", "plot-ttft-cdf", "plot-itl-cdf", "plot-parts"} <= plots.keys()
+    for arrangement in range(3):
+        for name in ("plot-ttft-histogram", "plot-itl-histogram", "plot-timeline", "plot-moment"):
+            assert f"{name}-{arrangement}" in plots
+    for name, (wide, high, shapes) in plots.items():
+        assert (wide >= 180, high >= 50, shapes >= 1) == (True, True, True), name
+    assert chromium.run(OVERFLOW) == 0
+    red, green, blue = (
+        int(part) for part in chromium.run(BACKGROUND).removeprefix("rgb(").removesuffix(")").split(",")
+    )
+    assert (red + green + blue > 600) == (scheme == "light")
+
+
+def test_words_do_not_cover_each_other(chromium: Browser, report: Path) -> None:
+    """Words below and beside an axis, and of the legend."""
+    for width in (360, 1200):
+        chromium.open(report, width=width)
+        assert chromium.run(_COVERED) == []
+
+
+def test_pointing_at_a_plot_says_what_is_there(chromium: Browser, report: Path) -> None:
+    chromium.open(report)
+    for name, told in (("plot-ttft-cdf", "within"), ("plot-goodput", "requests/s"), ("plot-parts", "prefill: ")):
+        target = f"document.getElementById('{name}')"
+        if name == "plot-parts":
+            target += ".querySelector('.w0')"
+        chromium.run(f"{target}.scrollIntoView({{block: 'center'}})")
+        # Scrolling hides what is told, and the page hears of it before it draws the next picture.
+        chromium.run(DRAWN)
+        box = chromium.run(
+            f"(box => [box.x + box.width / 2, box.y + box.height / 2])({target}.getBoundingClientRect())"
+        )
+        chromium.point(*box)
+        tip = chromium.run("(tip => tip.hidden ? '' : tip.innerText)(document.getElementById('tip'))")
+        assert told in tip.replace("\u00a0", " ")
+    assert chromium.complaints == []
+
+
+def test_paper_takes_all_of_it(chromium: Browser, report: Path, tmp_path: Path) -> None:
+    chromium.open(report, width=780, media="print", scheme="dark")
+    assert chromium.run(OVERFLOW) == 0
+    assert chromium.run(BACKGROUND) == "rgb(255, 255, 255)"
+    chromium.print(tmp_path / "run.pdf")
+    assert (tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_names_of_a_result_do_nothing(chromium: Browser, tmp_path: Path) -> None:
+    result = comparison((Behaviour(HOSTILE, 1, 0.0, 0.01), DISAGGREGATED), (2.0, 4.0), 30)
+    for rate in result["arrangements"][0]["rates"]:
+        rate["timeline"] = {HOSTILE: [[0.0, 1.0, HOSTILE, 3]]}
+        rate["ttft_parts"] = {HOSTILE: 3.0}
+    result |= {"notes": [HOSTILE], "command": [HOSTILE]}
+    path = tmp_path / "run.html"
+    write_report(result, path)
+    chromium.open(path, width=400)
+    assert chromium.run("window.pwned === undefined && document.images.length === 0")
+    assert chromium.requests == [path.as_uri()]
+    assert chromium.complaints == []
+    assert chromium.run(OVERFLOW) == 0
+    assert chromium.run(f"document.body.innerText.split({json.dumps(HOSTILE)}).length") > 5
+
+
+@pytest.mark.parametrize("result", [all_failed(), comparison((), ()), comparison((CONDITIONAL,), (2.0,), 1)])
+def test_little_or_no_data_is_a_page_all_the_same(chromium: Browser, tmp_path: Path, result: dict[str, Any]) -> None:
+    path = tmp_path / "run.html"
+    write_report(result, path)
+    chromium.open(path, width=400)
+    assert chromium.complaints == []
+    assert chromium.run(OVERFLOW) == 0
+    assert chromium.run("document.querySelector('h1').getBoundingClientRect().height") > 20
+
+
+def test_a_page_may_load_nothing_and_run_nothing_else(chromium: Browser, tmp_path: Path, report: Path) -> None:
+    """Breaks in on purpose: even where somebody got markup into the page, its policy holds."""
+    path = tmp_path / "run.html"
+    path.write_text(
+        report.read_text().replace("<footer>", "<script>window.pwned=1</script><img src='http://192.0.2.1/x'><footer>")
+    )
+    chromium.open(path)
+    assert chromium.run("window.pwned === undefined")
+    refused = [complaint for complaint in chromium.complaints if "Content Security Policy" in complaint]
+    assert ["192.0.2.1" in complaint for complaint in refused] == [False, True]
+
+
+_COVERED = """[...document.querySelectorAll('.plot, .lane-axis, .legend')].flatMap(plot => {
+  const words = [...plot.querySelectorAll(':scope > span:not(.mark-text), :scope > li')]
+    .map(word => [word.innerText, word.getBoundingClientRect()])
+    .filter(([, box]) => box.width > 0);
+  return words.flatMap(([text, one], index) => words.slice(index + 1)
+    .filter(([, other]) => one.left < other.right && other.left < one.right
+                        && one.top < other.bottom && other.top < one.bottom)
+    .map(([other]) => `${plot.id}: ${text} over ${other}`));
+})"""

@@ -38,6 +38,8 @@ less work leaves more to them, and keeps fewer copies of the same in caches."""
 _NEWCOMER_S = 5.0
 """A node's share grows to its full size in so many seconds."""
 _LEAST_SHARE = 0.1
+_SHARES = 20
+"""It grows in so many steps, between which its costs stay what they are: many decisions then remember the same ones."""
 _SAME_MS = 0.25
 _SAME_SHARE = 0.02
 """Costs that differ by less are alike."""
@@ -76,6 +78,8 @@ class NodeCosts:
     """What it must have in common with another node to exchange KV."""
     pending_tokens: int = 0
     """Of prompts that were sent there and that it had not reported."""
+    share: float = 1.0
+    """What it gets of what others get; see `newcomers_share`."""
 
     def prefill_ms(self, tokens: int) -> float:
         """Computing so many tokens of a prompt, from its turn on."""
@@ -146,12 +150,13 @@ def node_costs(
         kv_token_ms=ms_per_byte * node.block_bytes / node.block_size,
         kv=kv or kv_words(node),
         pending_tokens=pending_tokens,
+        share=share,
     )
 
 
 def newcomers_share(age_s: float) -> float:
     """What a node gets of its full share so many seconds after it came: its caches are cold, its rates unknown."""
-    return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, age_s / _NEWCOMER_S)
+    return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, int(age_s / _NEWCOMER_S * _SHARES) / _SHARES)
 
 
 @dataclass(frozen=True, slots=True)

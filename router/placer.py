@@ -332,12 +332,11 @@ class Placer:
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         """Put together anew only when something of it has changed: most nodes say nothing between two requests."""
         incarnation = candidate.node.incarnation
-        known = self._known.get(incarnation)
-        if known is not None and known.candidate is candidate:
+        known, share = self._known.get(incarnation), newcomers_share(now - candidate.attached_at)
+        if known is not None and known.candidate is candidate and known.share == share:
             return known
         pending = self._pending.get(incarnation)
-        share = newcomers_share(now - candidate.attached_at)
-        costs = node_costs(
+        costs = self._known[incarnation] = node_costs(
             candidate,
             sum(pending.values()) if pending else 0,
             self._rates.steps(incarnation, now),
@@ -346,8 +345,6 @@ class Placer:
             prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
             kv=self._kv.get(incarnation) or self._kv.setdefault(incarnation, kv_words(candidate.node)),
         )
-        if share == 1.0:
-            self._known[incarnation] = costs
         return costs
 
     def _passed_over(self, nodes: Sequence[NodeDescription], now: float) -> Set[str]:

@@ -13,6 +13,7 @@ import typer
 
 from baton.cli.bench_compare import compare
 from baton.cli.bench_engine import engine
+from baton.cli.bench_nodes import nodes
 from baton.cli.bench_report import report
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
@@ -38,6 +39,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("report")(report)
     group.command("serve")(serve)
     group.command("compare")(compare)
+    group.command("nodes")(nodes)
     app.add_typer(group, name=name)
 
 

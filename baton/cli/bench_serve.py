@@ -121,7 +121,7 @@ def serve(
 
     if more_goodput and not goodput:
         raise ClientUsageError(f"what is {more_goodput[0]!r}?")
-    with _usage_errors():
+    with usage_errors():
         slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
         percentiles = _percentiles(metric_percentiles)
         _check_positive({"--request-rate": request_rate, "--burstiness": burstiness, "--time-scale": time_scale})
@@ -152,7 +152,7 @@ def serve(
             skip_broken_lines=skip_broken_lines,
             seed=seed,
         )
-        total = _count(workload)
+        total = count_requests(workload)
     address, url_path, is_tls = _where(backend, base_url, host, port, endpoint, run_dir)
     target = Target(
         backend=backend.value,
@@ -174,7 +174,7 @@ def serve(
         request_timeout_s,
         num_warmups,
     )
-    with _progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
+    with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
         run = run_load(plan, on_progress)
     path = result_dir / result_filename if save_result or save_detailed or result_filename else None
     _finish(plan, run, slo, percentiles, label, output, path)
@@ -202,11 +202,16 @@ def _finish(
     elif output is Format.YAML:
         print_yaml(without_outcomes(result))
     else:
-        _print(rows(result, percentiles))
+        print_rows(rows(result, percentiles))
     for line in remarks(run, result, slo):
         note(line)
     if path is not None:
         note(f"written to {path}")
+    raise_exit(run, result)
+
+
+def raise_exit(run: LoadRun, result: dict[str, Any]) -> None:
+    """With what a run's end means to a script."""
     if run.was_interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
     if run.is_unreachable:
@@ -223,7 +228,8 @@ def _named(path: Path, plan: LoadPlan, now: datetime) -> Path:
     return path / f"{plan.target.backend}-{rate:g}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
 
 
-def _print(lines: Sequence[tuple[str, str]]) -> None:
+def print_rows(lines: Sequence[tuple[str, str]]) -> None:
+    """As vLLM does."""
     say(f"{' Serving Benchmark Result ':=^{_WIDTH}}")
     for name, value in lines:
         if value:
@@ -268,7 +274,8 @@ def _served(target: Target, workload: WorkloadSpec) -> Target:
     return served.target
 
 
-def _count(workload: WorkloadSpec) -> int:
+def count_requests(workload: WorkloadSpec) -> int:
+    """How many it has; raises InvalidRequest."""
     built = workload.build()
     count = len(built)  # reads a trace to its end, so that a broken line is found before anything runs
     skipped = getattr(built, "num_skipped", 0)
@@ -280,7 +287,7 @@ def _count(workload: WorkloadSpec) -> int:
 
 
 @contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """What is wrong with the command line, or a file that it names, is bad usage."""
     try:
         yield
@@ -308,7 +315,7 @@ def _percentiles(text: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[Progress], None]]:
+def show_progress(total: int, is_wanted: bool) -> Iterator[Callable[[Progress], None]]:
     """A bar on stderr, where somebody looks."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn

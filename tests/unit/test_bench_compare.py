@@ -12,6 +12,7 @@ from baton.bench.compare.arrangement import chosen, conditional, split
 from baton.bench.compare.report import compare_result, ratios, verdict
 from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun, common_rate
 from baton.bench.compare.search import GoodputSearch
+from baton.bench.nodes.samples import impossible_spans
 from baton.bench.outcome import Outcome, Outcomes
 from baton.bench.serve.load import GeneratorLoad
 from baton.bench.serve.run import LoadRun
@@ -117,3 +118,11 @@ def test_without_a_goodput_there_is_no_ratio() -> None:
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput_ratio"] is None
     assert "kept the SLO at no rate" in verdict(result)[0]
+
+
+def test_spans_inside_are_never_longer_than_the_clients_wait() -> None:
+    outcomes = Outcomes()
+    outcomes.append(Outcome(0, 0.0, 1.0, 1.5, 2.0, 8, 2, [0.5], queue_s=0.2, prefill_s=0.3))
+    assert impossible_spans(outcomes) == 0
+    outcomes.append(Outcome(1, 0.0, 1.0, 1.5, 2.0, 8, 2, [0.5], queue_s=0.2, prefill_s=0.4))
+    assert impossible_spans(outcomes) == 1

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,6 +56,8 @@ class LoadRun:
     was_interrupted: bool
     is_unreachable: bool
     """Nobody was there any more: the run was ended."""
+    began_s: float = 0.0
+    """The workload's begin, about, on this process's monotonic clock: for what this process saw itself meanwhile."""
 
 
 def run_load(plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> LoadRun:
@@ -76,6 +79,7 @@ class _Run:
         self._on_progress = on_progress
         self._children: list[_Child] = []
         self._was_interrupted = False
+        self._began_s = 0.0
 
     async def run(self) -> LoadRun:
         loop = asyncio.get_running_loop()
@@ -88,6 +92,7 @@ class _Run:
             await asyncio.gather(*(child.ready() for child in self._children))
             for child in self._children:
                 child.say("go")
+            self._began_s = time.monotonic()
             if self._plan.limit_s is not None:
                 loop.call_later(self._plan.limit_s, self._stop)
             await asyncio.gather(*(child.finish(self._progressed) for child in self._children))
@@ -147,6 +152,7 @@ class _Run:
             ),
             self._was_interrupted,
             any(child.progress.is_unreachable for child in self._children),
+            self._began_s,
         )
 
 

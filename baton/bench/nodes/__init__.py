@@ -1,0 +1,1 @@
+"""`baton bench nodes`: a load on a cluster, and what each of its nodes was doing meanwhile."""

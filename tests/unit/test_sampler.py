@@ -147,6 +147,23 @@ def test_logit_bias() -> None:
     assert sample_row(LOGITS, state(params)).token_id == 6
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0])
+def test_a_bias_beyond_float32_means_always_or_never(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=1e-320, seed=3)
+    always, never = {6: 1e39, 0: 1e38}, dict.fromkeys((0, 1, 2, 3, 4, 5, 7), -1e300)
+    for bias in (always, never):
+        assert sample_row(LOGITS, state(replace(params, logit_bias=bias), output=(6, 1))).token_id == 6
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_bias_lets_a_barred_stop_through() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=frozenset({0}), logit_bias={0: 1e39, 4: 1e39, 5: 50.0})
+    row = process(LOGITS, state(params, output=(1,)))
+    assert np.flatnonzero(row == -np.inf).tolist() == [0, 4]
+    assert sample_row(LOGITS, state(params, output=(1,))).token_id == 5
+
+
 def test_min_tokens_bars_every_stop_until_it_is_reached() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=frozenset({0}))
     assert np.flatnonzero(np.isinf(process(LOGITS, state(params, output=(1,))))).tolist() == [0, 4]

@@ -1,6 +1,6 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
-The order is vLLM V1's: log-probabilities from the raw logits; then min_tokens, logit_bias, penalties; then greedy, or
+What is done is vLLM V1's: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
 temperature, min_p, top_k, top_p and one draw by inverse transform. Where a grammar says what may come, everything else
 has a logit of minus infinity, in the log-probabilities as well. The draw for output position i uses one number that
 comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of
@@ -125,27 +125,32 @@ def _is_processed(state: SamplingState) -> bool:
 
 
 def process(logits: Row, state: SamplingState) -> Row:
-    """A new row with min_tokens, logit_bias and the penalties applied, in this order.
+    """A new row with logit_bias, the penalties and min_tokens applied.
 
+    A bias beyond what float32 holds is infinite: always this token (of several the first), or never. No bias lets a
+    stop through that min_tokens bars.
     Penalties as vLLM defines them: repetition divides positive and multiplies negative logits of every token in prompt
     or output; frequency subtracts per occurrence in the output, presence once if there is one.
     """
     params = state.params
     row = logits.astype(np.float32, copy=True)
     output = state.token_ids[state.num_prompt_tokens :]
-    if len(output) < params.min_tokens:
-        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
-        row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
-    for token_id, bias in params.logit_bias.items():
-        row[token_id] += np.float32(bias)
-    if params.repetition_penalty != 1.0:
-        seen = np.unique(np.asarray(state.token_ids))
-        penalty = np.float32(params.repetition_penalty)
-        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    with np.errstate(over="ignore"):
+        for token_id, bias in params.logit_bias.items():
+            row[token_id] += np.float32(bias)
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.asarray(state.token_ids))
+            # Not rounded to zero, by which nothing can be divided.
+            penalty = max(np.float32(params.repetition_penalty), np.finfo(np.float32).tiny)
+            row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     if len(output) and (params.frequency_penalty or params.presence_penalty):
         seen, counts = np.unique(np.asarray(output), return_counts=True)
         row[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         row[seen] -= np.float32(params.presence_penalty)
+    if len(output) < params.min_tokens:
+        # Last, so that it never meets an infinite bias.
+        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
+        row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
     return row
 
 

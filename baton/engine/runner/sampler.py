@@ -1,6 +1,6 @@
 """From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
 
-What is done is vLLM V1's: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
+As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
 temperature, min_p, top_k, top_p and one draw by inverse transform. Where a grammar says what may come, everything else
 has a logit of minus infinity, in the log-probabilities as well. The draw for output position i uses one number that
 comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of

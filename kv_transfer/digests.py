@@ -1,15 +1,14 @@
 """Digests of what a sender offers, by which a receiver knows that what it read is what had been computed.
 
-Nobody is woken for them. Each side computes them in the thread that has just had the blocks in hand, after it has said
-what others wait for: the sender in the engine's, at the end of the step that filled them, the receiver in the mover's,
-when it has said that they were read. Its loop picks them up when it comes by.
+Nobody is woken for them. Each side computes them in the thread that has just had the blocks in hand: the sender in the
+engine's, as the last part of the step that filled them, the receiver in the mover's, when it has said that they were
+read and while its loop asks whether the lease held. The loop picks them up when it comes by.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
@@ -18,7 +17,6 @@ from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.block_digests import BlockDigests
-from baton.ids import AttemptKey
 from kv_transfer.sampling import SAMPLE_EVERY
 
 Found = TypeVar("Found")
@@ -74,23 +72,6 @@ class OfferedDigests:
 
     def _is_known(self, block_id: int, name: BlockName) -> bool:
         return name.is_cached and bool(name.key) and self._known.get(block_id, (b"",))[0] == name.key
-
-
-@dataclass(slots=True)
-class OfferToDigest:
-    """Blocks of one offer: those that have no digest are the null block here."""
-
-    attempt: AttemptKey
-    block_ids: Sequence[int]
-    names: Sequence[BlockName]
-    digests: Sequence[int] | None = None
-    """None when they are not known, or can't be computed."""
-    story: str = ""
-    """Why they can't be computed."""
-    is_offered: bool = False
-    """The loop has heard of the offer; until then its digests wait."""
-    is_found: bool = False
-    """The loop has heard of the digests, or that there are none."""
 
 
 class PickedUp(Generic[Found]):

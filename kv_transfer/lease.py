@@ -109,9 +109,6 @@ class _Lease:
     granted_at: float
     block_ids: list[int]
     digests: list[int] = field(default_factory=list)
-    """Of the first blocks, as far as they are known."""
-    asked_on: int | None = None
-    """The link on which the reader waits for its answer, until all digests are known."""
     closing: Closing | None = None
     deadline: float | None = None
     reader: str | None = None
@@ -145,7 +142,7 @@ class LeaseBook:
     """All leases of one sender. One thread calls it; every method returns at once with the effects, in order."""
 
     def __init__(self, clock: Clock, times: LeaseTimes | None = None, *, digest_every: int = 0) -> None:
-        """`digest_every`: what offers say of their digests; `digested` brings them. 0: they have none."""
+        """`digest_every`: of which blocks `offer` brings digests, one in so many; 0: of none."""
         self._clock = clock
         self._digest_every = digest_every
         self._times = times or LeaseTimes()
@@ -178,8 +175,12 @@ class LeaseBook:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
+        digests: Sequence[int] = (),
     ) -> list[LeaseEffect]:
-        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last."""
+        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last.
+
+        `digests`: theirs, 0 for those that have none; or no digests at all.
+        """
         if attempt in self._over:
             self.counters["offer_after_end"] += 1
             return []
@@ -196,6 +197,7 @@ class LeaseBook:
             raise ValueError(f"{attempt}: blocks from {first_block} offered after {len(lease.block_ids)}")
         self._feed(lease, LeaseEvent.OFFER)
         lease.block_ids.extend(block_ids)
+        lease.digests.extend(digests)
         lease.closing = closing
         effects.append(Recorded("offered", attempt, len(lease.block_ids)))
         if closing is not None:
@@ -208,19 +210,6 @@ class LeaseBook:
         elif lease.machine.state is LeaseState.GRANTED and closing is not None and attempt not in self._expected:
             lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
         return effects
-
-    def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
-        """The digests of its next blocks, in the order in which they were offered."""
-        lease = self._leases.get(attempt)
-        if lease is None:
-            self.counters["digested_unknown"] += 1
-            return []
-        lease.digests.extend(digests)
-        known = Recorded("digested", attempt, len(lease.digests))
-        link = lease.asked_on
-        if link is None or link not in self._links:
-            return [known]
-        return [known, *self._confirm(link, self._links[link], attempt)]
 
     def withdraw(self, attempt: AttemptKey, cause: str, *, promise_broken: bool = False) -> list[LeaseEffect]:
         """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption)."""
@@ -344,11 +333,6 @@ class LeaseBook:
         """Whether that process has leases that are not over."""
         return any(True for _ in self._leases_of(incarnation))
 
-    @property
-    def awaits_digests(self) -> bool:
-        """Whether a reader would have its answer if only the digests of what it read were known."""
-        return any(lease.asked_on is not None for lease in self._leases.values())
-
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""
         lease = self._leases.get(attempt)
@@ -453,9 +437,6 @@ class LeaseBook:
         # Nobody can have read a prompt that is not computed: such a reader gets a no, and nothing more.
         complete = lease.closing is not None
         held = complete and lease.kept
-        if held and self._digest_every and len(lease.digests) < len(lease.block_ids):
-            lease.asked_on = link
-            return []
         event = LeaseEvent.CONFIRM if complete else LeaseEvent.ABANDON
         ended = self._advance(lease, event, "confirmed" if held else "not held")
         digests = tuple(lease.digests[lease.first_block :]) if held else ()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +25,12 @@ from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.digests import BlockName, OfferedDigests, OfferToDigest, PickedUp, block_names
+from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
 from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_messages import Closing, ConfirmRead, ReaderMessage, request_of
+from kv_transfer.link_messages import Closing, ReaderMessage, request_of
 from kv_transfer.link_server import LinkServer
 from kv_transfer.liveness import IsRunning, is_gone, is_running, nobody_listens
 from kv_transfer.mover import Mover
@@ -75,8 +74,6 @@ class HandOff:
         self._digest_every = digest_every if digests is not None else 0
         self._book = LeaseBook(clock, times, digest_every=self._digest_every)
         self._digests = OfferedDigests(digests) if digests is not None else None
-        self._digested = PickedUp[OfferToDigest](self._wake)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due: float | None = None
         self._server: LinkServer | None = None
@@ -90,7 +87,6 @@ class HandOff:
 
     async def start(self) -> None:
         """Bring up the transfer agent; raises its error. Before `add_to_server`."""
-        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self.mover.start)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
         self._server = LinkServer(self._identity, memory, self, self._heartbeat_s, is_running=self._is_running)
@@ -128,23 +124,16 @@ class HandOff:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        to_digest: OfferToDigest | None = None,
+        digests: Sequence[int] = (),
     ) -> None:
-        """Prompt blocks from `first_block` on are computed, with `closing` they are the last.
-
-        `to_digest`: whoever computed them calls `digest` with it, before or after.
-        """
+        """Prompt blocks from `first_block` on are computed, with `closing` they are the last; `digests` says theirs."""
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
-            effects = self._book.offer(attempt, first_block, block_ids, closing)
+            effects = self._book.offer(attempt, first_block, block_ids, closing, digests)
         except ValueError:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
-        if to_digest is not None:
-            to_digest.is_offered = True
-            self._learn(to_digest)
-            self._pick_up()
 
     def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
@@ -156,28 +145,18 @@ class HandOff:
 
     # From the engine's thread.
 
-    def to_digest(
+    def digests(
         self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
-    ) -> OfferToDigest | None:
-        """What is to be digested of these prompt blocks, from `first_block` on; None: readers get no digests."""
+    ) -> Sequence[int]:
+        """What `offer` says of these prompt blocks, which nobody writes to any more; empty if readers get none."""
         if self._digests is None:
-            return None
+            return ()
         every = self._digest_every
         wanted = [
             block if is_digested(attempt, index, every) else NULL_BLOCK
             for index, block in enumerate(block_ids, first_block)
         ]
-        return OfferToDigest(attempt, wanted, names)
-
-    def digest(self, offer: OfferToDigest) -> None:
-        """Compute the digests of blocks that nobody writes to any more."""
-        assert self._digests is not None
-        try:
-            offer.digests = self._digests.of(offer.block_ids, offer.names)
-        except Exception as error:
-            _log.exception("%s: no digests", offer.attempt)
-            offer.story = f"no digests: {error!r}"
-        self._digested.add(offer)
+        return self._digests.of(wanted, names)
 
     # From the links.
 
@@ -194,8 +173,6 @@ class HandOff:
         place, request_id = type(message).__name__, request_of(message)
         failpoint(place, request_id)
         self._carry_out(self._book.received(link, message))
-        if isinstance(message, ConfirmRead):
-            self._pick_up()
         failpoint(f"{place}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
@@ -237,29 +214,6 @@ class HandOff:
         """Carry out what is due; the loop's timer calls it."""
         self._timer = self._due = None
         self._carry_out(self._book.tick())
-
-    def _found(self, offer: OfferToDigest) -> None:
-        offer.is_found = True
-        self._learn(offer)
-
-    def _learn(self, offer: OfferToDigest) -> None:
-        """Tell the book, when both the offer and its digests are known here."""
-        if not (offer.is_offered and offer.is_found):
-            return
-        if offer.digests is None:
-            # Nobody could tell whether what is read is right; who has asked already hears a no.
-            self._carry_out(self._book.withdraw(offer.attempt, offer.story, promise_broken=True))
-        self._carry_out(self._book.digested(offer.attempt, offer.digests or ()))
-
-    def _wake(self) -> None:
-        # The engine's thread may outlive the loop by its last step.
-        with suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._pick_up)
-
-    def _pick_up(self) -> None:
-        """Take in the digests that are known, and be woken for the others if a reader waits for its answer."""
-        self._digested.pick_up(self._found, lambda: self._book.awaits_digests)
 
     def _carry_out(self, effects: Iterable[LeaseEffect]) -> None:
         for effect in effects:
@@ -303,14 +257,11 @@ class OfferConnector:
         handoff: HandOff,
         layout: KVLayout,
         post: Callable[[Callable[[], None]], None],
-        after_step: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`); `after_step` in
-        the engine's thread, when what the step brought is on its way, and before another one is decided."""
+        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
         self._handoff = handoff
         self._layout = layout
         self._post = post
-        self._after_step = after_step
         self._offered: dict[str, _Offered] = {}
 
     @property
@@ -367,10 +318,15 @@ class OfferConnector:
     def _offer(self, request: Request, first: int, block_ids: Sequence[int], closing: Closing | None = None) -> None:
         attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
         names = block_names(request, self._layout, first, len(block_ids))
-        to_digest = handoff.to_digest(attempt, first, block_ids, names)
-        self._post(lambda: handoff.offer(attempt, first, block_ids, closing, to_digest))
-        if to_digest is not None:
-            self._after_step(lambda: handoff.digest(to_digest))
+        try:
+            digests = handoff.digests(attempt, first, block_ids, names)
+        except Exception as error:
+            # Nobody could tell whether what is read is right.
+            _log.exception("%s: no digests", attempt)
+            why = f"no digests: {error!r}"
+            self._post(lambda: handoff.withdraw(attempt, why, promise_broken=True))
+        else:
+            self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digests))
 
     def _follow(self, request: Request) -> _Offered:
         """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""

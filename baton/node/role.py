@@ -30,9 +30,6 @@ class RoleContext:
     """Runs a callable on the loop, in order; from any thread."""
     post_after_step: Callable[[Callable[[], None]], None]
     """Likewise, from the engine's thread alone, once the step's tokens are on their way to the routers."""
-    after_step: Callable[[Callable[[], None]], None]
-    """Runs a callable, which must not raise, in the engine's thread, which alone may call this: after all of that, and
-    before another step is decided."""
     tell_engine: Callable[[KVTransferOutput], None]
     """Wakes the engine; from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]

@@ -146,7 +146,6 @@ class Node:
             clock=clock,
             post=post,
             post_after_step=outbox.add,
-            after_step=outbox.add_chore,
             tell_engine=tell_engine,
             record=log.record,
         )

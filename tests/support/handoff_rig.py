@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,7 +62,6 @@ class Notes:
     released: list[str] = field(default_factory=list)
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
-    blocks_digested: int = 0
     heartbeats: int = 0
     asked: bool = False
     """A reader has asked whether the lease was held."""
@@ -102,10 +100,6 @@ class Notes:
         self.reads_posted += 1
         self._changed.set()
 
-    def digests_noted(self, num_blocks: int) -> None:
-        self.blocks_digested += num_blocks
-        self._changed.set()
-
     def drop_noted(self, incarnation: str) -> None:
         self.dropped_peers.append(incarnation)
         self._changed.set()
@@ -137,20 +131,17 @@ class NotingHandOff(HandOff):
         self._notes.heard(message)
 
 
-class AnnouncedDigests:
-    """The digests of a memory's blocks, not before the gate is open; says on the loop when they are computed."""
+class GatedDigests:
+    """The digests of a memory's blocks, not before the gate is open."""
 
-    def __init__(self, memory: KVMemory, notes: Notes) -> None:
+    def __init__(self, memory: KVMemory) -> None:
         self._digests = block_digests(memory)
-        self._notes = notes
         self.gate = threading.Event()
         self.gate.set()
 
     def __call__(self, block_ids: Sequence[int]) -> Sequence[int]:
         self.gate.wait(WITHIN_S)
-        found = self._digests(block_ids)
-        self._notes.on_loop(lambda: self._notes.digests_noted(len(block_ids)))
-        return found
+        return self._digests(block_ids)
 
 
 class SenderHalf:
@@ -160,7 +151,6 @@ class SenderHalf:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
-        self.digests = AnnouncedDigests(self.memory, self.notes)
         self.handoff = NotingHandOff(
             identity,
             self.memory,
@@ -172,12 +162,11 @@ class SenderHalf:
             clock,
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
-            digests=self.digests,
+            digests=block_digests(self.memory),
             is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
-        self._engine = ThreadPoolExecutor(1, "engine")
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, self._engine.submit)
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -189,7 +178,6 @@ class SenderHalf:
         self.source = replace(self.source, address=f"127.0.0.1:{port}")
 
     async def stop(self) -> None:
-        await asyncio.to_thread(self._engine.shutdown)
         await self.handoff.stop()
         await self.server.stop(None)
 
@@ -239,7 +227,7 @@ class ReceiverHalf:
         self.identity = identity
         self.memory = new_memory()
         self.notes = Notes()
-        self.digests = AnnouncedDigests(self.memory, self.notes)
+        self.digests = GatedDigests(self.memory)
         post = asyncio.get_running_loop().call_soon_threadsafe
         self.intake = Intake(
             identity,

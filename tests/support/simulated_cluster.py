@@ -281,7 +281,7 @@ class SimulatedNode:
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half = handoff
-            connector = OfferConnector(handoff, self.runner.layout, outbox.add, outbox.add_chore)
+            connector = OfferConnector(handoff, self.runner.layout, outbox.add)
         else:
             intake = cluster.make_intake(
                 identity,

@@ -351,42 +351,24 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
 
 
 def with_digests() -> LeaseBook:
-    """Three blocks are offered from the second on, and read; the last one's digest is not known."""
+    """Three blocks are offered, and read from the second on."""
     book = LeaseBook(ManualClock(), digest_every=1)
-    book.offer(A, 0, (5, 6))
+    book.offer(A, 0, (5, 6), digests=(50, 60))
     book.link_opened(1, "d0", "d0.x")
     assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None 1)"
-    book.digested(A, [50, 60])
-    book.offer(A, 2, (9,), CLOSING)
+    book.offer(A, 2, (9,), CLOSING, (90,))
     return book
 
 
-def test_the_answer_waits_for_the_digests() -> None:
-    book = with_digests()
-    assert lines(book.received(1, ConfirmRead(A))) == []
-    assert book.state(A) is LeaseState.READING, "its blocks must not change before they are known"
-    assert lines(book.digested(A, [90])) == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])", "OpenLeases 0"]
-
-
-def test_digests_that_are_known_wait_for_the_question() -> None:
-    book = with_digests()
-    assert lines(book.digested(A, [90])) == []
-    assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 True [60, 90])"
+def test_the_answer_brings_the_digests_of_what_was_read() -> None:
+    answer = lines(with_digests().received(1, ConfirmRead(A)))
+    assert answer == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])", "OpenLeases 0"]
 
 
 def test_a_broken_promise_needs_no_digests() -> None:
     book = with_digests()
     book.withdraw(A, "preempted", promise_broken=True)
     assert lines(book.received(1, ConfirmRead(A)))[0] == "TellReader 1 (ReadConfirmed a#1 False [])"
-
-
-def test_digests_that_come_too_late_change_nothing() -> None:
-    book = with_digests()
-    book.received(1, ConfirmRead(A))
-    book.link_closed(1)
-    assert lines(book.digested(A, [90])) == []
-    assert lines(book.digested(B, [1])) == []
-    assert book.counters["digested_unknown"] == 1
 
 
 def test_what_a_window_has_left_behind_is_not_counted(book: LeaseBook) -> None:

@@ -51,7 +51,6 @@ class Rig:
             clock,
             self.posted.put,
             outbox.add,
-            outbox.add_chore,
             lambda news: None,
             lambda *event: None,
         )

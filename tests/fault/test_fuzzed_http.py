@@ -27,6 +27,7 @@ from tests.support.http_client import AsgiClient, Exchange
 from tests.support.mutations import mutated
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
+TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -49,7 +50,7 @@ def run() -> Iterator[Run]:
 async def post(
     cluster: FuzzedCluster, path: str, body: bytes, headers: Mapping[str, str], leaves: bool = False
 ) -> Exchange:
-    model = ServedModel(cluster.card, Spelling(), ChatTemplate(DEFAULT_TEMPLATE, {}), lambda: datetime(2026, 1, 2))
+    model = ServedModel(cluster.card, Spelling(), TEMPLATE, lambda: datetime(2026, 1, 2))
     front = HttpFront(cluster.handler, model, lambda: "", lambda: b"", ManualClock(5.0), Random(1), 1000.0)
     exchange = AsgiClient(front).post(path, body, headers)
     if leaves:

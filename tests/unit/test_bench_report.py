@@ -196,7 +196,7 @@ class TestAnswer:
             two_colocated={2: 1.0, 4: 0.95, 6: 0.5}, one_more={2: 1.0, 4: 1.0, 6: 0.8}, disagg={4: 1.0, 8: 0.95, 9: 0.2}
         )
         assert said(result) == (
-            "disagg serves 2 times the requests of two colocated within TTFT 250 ms and TPOT 100 ms. 7.6 against 3.8 "
+            "disagg serves 2 times the requests of two colocated within TTFT 250 ms and TPOT 100 ms. 8 against 4 "
             "requests/s: at least 90 % of the offered requests keep all limits, on 2 GPUs each."
         )
 
@@ -211,9 +211,27 @@ class TestAnswer:
         assert told.startswith("colocated serves 1.3 times the requests per GPU of disagg")
         assert "each" not in told
 
+    def test_what_a_search_found_counts_more_than_single_runs(self) -> None:
+        result = simple(colocated={2: 1.0, 4: 1.0, 8: 0.1}, split={4: 1.0, 9: 0.0})
+        result["arrangements"][0]["goodput"] = {"rates": [2.9, 3.0, 3.1]}
+        result["arrangements"][1]["goodput"] = {"rate": 7.5, "target": 0.95}
+        result |= {"goodput_ratio": 2.4, "goodput_ratio_spread": {"p10": 2.3, "p90": 2.6}, "p99_gap_ratio": 0.2}
+        told = said(result)
+        assert told.startswith("split serves 2.5 times the requests of colocated within")
+        assert "7.5 against 3 requests/s: at least 95 %" in told
+        assert "Measured in turns: 2.4 [2.3, 2.6] times." in told
+        assert "largest gap between tokens is 0.2 [0.2, 0.2] times as long." in told
+
+    def test_of_repeated_runs_the_middle_one_counts(self) -> None:
+        result = simple(a={2: 1.0, 4: 0.2})
+        lucky = copy.deepcopy(result["arrangements"][0]["rates"][1])
+        lucky["summary"]["attainment"] = 1.0
+        result["arrangements"][0]["rates"] += [lucky, copy.deepcopy(result["arrangements"][0]["rates"][1])]
+        assert "up to 2 requests/s" in said(result)
+
     def test_only_one_keeps_the_limits(self) -> None:
         assert said(simple(a={2: 0.95, 4: 0.1}, b={2: 0.5})).startswith(
-            "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 1.9 requests/s."
+            "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 2 requests/s."
         )
 
     def test_nobody_keeps_the_limits(self) -> None:
@@ -249,6 +267,12 @@ class TestAnswer:
     def test_all_are_looked_at_where_the_best_one_still_holds(self) -> None:
         measured = read(simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95, 8: 0.1}))
         assert [one.at.rate for one in compared(measured)] == [5.0, 4.0]
+
+    def test_all_are_looked_at_where_all_were_measured(self) -> None:
+        result = simple(a={2: 1.0, 5: 0.1}, b={2: 1.0, 4: 0.95})
+        for arrangement in result["arrangements"]:
+            arrangement["rates"][0]["is_common"] = True
+        assert [one.at.rate for one in compared(read(result))] == [2.0, 2.0]
 
 
 class TestRead:
@@ -325,7 +349,7 @@ class TestPage:
 
     def test_what_was_interrupted_or_failed_says_so(self) -> None:
         result = comparison((COLOCATED, DISAGGREGATED), (2.0,), 10)
-        result |= {"partial": True, "notes": ["the generator was the bottleneck"]}
+        result |= {"is_complete": False, "notes": ["the generator was the bottleneck"]}
         result["arrangements"][0]["rates"][0]["summary"] |= {"failed": 3, "errors": {"unavailable: no node": 3}}
         result["arrangements"][1]["rates"] = []
         text = Tags(page(read(result))).text.replace("\u00a0", " ")
@@ -343,7 +367,7 @@ class TestPage:
 
     def test_a_large_run_is_no_larger_a_page(self) -> None:
         few, many = (len(page(read(_run(count)))) for count in (5_000, 40_000))
-        assert many < few * 1.1 < 400_000
+        assert many < few * 1.5 < 400_000
 
 
 class TestLanes:
@@ -366,8 +390,8 @@ class TestLanes:
 class TestPrograms:
     def test_json_has_the_answer_and_every_summary(self) -> None:
         told = to_json(read(simple(a={2: 1.0, 4: 0.95}, b={2: 0.1})))
-        assert told["goodput"] == {"a": pytest.approx(3.8), "b": 0.0}
-        assert told["answer"] == "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 3.8 requests/s."
+        assert told["goodput"] == {"a": 4.0, "b": 0.0}
+        assert told["answer"] == "Only a keeps TTFT 250 ms and TPOT 100 ms: up to 4 requests/s."
         assert [one["attainment"] for one in told["measurements"]] == [1.0, 0.95, 0.1]
 
     def test_csv_has_a_line_for_each_measurement_and_no_formula(self) -> None:
@@ -385,7 +409,7 @@ class TestPrograms:
         assert main(["bench", "report", str(file)]) == 0
         assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
         assert main(["bench", "report", str(file), "-o", "json"]) == 0
-        assert json.loads(capsys.readouterr().out)["goodput"] == {"a": 3.8}
+        assert json.loads(capsys.readouterr().out)["goodput"] == {"a": 4.0}
         assert main(["bench", "report", str(file), "-o", "csv", "--out", str(tmp_path / "deep" / "run.csv")]) == 0
         assert (tmp_path / "deep" / "run.csv").read_text().startswith("arrangement,engines,rate")
 

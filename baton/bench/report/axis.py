@@ -67,13 +67,14 @@ def logarithmic(title: str, low: float, high: float, text: Callable[[float], str
         low, high = middle / 2, middle * 2
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     leads = (1, 2, 5) if high / low < 300 else (1,)
-    every = max(1, len(decades) // 6)
-    ticks = [
-        Tick(lead * 10.0**decade, text(lead * 10.0**decade), (lead == 1 and decade % every == 0) or high / low < 30)
-        for decade in decades
-        for lead in leads
-    ]
-    return Axis(title, low, high, tuple(tick for tick in ticks if low <= tick.value <= high), is_logarithmic=True)
+    values = [(lead, lead * 10.0**decade) for decade in decades for lead in leads]
+    inside = [(lead, value) for lead, value in values if low <= value <= high]
+    every = max(1, len(inside) // 5) if len(leads) == 1 else 1
+    ticks = (
+        Tick(value, text(value), high / low < 30 or (lead == 1 and index % every == 0))
+        for index, (lead, value) in enumerate(inside)
+    )
+    return Axis(title, low, high, tuple(ticks), is_logarithmic=True)
 
 
 def _round_step(step: float) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from baton.bench.report.figures import milliseconds, number, per_second, percent, plural
 from baton.bench.report.measured import Arrangement, Measured, Measurement
 from baton.bench.slo import Slo
+from baton.bench.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,10 @@ class Capacity:
 
     arrangement: Arrangement
     at: Measurement
+    """The measurement that is nearest to it."""
+    goodput: float
+    """Requests per second that may be offered."""
     is_highest_tried: bool
-
-    @property
-    def goodput(self) -> float:
-        """Requests per second that met the SLO."""
-        said = self.at.summary.get("request_goodput")
-        return said if said is not None else (self.at.rate or 0.0) * (self.at.attainment or 0.0)
 
     def goodput_per_engine(self) -> float | None:
         return self.goodput / self.arrangement.engines if self.arrangement.engines else None
@@ -48,11 +48,17 @@ class Compared:
 
 def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
     """None: it met the target at no rate that was tried."""
-    met = [one for one in arrangement.measurements if one.attainment is not None and one.attainment >= target]
-    if not met:
+    met = [(rate, runs) for rate, runs in _by_rate(arrangement) if (_middle_attainment(runs) or 0.0) >= target]
+    if arrangement.goodput is not None:
+        rate, (_, runs) = arrangement.goodput.median, _nearest(met or _by_rate(arrangement), arrangement.goodput.median)
+    elif met:
+        rate, runs = met[-1]
+    else:
         return None
-    best = max(met, key=lambda one: one.rate or 0.0)
-    return Capacity(arrangement, best, best is arrangement.measurements[-1])
+    highest = max((one.rate for one in arrangement.measurements if one.rate is not None), default=math.inf)
+    if math.isinf(rate):
+        rate = runs[0].summary.get("request_goodput", 0.0)
+    return Capacity(arrangement, runs[0], rate, rate >= highest) if rate > 0 else None
 
 
 def capacities(measured: Measured) -> list[Capacity]:
@@ -62,14 +68,18 @@ def capacities(measured: Measured) -> list[Capacity]:
 
 
 def compared(measured: Measured) -> list[Compared]:
-    """Every arrangement at the rate up to which the best one holds, or at the nearest that was measured."""
+    """Every arrangement at the rate that all were measured at, or else near to where the best one just holds."""
     best = capacities(measured)
     wanted = best[0].at.rate if best else _middle_rate(measured)
-    return [
-        Compared(arrangement, colour, _nearest(arrangement.measurements, wanted))
-        for colour, arrangement in enumerate(measured.arrangements)
-        if arrangement.measurements
-    ]
+    chosen = []
+    for colour, arrangement in enumerate(measured.arrangements):
+        common = [one for one in arrangement.measurements if one.is_common]
+        if common:
+            chosen.append(Compared(arrangement, colour, common[0]))
+        elif arrangement.measurements:
+            _, runs = _nearest(_by_rate(arrangement), math.inf if wanted is None else wanted)
+            chosen.append(Compared(arrangement, colour, runs[0]))
+    return chosen
 
 
 def answer(measured: Measured) -> Answer:
@@ -106,19 +116,31 @@ def rate_of(measurement: Measurement) -> str:
 
 
 def _two(best: Capacity, other: Capacity, measured: Measured) -> Answer:
-    has_equal_engines = best.arrangement.engines == other.arrangement.engines
-    mine, theirs = best.goodput_per_engine(), other.goodput_per_engine()
-    if has_equal_engines or mine is None or theirs is None:
-        mine, theirs, per = best.goodput, other.goodput, ""
-    else:
+    mine, theirs, per = best.goodput, other.goodput, ""
+    if best.arrangement.engines != other.arrangement.engines and best.arrangement.engines and other.arrangement.engines:
+        mine, theirs = mine / best.arrangement.engines, theirs / other.arrangement.engines
         per = f" per {best.arrangement.unit}"
-    ratio = mine / theirs if theirs else None
     headline = (
-        f"{best.arrangement.name} serves {number(ratio, 2)} times the requests{per} of {other.arrangement.name} "
-        f"within {limits(measured.slo)}."
+        f"{best.arrangement.name} serves {number(mine / theirs, 2)} times the requests{per} of "
+        f"{other.arrangement.name} within {limits(measured.slo)}."
     )
     against = f"{number(best.goodput)} against {per_second(other.goodput)}"
-    return Answer(headline, f"{against}: {_conditions(best, measured)}")
+    return Answer(headline, f"{against}: {_conditions(best, measured)}{_in_turns(best, other, measured)}")
+
+
+def _in_turns(best: Capacity, other: Capacity, measured: Measured) -> str:
+    """The ratios that were measured in turns, if these are the two that were."""
+    told = ""
+    is_colocated = "colocated" in other.arrangement.name.lower() and "colocated" not in best.arrangement.name.lower()
+    if is_colocated and measured.goodput_ratio:
+        told += f" Measured in turns: {_spread(measured.goodput_ratio)} times."
+    if is_colocated and measured.gap_ratio:
+        told += f" The P99 of its largest gap between tokens is {_spread(measured.gap_ratio)} times as long."
+    return told
+
+
+def _spread(ratio: Spread) -> str:
+    return f"{number(ratio.median)} [{number(ratio.p10)}, {number(ratio.p90)}]"
 
 
 def _one(best: Capacity, measured: Measured) -> Answer:
@@ -128,7 +150,8 @@ def _one(best: Capacity, measured: Measured) -> Answer:
             f"{best.arrangement.name} kept {limits(measured.slo)} for {percent(at.attainment)} of "
             f"{plural(at.offered, 'request')} at {rate_of(at)}."
         )
-        return Answer(headline, f"{per_second(best.goodput)} were good; other rates were not tried.")
+        good = per_second(at.summary.get("request_goodput"))
+        return Answer(headline, f"{good} were good; other rates were not tried.")
     headline = f"{best.arrangement.name} serves up to {per_second(best.goodput)} within {limits(measured.slo)}."
     return Answer(headline, _conditions(best, measured))
 
@@ -198,7 +221,19 @@ def _middle_rate(measured: Measured) -> float | None:
     return rates[len(rates) // 2] if rates else None
 
 
-def _nearest(measurements: Sequence[Measurement], rate: float | None) -> Measurement:
-    if rate is None:
-        return measurements[-1]
-    return min(measurements, key=lambda one: abs((one.rate if one.rate is not None else rate * 1e9) - rate))
+def _by_rate(arrangement: Arrangement) -> list[tuple[float, list[Measurement]]]:
+    """Measurements that were repeated, together, by rising rate; infinity: unpaced."""
+    found: dict[float, list[Measurement]] = {}
+    for one in arrangement.measurements:
+        found.setdefault(math.inf if one.rate is None else one.rate, []).append(one)
+    return sorted(found.items())
+
+
+def _middle_attainment(runs: Sequence[Measurement]) -> float | None:
+    shares = [one.attainment for one in runs if one.attainment is not None]
+    return median(shares) if shares else None
+
+
+def _nearest(rates: Sequence[tuple[float, list[Measurement]]], wanted: float) -> tuple[float, list[Measurement]]:
+    exact = [one for one in rates if one[0] == wanted]
+    return exact[0] if exact else min(rates, key=lambda one: abs(one[0] - wanted))

@@ -21,10 +21,10 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """`0.85 ms`, `120 ms`, `12.3 s`, from a duration in milliseconds."""
+    """`0.85 ms`, `120 ms`, `1.23 s`, from a duration in milliseconds."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    if value >= 10_000:
+    if value >= 1000:
         return f"{number(value / 1000)}{_SPACE}s"
     return f"{number(value)}{_SPACE}ms"
 

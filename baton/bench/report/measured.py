@@ -18,6 +18,7 @@ import numpy.typing as npt
 from baton.bench.report.distribution import Distribution, of_histogram
 from baton.bench.result_file import SCHEMA
 from baton.bench.slo import Slo
+from baton.bench.spread import Spread
 from baton.errors import InvalidRequest
 
 Values = npt.NDArray[np.float64]
@@ -71,6 +72,10 @@ class Measurement:
     attainment_by_scale: Sequence[tuple[float, float]]
     ttft_parts_ms: Mapping[str, float]
     timeline: Mapping[str, Sequence[Interval]]
+    is_common: bool
+    """One of those that all arrangements were measured at, to be looked at beside each other."""
+    bottleneck: str
+    """Why the generator could not keep up; empty: it did."""
 
     @property
     def attainment(self) -> float | None:
@@ -86,7 +91,9 @@ class Arrangement:
     engines: float | None
     unit: str
     measurements: Sequence[Measurement]
-    """By rising rate."""
+    """By rising rate; a rate may come more than once."""
+    goodput: Spread | None
+    """The highest rate within the SLO, as whoever measured it has found it; None: nobody searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +108,29 @@ class Measured:
     is_partial: bool
     notes: Sequence[str]
     arrangements: Sequence[Arrangement]
+    goodput_ratio: Spread | None
+    gap_ratio: Spread | None
+    """Of the best split to the colocated nodes, measured in turns: goodput, and the P99 of the largest gap."""
 
 
 def read(result: Mapping[str, Any]) -> Measured:
     """Check a result; raises InvalidRequest, which names the field."""
     if not isinstance(result, Mapping) or result.get("schema") != SCHEMA:
         raise InvalidRequest("schema", f"not a result of `baton bench` ({SCHEMA})")
-    arrangements = [_arrangement(one, f"arrangements[{i}]") for i, one in enumerate(_sequence(result, "arrangements"))]
-    target = _number(result.get("attainment_target"))
+    said = _sequence(result, "arrangements")
+    arrangements = [_arrangement(one, f"arrangements[{index}]") for index, one in enumerate(said)]
+    targets = [_number(result.get("attainment")), *(_number(_mapping(one, "goodput").get("target")) for one in said)]
+    target = next((target for target in targets if target), TARGET)
     return Measured(
         kind=str(result.get("kind", "benchmark")),
         facts=_facts(result),
         slo=_slo(result),
-        target=TARGET if target is None else target,
-        is_partial=bool(result.get("partial")),
+        target=target,
+        is_partial=result.get("is_complete") is False,
         notes=[str(note) for note in _sequence(result, "notes")],
         arrangements=arrangements,
+        goodput_ratio=_spread(result, "goodput_ratio"),
+        gap_ratio=_spread(result, "p99_gap_ratio"),
     )
 
 
@@ -129,7 +143,25 @@ def _arrangement(said: Any, where: str) -> Arrangement:
         engines=gpus or cores or None,
         unit="GPU" if gpus else "core",
         measurements=sorted(measurements, key=lambda one: math.inf if one.rate is None else one.rate),
+        goodput=_goodput(_mapping(said, "goodput", where), where),
     )
+
+
+def _goodput(said: Mapping[str, Any], where: str) -> Spread | None:
+    """Of a search, or of several."""
+    rates = [rate for one in _sequence(said, "rates", f"{where}.goodput") if (rate := _number(one)) is not None]
+    if (rate := _number(said.get("rate"))) is not None:
+        rates.append(rate)
+    return Spread.of(rates) if rates else None
+
+
+def _spread(result: Mapping[str, Any], name: str) -> Spread | None:
+    middle = _number(result.get(name))
+    if middle is None:
+        return None
+    spread = _mapping(result, f"{name}_spread")
+    low, high = _number(spread.get("p10")), _number(spread.get("p90"))
+    return Spread(middle, middle if low is None else low, middle if high is None else high)
 
 
 def _measurement(said: Any, where: str) -> Measurement:
@@ -156,6 +188,8 @@ def _measurement(said: Any, where: str) -> Measurement:
             str(node): _intervals(rows, f"{where}.timeline[{node!r}]")
             for node, rows in _mapping(said, "timeline", where).items()
         },
+        is_common=said.get("is_common") is True,
+        bottleneck=str(_mapping(said, "generator", where).get("bottleneck") or ""),
     )
 
 
@@ -210,14 +244,18 @@ def _interval(row: Any, where: str) -> Interval:
 
 
 def _slo(result: Mapping[str, Any]) -> Slo:
-    """The first one that a summary names; all of a file are the same."""
+    """The result's, or the first one that a summary names; all of a file are the same."""
+    if slo := _limits(_mapping(result, "slo")):
+        return slo
     for arrangement in _sequence(result, "arrangements"):
         for one in _sequence(arrangement, "rates"):
-            said = _mapping(_mapping(one, "summary"), "goodput_slo")
-            slo = Slo(*(_number(said.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
-            if slo:
+            if slo := _limits(_mapping(_mapping(one, "summary"), "goodput_slo")):
                 return slo
     return Slo()
+
+
+def _limits(said: Mapping[str, Any]) -> Slo:
+    return Slo(*(_number(said.get(name)) for name in ("ttft_ms", "tpot_ms", "e2el_ms")))
 
 
 _FACTS = ("machine", "versions", "workload", "command", "seed", "created")

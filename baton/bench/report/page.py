@@ -72,15 +72,16 @@ def _notices(measured: Measured) -> list[str]:
     if measured.is_partial:
         notices.append("The run was interrupted: these are the results until then.")
     measurements = [one for arrangement in measured.arrangements for one in arrangement.measurements]
-    if failed := sum(one.failed for one in measurements):
-        offered = max(failed, sum(one.offered for one in measurements))
+    failed, offered = sum(one.failed for one in measurements), sum(one.offered for one in measurements)
+    if 0 < failed < offered:
         notices.append(
             f"{plural(failed, 'request')} of {offered:,} failed ({percent(failed / offered)}). They count as offered, "
             "so they lower goodput; times are of those that were answered."
         )
     if empty := [one.name for one in measured.arrangements if not one.measurements]:
         notices.append(f"Nothing was measured of {', '.join(empty)}.")
-    return [*notices, *measured.notes]
+    late = sorted({one.bottleneck for one in measurements} - {""})
+    return [*notices, *(f"In some runs the load generator was late: {reason}" for reason in late), *measured.notes]
 
 
 def _has_errors(measured: Measured) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -56,8 +57,8 @@ def goodput(measured: Measured) -> Section:
     best = capacities(measured)
     rows = [_capacity_row(one) for one in best]
     missed = {one.arrangement.name for one in best}
-    rows += [[one.name, "none", "0", "0"] for one in measured.arrangements if one.name not in missed]
-    columns = ["Arrangement", "Up to", "Good", f"Good per {_unit(measured)}"]
+    rows += [[one.name, "none", NOTHING, NOTHING] for one in measured.arrangements if one.name not in missed]
+    columns = ["Arrangement", "Up to", "Repeated", f"Per {_unit(measured)}"]
     caption = "The highest rate within the SLO, requests/s"
     return Section(name, title, reading, draw(chart), table(columns, rows, caption))
 
@@ -248,23 +249,24 @@ def _stacked(one: Compared, parts: Mapping[str, str], longest: float) -> Markup:
 
 
 def _goodput_points(arrangement: Arrangement) -> list[Point]:
-    points = []
+    """One for each rate: the median of those that were repeated."""
+    found: dict[float, list[Measurement]] = {}
     for one in arrangement.measurements:
-        good = one.summary.get("request_goodput")
-        if one.rate is not None and good is not None:
-            tip = f"{number(good)} of {number(one.rate)} requests/s, {percent(one.attainment)}"
-            points.append(Point(one.rate, good, tip))
+        if one.rate is not None and "request_goodput" in one.summary:
+            found.setdefault(one.rate, []).append(one)
+    points = []
+    for rate, runs in found.items():
+        good = median(one.summary["request_goodput"] for one in runs)
+        kept = median(one.attainment or 0.0 for one in runs)
+        points.append(Point(rate, good, f"{number(good)} of {number(rate)} requests/s, {percent(kept)}"))
     return points
 
 
 def _capacity_row(one: Capacity) -> list[str]:
-    most = NOTHING if one.at.rate is None else number(one.at.rate)
-    return [
-        one.arrangement.name,
-        f"≥ {most}" if one.is_highest_tried else most,
-        number(one.goodput),
-        number(one.goodput_per_engine()),
-    ]
+    found = one.arrangement.goodput
+    spread = f"{number(found.p10)} … {number(found.p90)}" if found and found.p10 < found.p90 else NOTHING
+    most = f"≥ {number(one.goodput)}" if one.is_highest_tried else number(one.goodput)
+    return [one.arrangement.name, most, spread, number(one.goodput_per_engine())]
 
 
 def _unit(measured: Measured) -> str:

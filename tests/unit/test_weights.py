@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
@@ -235,6 +236,28 @@ def test_no_second_copy_and_no_product_of_torch_is_left(pristine: Path) -> None:
     # Even the embedding is packed: it is the head's weight too.
     assert not [name for name, parameter in module.named_parameters() if parameter.dim() >= 2]
     assert sum(p.numel() for p in loaded.module.parameters()) > 2 * sum(p.numel() for p in module.parameters())
+
+
+def _status(key: str) -> int:
+    """Bytes that this process has, now (VmRSS) or at most since it was asked to forget (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
+
+
+@pytest.mark.parametrize(("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
+def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, architecture: str, stored: str) -> None:
+    """Cast on their way (qwen2), or merged (the experts of qwen3_moe)."""
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "moe_intermediate_size": 1024}
+    write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
+    load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)
+    write_random_model(tmp_path / "large", {**TINY_MODELS[architecture], **shape}, 0, stored)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
+    weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
+    assert weights > 200 << 20
+    assert _status("VmHWM") - before < 1.15 * (weights + runner.memory.num_bytes)
 
 
 def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

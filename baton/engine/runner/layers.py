@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.runner.kernels.program import Program, Rows
 from baton.engine.runner.operations import Operations
-from baton.engine.runner.recognition import gated_activation
+from baton.engine.runner.recognition import children_of, gated_activation
 
 EXPERTS_NAME = "baton_experts"
 
@@ -204,22 +204,22 @@ def replace_products(
         for name, part in parent.named_children()
         if type(part) is nn.Embedding
     }
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear | Conv1D):
-                continue
-            weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight
-            packed = PackedLinear(operations, weight, child.bias, weight.dtype)
-            setattr(parent, name, packed)
-            if (tied := embeddings.get(child.weight.data_ptr())) is not None:
-                setattr(tied[0], tied[1], PackedEmbedding(packed))
-            release(child)
+    for parent, name, child in children_of(module):
+        if not isinstance(child, nn.Linear | Conv1D):
+            continue
+        weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight
+        packed = PackedLinear(operations, weight, child.bias, weight.dtype)
+        setattr(parent, name, packed)
+        if (tied := embeddings.get(child.weight.data_ptr())) is not None:
+            setattr(tied[0], tied[1], PackedEmbedding(packed))
+        release(child)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             continue
         # What transformers' decorator leaves on every experts class it lets others compute.
         if getattr(part, "_is_expert_parallel", None) is not None:
             object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum))
+            release(part)
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter.dim() == 2:

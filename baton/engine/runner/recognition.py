@@ -32,11 +32,11 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> None:
     generator = torch.Generator().manual_seed(0)
     widths = _angle_widths(module)
     with torch.inference_mode():
-        for parent, name, child in _children(module):
+        for parent, name, child in children_of(module):
             norm = _fused_norm(child, operations, generator)
             if norm is not None:
                 setattr(parent, name, norm)
-        for parent, name, child in _children(module):
+        for parent, name, child in children_of(module):
             fused = _fused_mlp(child, operations, generator) or _fused_attention(child, operations, generator, widths)
             if fused is not None:
                 setattr(parent, name, fused)
@@ -51,10 +51,18 @@ def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Acti
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
 
 
-def _children(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            yield parent, name, child
+def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every parent below `module`, and a child with its name; whoever asks may replace the child meanwhile.
+
+    Parents are remembered by their paths: a list of modules would keep what was replaced, and its weights.
+    """
+    for path in [path for path, _ in module.named_modules()]:
+        try:
+            parent = module.get_submodule(path)
+        except AttributeError:
+            continue  # it went with what was replaced
+        for name in [name for name, _ in parent.named_children()]:
+            yield parent, name, parent.get_submodule(name)
 
 
 def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedNorm | None:

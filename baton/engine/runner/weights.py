@@ -14,6 +14,7 @@ from baton.engine.runner.attention import ATTENTION_NAME
 from baton.engine.runner.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.runner.device import CPU
 from baton.engine.runner.layers import EXPERTS_NAME
+from baton.engine.runner.mapped_files import tensors_on_file
 from baton.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,16 +72,17 @@ def load_model(directory: Path, dtype: str, device: torch.device = CPU) -> Loade
     config = _config(checkpoint)
     model_class = _model_class(checkpoint, config)
     try:
-        module, info = model_class.from_pretrained(
-            directory,
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation=EXPERTS_NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with tensors_on_file(checkpoint.weight_files) as tensors:
+            module, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=DTYPES[dtype],
+                attn_implementation=ATTENTION_NAME,
+                experts_implementation=EXPERTS_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except SafetensorError as error:
         raise ConfigError(
             f"the weights in {directory} can't be read ({_first_line(error)}); copy them again"

@@ -27,6 +27,8 @@ class AbsentSenders:
         self._nobody_listens = nobody_listens
         self._absent: dict[str, KVSource] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those that are cancelled and not over yet, too."""
 
     def __len__(self) -> int:
         return len(self._absent)
@@ -36,6 +38,8 @@ class AbsentSenders:
         self._absent[source.incarnation] = source
         task = asyncio.create_task(self._look_for(source), name=f"look-for-{source.incarnation}")
         self._looking[source.incarnation] = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def came(self, node_id: str, incarnation: str) -> None:
         """A link is up: that process is not absent any more, and those of its node before it are no more."""
@@ -46,7 +50,7 @@ class AbsentSenders:
 
     async def close(self) -> None:
         """Look for nobody any more."""
-        tasks = list(self._looking.values())
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -76,6 +76,15 @@ def test_one_that_came_back_is_not_looked_for_any_more() -> None:
     assert check(play) == []
 
 
+def test_one_that_comes_back_at_the_last_moment_leaves_no_task() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        senders.left(FIRST)
+        await asyncio.sleep(0.01)
+        senders.came("p0", "p0.first")
+
+    assert check(play) == []
+
+
 def test_a_successor_ends_those_before_it_and_no_others() -> None:
     async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
         for source in (FIRST, OTHER):

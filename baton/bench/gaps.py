@@ -73,10 +73,11 @@ class Gaps:
         used = np.flatnonzero(self._counts)
         if not len(used):
             return {"edges_s": [], "counts": []}
-        first = math.floor(math.log10(_middle(int(used[0]))) * bins_per_decade)
-        last = math.floor(math.log10(_middle(int(used[-1]))) * bins_per_decade) + 1
+        # The first bin's middle is no gap at all, which no logarithmic axis has a place for.
+        middles = np.maximum([_middle(int(at)) for at in used], _LEAST_S * _STEP)
+        first = math.floor(math.log10(middles[0]) * bins_per_decade)
+        last = math.floor(math.log10(middles[-1]) * bins_per_decade) + 1
         edges = [10 ** (at / bins_per_decade) for at in range(first, last + 1)]
-        middles = [_middle(int(at)) for at in used]
         counts, _ = np.histogram(middles, bins=edges, weights=self._counts[used])
         return {"edges_s": edges, "counts": [float(count) for count in counts]}
 

@@ -3,8 +3,8 @@
 {schema: "baton.bench/1", kind: serve | compare | nodes | simulate, created, machine, versions, command, seed,
  workload: {...},
  arrangements: [{name, cores, gpus, goodput?: {...},
-                 rates: [{rate, summary: {vLLM's keys}, itl_histogram?: {edges_s, counts},
-                              outcomes?: {column: [...]},
+                 rates: [{rate, summary: {vLLM's keys}, ttft_histogram?, itl_histogram?: {edges_s, counts},
+                          attainment_by_scale?: [[times the SLO, share], ...], outcomes?: {column: [...]},
                           timeline?: {node: [[start_s, end_s, kind, tokens], ...]}, ttft_parts?: {queue: ms, ...},
                           generator?: {...}, node_metrics?: {node: {...}}}]}],
  ...what else the kind has}

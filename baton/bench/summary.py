@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.bench.gaps import Gaps
 from baton.bench.outcome import Outcomes
 from baton.bench.slo import Slo
 
@@ -62,6 +63,29 @@ def summarize(
     if outcomes.errors:
         summary["errors"] = dict(sorted(outcomes.errors.items(), key=lambda item: -item[1])[:20])
     return summary
+
+
+SLO_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+"""Times the service level for which a report shows attainment."""
+
+
+def distributions(outcomes: Outcomes, summary: Summary) -> dict[str, Any]:
+    """What a report draws of single requests and tokens: some kilobytes, however many there were.
+
+    TTFT and ITL as `edges_s` and `counts`; under a service level also [scale, attainment of so many times all limits].
+    """
+    first_tokens = Gaps()
+    first_tokens.add(outcomes.ttft_s[outcomes.is_complete])
+    drawn: dict[str, Any] = {
+        "ttft_histogram": first_tokens.histogram(bins_per_decade=40),
+        "itl_histogram": outcomes.gaps.histogram(bins_per_decade=40),
+    }
+    if limits := summary.get("goodput_slo"):
+        slo, offered = Slo(**limits), max(1, summary["offered"])
+        drawn["attainment_by_scale"] = [
+            [scale, float(slo.scaled(scale).is_met(outcomes).sum()) / offered] for scale in SLO_SCALES
+        ]
+    return drawn
 
 
 def ttft_parts(outcomes: Outcomes) -> dict[str, float] | None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.gaps import Gaps
 from baton.bench.outcome import Outcome, Outcomes
 from baton.bench.result_file import SCHEMA
 from baton.bench.slo import Slo
-from baton.bench.summary import summarize
+from baton.bench.summary import distributions, summarize
 
 SLO = Slo(ttft_ms=250.0, tpot_ms=100.0)
 _PREFILL_S = 0.06
@@ -94,19 +93,18 @@ def measurement(
         outcomes.append(_outcome(index, planned[index], end, gaps, prompt))
         _draw(timeline, behaviour, engine, start, end, gaps, prompt)
     duration = float(outcomes.finished_s.max(initial=0.0))
-    first = Gaps()
-    first.add(outcomes.ttft_s)
+    summary = summarize(outcomes, duration, slo)
     return {
         "rate": rate,
-        "summary": summarize(outcomes, duration, slo),
-        "itl_histogram": outcomes.gaps.histogram(),
+        "summary": summary,
+        **distributions(outcomes, summary),
         "ttft_parts": {
             "queue": float(waited.sum() / max(1, requests) * 1e3),
             "prefill": _PREFILL_S * 1e3,
             "router and network": 1.4,
         },
         "timeline": timeline,
-        **({"outcomes": outcomes.columns(0.0)} if has_outcomes else {"ttft_histogram": first.histogram()}),
+        **({"outcomes": outcomes.columns(0.0)} if has_outcomes else {}),
     }
 
 

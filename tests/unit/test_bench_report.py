@@ -130,6 +130,12 @@ class TestDistribution:
         assert distribution.count == 5000
         assert distribution.quantile(0.5) == pytest.approx(gaps.percentile(50) * 1e3, rel=0.07)
 
+    def test_gaps_too_short_to_tell_are_in_the_first_bin(self) -> None:
+        gaps = Gaps()
+        gaps.add([0.0, 0.0, 0.1])
+        histogram = gaps.histogram()
+        assert (histogram["counts"][0], sum(histogram["counts"])) == (2.0, 3.0)
+
     @pytest.mark.parametrize(
         ("edges", "counts"),
         [([1.0, 2.0], [1.0, 1.0]), ([2.0, 1.0], [1.0]), ([1.0, float("nan")], [1.0]), ([0.0, 1.0], [-1.0])],
@@ -282,6 +288,17 @@ class TestRead:
                 assert one.latencies is not None
                 assert one.latencies.within(SLO) == pytest.approx(one.attainment)
                 assert one.summary["median_ttft_ms"] == pytest.approx(one.ttft.quantile(0.5), rel=0.05)
+
+    def test_a_file_without_single_requests_draws_the_same(self) -> None:
+        full, short = (read(comparison(requests=200, has_outcomes=has)) for has in (True, False))
+        for one, other in zip(full.arrangements, short.arrangements, strict=True):
+            for mine, theirs in zip(one.measurements, other.measurements, strict=True):
+                assert theirs.latencies is None
+                assert theirs.ttft.count == mine.ttft.count
+                assert theirs.ttft.quantile(0.5) == pytest.approx(mine.ttft.quantile(0.5), rel=0.08)
+                assert mine.latencies is not None
+                kept = [[scale, mine.latencies.within(SLO.scaled(scale))] for scale, _ in theirs.attainment_by_scale]
+                assert kept == [[scale, pytest.approx(share)] for scale, share in theirs.attainment_by_scale]
 
     def test_failed_requests_count_as_offered(self) -> None:
         (arrangement,) = read(all_failed()).arrangements

@@ -12,7 +12,7 @@ from baton.bench.compare.arrangement import COLOCATED
 from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun
 from baton.bench.result_file import Result, new_result
 from baton.bench.spread import Spread
-from baton.bench.summary import ttft_parts
+from baton.bench.summary import distributions, ttft_parts
 
 _P99_GAP = "p99_largest_gap_ms"
 
@@ -91,7 +91,7 @@ def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
         "repeat": run.repeat,
         "is_common": is_common,
         "summary": run.summary,
-        "itl_histogram": run.run.outcomes.gaps.histogram(),
+        **distributions(run.run.outcomes, run.summary),
         "ttft_parts": ttft_parts(run.run.outcomes),
         "generator": run.run.load.to_json(),
         "outcomes": run.run.outcomes.columns(0.0),

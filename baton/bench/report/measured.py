@@ -177,8 +177,8 @@ def _measurement(said: Any, where: str) -> Measurement:
         offered=round(figures.get("offered", latencies.e2el_ms.size if latencies else answered)),
         failed=round(figures.get("failed", 0)),
         errors=_errors(summary, columns, where),
-        ttft=_distribution(said, "ttft_histogram", where) or Distribution.of(_ttft_of(latencies)),
-        itl=_distribution(said, "itl_histogram", where) or Distribution.of(np.zeros(0)),
+        ttft=Distribution.of(latencies.ttft_ms) if latencies else _distribution(said, "ttft_histogram", where),
+        itl=_distribution(said, "itl_histogram", where),
         latencies=latencies,
         attainment_by_scale=_pairs(said, "attainment_by_scale", where),
         ttft_parts_ms={
@@ -209,10 +209,6 @@ def _latencies(columns: Mapping[str, Any], where: str) -> Latencies:
     )
 
 
-def _ttft_of(latencies: Latencies | None) -> Values:
-    return latencies.ttft_ms if latencies else np.zeros(0)
-
-
 def _errors(summary: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> dict[str, int]:
     said = _mapping(summary, "errors", f"{where}.summary")
     if said:
@@ -220,10 +216,8 @@ def _errors(summary: Mapping[str, Any], columns: Mapping[str, Any], where: str) 
     return dict(Counter(str(error) for error in _sequence(columns, "error") if error is not None))
 
 
-def _distribution(said: Mapping[str, Any], name: str, where: str) -> Distribution | None:
+def _distribution(said: Mapping[str, Any], name: str, where: str) -> Distribution:
     histogram = _mapping(said, name, where)
-    if not histogram:
-        return None
     try:
         return of_histogram(_sequence(histogram, "edges_s"), _sequence(histogram, "counts"))
     except (ValueError, TypeError) as error:

@@ -15,11 +15,11 @@ from baton.bench.report.figures import NOTHING, milliseconds, number, percent, p
 from baton.bench.report.markup import Markup, join, tag
 from baton.bench.report.measured import Arrangement, Measured, Measurement
 from baton.bench.report.section import Section, table
+from baton.bench.summary import SLO_SCALES
 
 _HISTOGRAM_BARS = 48
 _MOST_SERIES = 8
 """Lines that one plot can hold; arrangements beyond are in the tables."""
-_SCALES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 _NO_SLO = "There is no service level in this result: give one with --goodput ttft:MS tpot:MS."
 
 
@@ -277,7 +277,7 @@ def _unit(measured: Measured) -> str:
 def _attainment_by_scale(at: Measurement, measured: Measured) -> Sequence[tuple[float, float]]:
     if at.attainment_by_scale or at.latencies is None:
         return at.attainment_by_scale
-    return [(scale, at.latencies.within(measured.slo.scaled(scale))) for scale in _SCALES]
+    return [(scale, at.latencies.within(measured.slo.scaled(scale))) for scale in SLO_SCALES]
 
 
 def _at_scale(pairs: Sequence[tuple[float, float]], scale: float) -> float:

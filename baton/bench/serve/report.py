@@ -8,7 +8,7 @@ from typing import Any
 from baton.bench.result_file import Result, new_result
 from baton.bench.serve.run import LoadPlan, LoadRun
 from baton.bench.slo import Slo
-from baton.bench.summary import Summary, summarize, ttft_parts
+from baton.bench.summary import Summary, distributions, summarize, ttft_parts
 
 METRICS = {
     "ttft": "Time to first token",
@@ -29,7 +29,7 @@ def serve_result(
     measured = {
         "rate": rate,
         "summary": summary,
-        "itl_histogram": run.outcomes.gaps.histogram(),
+        **distributions(run.outcomes, summary),
         "ttft_parts": ttft_parts(run.outcomes),
         "generator": run.load.to_json(),
         "outcomes": run.outcomes.columns(0.0),

@@ -13,7 +13,7 @@ from baton.bench.simulator.goodput import Goodput, find_goodput
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.simulation import Simulated, SimulationConfig, simulate
 from baton.bench.slo import Slo
-from baton.bench.summary import summarize
+from baton.bench.summary import distributions, summarize
 from baton.bench.workloads.spec import WorkloadSpec
 
 
@@ -92,7 +92,7 @@ def _rate(
     values: dict[str, Any] = {
         "rate": None if rate == float("inf") else rate,
         "summary": summary,
-        "itl_histogram": done.outcomes.gaps.histogram(),
+        **distributions(done.outcomes, summary),
         "ttft_parts": done.parts.means_ms(),
         "simulator": _simulator(done, took_s),
     }

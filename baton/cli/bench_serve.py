@@ -63,7 +63,7 @@ def serve(
     run_dir: RunDirOption = None,
     model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that is served.")] = "",
     tokenizer: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer writes prompts.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Token ids are below this. Default: asked.", min=0)] = 0,
+    vocab_size: Annotated[int, typer.Option(help="Token ids are below this. Default: asked, or 256.", min=0)] = 0,
     api_key: Annotated[str, typer.Option(help="Bearer token.", envvar="OPENAI_API_KEY")] = "",
     dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,

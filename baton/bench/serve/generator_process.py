@@ -59,10 +59,13 @@ async def _run(order: dict[str, Any]) -> int:
     await _warm_up(endpoint, order["num_warmups"] if process == 0 else 0)
     _say({"ready": True})
     words = _Words()
-    if await words.next() != "go":
+    word = await words.next()
+    if not word:
         endpoint.close()
         return 1
     generator = Generator(endpoint, order["max_open"], order["request_timeout_s"])
+    if word == "stop":
+        generator.stop()  # before it began
     watching = asyncio.create_task(_obey(words, generator))
     meter = _CpuMeter()
     telling = asyncio.create_task(_tell(generator, meter))

@@ -16,8 +16,8 @@ from baton.errors import BatonError, Unreachable
 from baton.text.tokenizer import Tokenizer
 
 _TIMEOUT_S = 10.0
-_UNKNOWN_VOCAB = 1000
-"""Ids that every vocabulary has."""
+_UNKNOWN_VOCAB = 256
+"""Ids that every vocabulary has: OpenAI's API does not tell its size."""
 
 
 @dataclass(frozen=True, slots=True)

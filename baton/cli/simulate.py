@@ -69,6 +69,9 @@ def simulate(
     ] = None,
     splits: Annotated[int | None, typer.Option(help="Every arrangement of so many nodes.", min=2)] = None,
     policy: Annotated[list[Policy] | None, typer.Option(help="Who chooses nodes; may come again.")] = None,
+    choices: Annotated[
+        int | None, typer.Option(help="Nodes of each role that the router looks at, drawn anew. Default: all.", min=1)
+    ] = None,
     dataset_name: Annotated[Dataset | None, typer.Option(help="What is asked. Default: random.")] = None,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Requests.", min=1)] = None,
@@ -142,6 +145,7 @@ def simulate(
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
                 ),
+                choices=choices,
                 nic_bytes_per_s=None if nic_gb_per_s is None else nic_gb_per_s * 1e9,
                 message_s=None if message_ms is None else message_ms / 1e3,
                 failures=[_failure(text) for text in fail] if fail else None,

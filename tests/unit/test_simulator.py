@@ -90,6 +90,7 @@ _CASES = {
     ),
     "noticed late": _config("2p2d", failures=(Failure("decode-1", 4.0, 5.0),), detect_s=1.0),
     "random": _config("2p2d", policy="random"),
+    "a few choices": _config("3p3d", choices=2, failures=(Failure("decode-1", 4.0, 2.0),)),
     "by other nodes' blocks": _config("2p2d", policy="global-cache"),
     "round robin, a closed loop": _config("2p1d", policy="round-robin", max_concurrency=6),
 }

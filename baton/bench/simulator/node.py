@@ -22,6 +22,7 @@ from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.decode_run import DecodeRun
 from baton.engine.kv_cache_manager import AllocationAnswer
+from baton.engine.kv_events import KVEventLog
 from baton.engine.outputs import (
     CachedRequestData,
     EngineCoreOutput,
@@ -50,7 +51,9 @@ from baton.rpc.messages import (
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
 _KEPT_ENDS = 1 << 14
-_LONGEST_RUN = 4096
+_KEPT_KEYS = 1024
+_LONGEST_RUN = 64
+"""Steps of a run that are planned at once: most are cut short."""
 TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
 """When tokens were drawn, by attempt and first index: a delta's last ones. Whoever reads them takes them out."""
 _OUTCOMES = {
@@ -124,6 +127,8 @@ class SimulatedNode:
         connector = OfferingConnector(self, handoffs) if is_prefill else TakingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
         self.scheduler = Scheduler(config, fields, timeline, connector)
+        # It is read after each step; what was read is not worth its memory, in hundreds of nodes.
+        self.scheduler.kv_cache_manager.kv_events = KVEventLog(max(_KEPT_KEYS, description.num_blocks))
         self._attempts: dict[str, _Attempt] = {}
         self._ends = array("d")
         """When steps ended, the latest ones, from the step `_first_end` on."""
@@ -380,6 +385,7 @@ class SimulatedNode:
                 attempt = self._attempts.get(output.request_id)
                 if attempt is not None:
                     deltas += self._told_output(attempt, output)
+        self.scheduler.take_events()
         update = self._kv_cache_update() if self.watches_kv_cache else None
         self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
 

@@ -83,4 +83,5 @@ def fleet(seed: int = 0) -> SimulationPlan:
         random_range_ratio=0.5,
         seed=seed,
     )
-    return SimulationPlan(workload, SimulationConfig(arrangement, sizes, seed=seed), [arrangement], ("least-loaded",))
+    config = SimulationConfig(arrangement, sizes, choices=8, seed=seed)
+    return SimulationPlan(workload, config, [arrangement], ("cost",))

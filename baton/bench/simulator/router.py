@@ -22,7 +22,7 @@ from baton.bench.workloads import WorkloadRequest
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.registry import NodeRecord
-from baton.rpc.messages import LoadReport, NodeDescription, StepReport, Submit
+from baton.rpc.messages import LoadReport, NodeDescription, Role, StepReport, Submit
 from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight_table import (
@@ -41,6 +41,7 @@ from router.flight_table import (
     SubmitLeg,
 )
 from router.limits import DispatchLimits
+from router.placement import Candidate
 from router.placer import Placer
 from router.request import ValidRequest
 from router.run import Run
@@ -86,6 +87,33 @@ class FirstTokenParts:
         }
 
 
+class SampledView(ClusterView):
+    """Shows so many nodes of each role, drawn anew each time it is asked: the power of a few choices (Mitzenmacher,
+    IEEE TPDS 2001), at a cost that does not grow with the cluster.
+    """
+
+    def __init__(self, choices: int, rng: Random) -> None:
+        super().__init__()
+        self._choices = choices
+        self._rng = rng
+        self._by_role: dict[Role, list[str]] = {}
+
+    def attached(self, description: NodeDescription, now: float) -> None:
+        super().attached(description, now)
+        self._by_role.setdefault(description.role, []).append(description.incarnation)
+
+    def detached(self, incarnation: str, reason: str, now: float) -> None:
+        super().detached(incarnation, reason, now)
+        for names in self._by_role.values():
+            if incarnation in names:
+                names.remove(incarnation)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
+        nodes = [self._nodes[name] for names in drawn for name in names]
+        return tuple(candidate for node in nodes if (candidate := node.candidate or self._candidate(node)))
+
+
 class SimulatedRouter:
     """Takes requests and hears of nodes, at once."""
 
@@ -98,6 +126,7 @@ class SimulatedRouter:
         limits: DispatchLimits,
         block_size: int,
         message_s: float,
+        choices: int | None,
         ended: Callable[[Outcome], None],
     ) -> None:
         self.num_retries = 0
@@ -109,7 +138,7 @@ class SimulatedRouter:
         self._block_size = block_size
         self._message_s = message_s
         self._ended = ended
-        self._view = ClusterView()
+        self._view = ClusterView() if choices is None else SampledView(choices, rng)
         self._nodes: dict[str, SimulatedNode] = {}
         self._records: dict[str, NodeRecord] = {}
         self._clients: dict[str, Client] = {}

@@ -59,6 +59,8 @@ class SimulationConfig:
     prefill_sizes: NodeSizes | None = None
     """Of prefill nodes, where they are other ones."""
     policy: str = "cost"
+    choices: int | None = None
+    """The router looks at so many nodes of each role, drawn for each request; None: at all of them."""
     nic_bytes_per_s: float = 25e9
     network_latency_s: float = 1e-3
     """Of a hand-off beside its bytes: a confirmation."""
@@ -145,6 +147,7 @@ class Simulation:
             config.limits,
             config.sizes.block_size,
             config.message_s,
+            config.choices,
             self._ended,
         )
         self._past: list[SimulatedNode] = []

@@ -1,0 +1,138 @@
+"""Regenerates the figures of docs/performance.md: runs each benchmark, keeps its result, writes it into the page.
+
+The page is prose by people with figures by programs in it. A figure stands between two markers that name it,
+
+    <!-- figure: engine -->
+    ... the command, when and on which machine it ran, and what it said ...
+    <!-- end -->
+
+and this script replaces what is between them, as scripts/diagrams does in ARCHITECTURE.md. What it wrote last is kept
+as a file of its own (docs/performance/engine.txt), so the page can be made again without measuring (--render). A figure
+whose markers are not in the page is only kept as a file.
+
+Results and their reports, too large to be committed, are left in build/performance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from baton.bench.host import processor, usable_cores
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+KEPT = ROOT / "docs" / "performance"
+RESULTS = ROOT / "build" / "performance"
+RESULT = "RESULT"
+"""In a command: the file for its result, of which a report is made."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One command and what it says. `minutes`: about how long it takes."""
+
+    name: str
+    command: str
+    minutes: int
+
+
+FIGURES = (
+    Figure("engine", "baton bench engine --shape 0.5b", 6),
+    Figure("engines", "scripts/compare_engines --engines baton openvino --rounds 2", 20),
+    Figure("handoff", "baton bench handoff --shape 0.5b --requests 14", 5),
+    Figure("scheduler", "baton bench scheduler", 1),
+    Figure("router", "baton bench router --streams 1000 --streams 5000", 6),
+    Figure("router-http", "baton bench router --streams 1000 --streams 5000 --front http", 6),
+    Figure("compare", f"baton bench compare --shape 0.5b --result-filename {RESULT}", 30),
+    Figure("distserve", f"baton simulate --preset distserve --result-filename {RESULT}", 10),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and write; 1 if a command failed, whose figure then stays as it was."""
+    options = _options(argv)
+    chosen = [one for one in FIGURES if not options.only or one.name in options.only]
+    if options.list:
+        for one in chosen:
+            print(f"{one.name:12} about {one.minutes:2} min   {_shown(one)}")
+        return 0
+    failed = [] if options.render else [one.name for one in chosen if not _measure(one)]
+    texts = {one.name: path.read_text() for one in FIGURES if (path := _kept(one)).exists()}
+    PAGE.write_text(rendered(PAGE.read_text(), texts))
+    for name in failed:
+        print(f"scripts/performance: {name} failed, its figure is the old one", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def rendered(page: str, texts: Mapping[str, str]) -> str:
+    """The page with these texts between their markers."""
+    for name, text in texts.items():
+        marked = re.compile(rf"(<!-- figure: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page = marked.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)  # type: ignore[misc]
+    return page
+
+
+def told(command: str, said: str, where: str, when: str) -> str:
+    """A figure as it stands in the page: conditions, command, output."""
+    fence = "```" if "```" not in said else "````"
+    return f"{where}, {when}:\n\n{fence}console\n$ {command}\n{said.rstrip()}\n{fence}\n"
+
+
+def _measure(figure: Figure) -> bool:
+    """Run the command and keep what it says; keeps nothing of one that fails."""
+    result = RESULTS / f"{figure.name}.json"
+    words = [str(result) if word == RESULT else word for word in shlex.split(figure.command)]
+    for folder in (KEPT, RESULTS):
+        folder.mkdir(parents=True, exist_ok=True)
+    print(f"{figure.name}: about {figure.minutes} min: {_shown(figure)}", flush=True)
+    environment = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "COLUMNS": "120"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return False
+    if RESULT in figure.command:
+        subprocess.run(["baton", "bench", "report", str(result)], cwd=ROOT, env=environment, check=True)
+    where = f"{usable_cores()} cores of {processor()}, commit {_commit()}"
+    when = datetime.now(UTC).date().isoformat()
+    _kept(figure).write_text(told(_shown(figure), done.stdout, where, when))
+    return True
+
+
+def _shown(figure: Figure) -> str:
+    """The command as a reader would type it."""
+    return figure.command.replace(RESULT, f"{figure.name}.json")
+
+
+def _kept(figure: Figure) -> Path:
+    return KEPT / f"{figure.name}.txt"
+
+
+def _commit() -> str:
+    words = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/performance", description="Regenerate docs/performance.md's figures."
+    )
+    names = [one.name for one in FIGURES]
+    parser.add_argument("only", nargs="*", metavar="FIGURE", help=f"only these of: {', '.join(names)}")
+    parser.add_argument("--list", action="store_true", help="say what would run")
+    parser.add_argument("--render", action="store_true", help="measure nothing: write the kept figures into the page")
+    options = parser.parse_args(argv)
+    if unknown := set(options.only) - set(names):
+        parser.error(f"no such figure: {', '.join(sorted(unknown))}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

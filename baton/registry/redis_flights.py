@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 MAX_PENDING = 4096
 _BATCH = 256
 _PAUSE_S = 0.005
-"""Between two round trips: what comes meanwhile shares the next one, since a round trip costs as much as ten records."""
+"""Between two round trips: what comes meanwhile shares the next one, most of whose cost is its own."""
 _TIMEOUT_S = 1.0
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 

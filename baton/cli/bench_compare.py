@@ -21,13 +21,14 @@ _QUICK_BUDGET_S = 400.0
 """Of 8 minutes; starting, and the last repetition, take the rest."""
 _QUICK_RUN_S = 6.0
 _QUICK_TRIES = 5
+_QUICK_PROMPTS = 8
 
 
 def compare(
     more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     arrangement: Annotated[
         list[str] | None,
-        typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all of them."),
+        typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all; quick: no conditional."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Nodes of each arrangement, each with one thread on one core.")] = 2,
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
@@ -49,7 +50,7 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Searches of each arrangement, in turn.", min=1)] = 3,
     run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=1)] = 15.0,
     tries: Annotated[int, typer.Option(help="Rates that a search may try.", min=2)] = 8,
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter runs: an answer within 8 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: an answer within 8 minutes.")] = False,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
     seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
@@ -64,7 +65,7 @@ def compare(
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench.compare.arrangement import chosen
+    from baton.bench.compare.arrangement import CONDITIONAL, chosen
     from baton.bench.compare.run import CompareConfig
     from baton.bench.compare.run import compare as run_comparison
     from baton.bench.handoff import shape_dir
@@ -73,6 +74,8 @@ def compare(
 
     try:
         arrangements = chosen(arrangement or (), nodes)
+        if quick and not arrangement:
+            arrangements = [one for one in arrangements if one.name != CONDITIONAL]
         slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
     except InvalidRequest as error:
         raise ClientUsageError(str(error)) from None
@@ -97,6 +100,7 @@ def compare(
             _QUICK_RUN_S if quick else run_s,
             _QUICK_TRIES if quick else tries,
             _QUICK_BUDGET_S if quick else float("inf"),
+            _QUICK_PROMPTS if quick else 10,
             flags,
         )
         comparison = run_comparison(config, note)

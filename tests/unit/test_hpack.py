@@ -35,6 +35,11 @@ def test_literals_of_any_length_are_read(headers: dict[str, str], kind: int) -> 
     assert read_headers(number(4096, 5, 0x20) + fields) == headers
 
 
+@pytest.mark.parametrize("length", [126, 127, 128, 254, 255, 256, 3000])
+def test_a_length_may_take_several_bytes(length: int) -> None:
+    assert read_headers(b"\0" + string("name") + string("x" * length)) == {"name": "x" * length}
+
+
 def test_names_may_be_of_the_table() -> None:
     assert read_headers(b"\x88") == {":status": "200"}
     assert read_headers(number(31, 4, 0) + string("application/grpc")) == {"content-type": "application/grpc"}

@@ -30,6 +30,10 @@ _WARM_UPS = 2
 _TAIL_S = 2.0
 """A run may take so much longer than its arrivals, and half as long again: what has no end then was not good."""
 
+_AROUND_S = 3.0
+"""What a run takes beside its arrivals: starting its generator, and its last answers."""
+_LEAST_ROUNDS = 2
+
 Note = Callable[[str], None]
 
 
@@ -51,7 +55,9 @@ class CompareConfig:
     run_s: float = 10.0
     most_tries: int = 7
     budget_s: float = float("inf")
-    """No other repetition is begun that would not end by then."""
+    """Nothing more is tried that would not end by then; two rates of each arrangement are tried in any case."""
+    least_prompts: int = 10
+    """Of a run, however low its rate."""
     up_flags: Sequence[str] = ()
     """More flags of `baton up`, for all of them."""
 
@@ -101,11 +107,11 @@ def compare(config: CompareConfig, say: Note) -> Comparison:
             cluster = stack.enter_context(_cluster(config, arrangement))
             measured.append(Measured(arrangement, pin_nodes(cluster.nodes(), cores)))
             targets.append(probe(Target("baton", cluster.grpc_address, connections=2)).target)
-        bench = _Bench(config, measured, targets, say)
+        bench = _Bench(config, measured, targets, say, began)
         undisturbed = bench.calibrate()
         slo = config.slo or default_slo(undisturbed, config.ttft_factor)
         say(f"SLO {', '.join(f'{name} {value:.1f}' for name, value in slo.to_json().items())}")
-        was_interrupted = bench.search_all(slo, undisturbed, began)
+        was_interrupted = bench.search_all(slo, undisturbed)
     return Comparison(slo, undisturbed, measured, was_interrupted)
 
 
@@ -119,9 +125,14 @@ def first_rate(undisturbed: Summary, nodes: int) -> float:
     return float(0.5 * nodes / max(1e-3, undisturbed["median_e2el_ms"] / 1e3))
 
 
-def prompts_of(rate: float, run_s: float) -> int:
+def prompts_of(rate: float, run_s: float, least: int) -> int:
     """Requests of a run: enough for a share of them to mean something, also at a low rate."""
-    return max(10, round(rate * run_s))
+    return max(least, round(rate * run_s))
+
+
+def expected_s(rates: Sequence[float], run_s: float, least: int) -> float:
+    """What runs at these rates take, one after the other."""
+    return sum(prompts_of(rate, run_s, least) / rate + _AROUND_S for rate in rates)
 
 
 @contextmanager
@@ -135,12 +146,14 @@ class _Bench:
     """Runs loads, one at a time."""
 
     def __init__(
-        self, config: CompareConfig, measured: Sequence[Measured], targets: Sequence[Target], say: Note
+        self, config: CompareConfig, measured: Sequence[Measured], targets: Sequence[Target], say: Note, began: float
     ) -> None:
         self._config = config
         self._measured = measured
         self._targets = targets
         self._say = say
+        self._began = began
+        """On the monotonic clock."""
         self._seed = 0
 
     def calibrate(self) -> Summary:
@@ -153,12 +166,12 @@ class _Bench:
             summaries.append(_checked(run_load(plan)))
         return summaries[0]
 
-    def search_all(self, slo: Slo, undisturbed: Summary, began: float) -> bool:
+    def search_all(self, slo: Slo, undisturbed: Summary) -> bool:
         """Repetitions, each a search on every arrangement, step by step in turn. True if Ctrl-C ended it."""
         longest = 0.0
         for repeat in range(self._config.repeats):
             since = time.monotonic()
-            if repeat and since + longest - began > self._config.budget_s:
+            if repeat and since + longest - self._began > self._config.budget_s:
                 self._say(f"out of time after {repeat} of {self._config.repeats} repetitions")
                 break
             try:
@@ -175,7 +188,11 @@ class _Bench:
             known = sorted(one.goodputs)[len(one.goodputs) // 2] if one.goodputs else 0.0
             rate = known or first_rate(undisturbed, one.arrangement.nodes)
             searches.append(GoodputSearch(rate, most_tries=config.most_tries))
-        while any(not search.is_over for search in searches):
+        rounds = 0
+        while any(not search.is_over for search in searches) and (
+            rounds < _LEAST_ROUNDS or self._has_time_for(searches)
+        ):
+            rounds += 1
             for number, search in enumerate(searches):
                 if not search.is_over:
                     ran = self._run(number, repeat, search.rate, slo)
@@ -187,11 +204,19 @@ class _Bench:
         for number, one in enumerate(measured):
             one.common.append(self._run(number, repeat, rate, slo))
 
+    def _has_time_for(self, searches: Sequence[GoodputSearch]) -> bool:
+        """For one more round of them, and for the runs at one common rate that follow."""
+        config = self._config
+        rates = [search.rate for search in searches if not search.is_over]
+        common = [common_rate([search.goodput for search in searches], searches[0].bound)] * len(searches)
+        takes_s = expected_s([*rates, *common], config.run_s, config.least_prompts)
+        return time.monotonic() + takes_s <= self._began + config.budget_s
+
     def _run(self, number: int, repeat: int, rate: float, slo: Slo) -> RateRun:
         # The same seed would ask for prompts that caches know by now.
         self._seed += 1
         config = self._config
-        count = prompts_of(rate, config.run_s)
+        count = prompts_of(rate, config.run_s, config.least_prompts)
         workload = replace(config.workload, request_rate=rate, num_prompts=count, seed=self._seed)
         limit_s = 1.5 * count / rate + _TAIL_S
         run = run_load(LoadPlan(self._targets[number], workload, limit_s=limit_s))

@@ -46,6 +46,8 @@ from tests.support.handoff_rig import (
     Notes,
     ReceiverHalf,
     SenderHalf,
+    new_device_memory,
+    new_memory,
     write_block,
 )
 
@@ -138,6 +140,21 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
     assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY]
     assert KEY not in rig.receiver.notes.arrived
+
+
+@pytest.mark.parametrize("make_memory", [new_memory, new_device_memory], ids=["host", "device"])
+async def test_of_a_sample_every_other_block_is_compared(make_memory: Callable[[], KVMemory]) -> None:
+    async with HandoffRig(make_memory=make_memory, digest_every=2) as rig:
+        damaged = {"a#1": 3, "b#1": 2, "b#1@1": 3, "c#1@1": 2}
+        for number, (key, index) in enumerate(damaged.items()):
+            ours, theirs = ([5 * number + start + i for i in range(5)] for start in (1, 101))
+            rig.sender.finish(rig.sender.request(key, 18), theirs)
+            write_block(rig.sender.memory, theirs[index], b"\x01" * BLOCK_BYTES)
+            rig.receiver.take(key, 18, rig.sender.source, ours)
+        notes = rig.receiver.notes
+        await notes.until(lambda: len(notes.arrived) + len(notes.failed) == len(damaged))
+        assert set(notes.arrived) == {"a#1", "c#1@1"}
+        assert all("is not what p0 computed" in story for story in notes.failed.values())
 
 
 async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig) -> None:

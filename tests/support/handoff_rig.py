@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+import torch
 
 from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput
@@ -38,6 +39,12 @@ def new_memory() -> KVMemory:
     """Zeroed host memory of NUM_BLOCKS blocks."""
     buffer = (ctypes.c_char * (NUM_BLOCKS * BLOCK_BYTES))()
     return KVMemory(ctypes.addressof(buffer), NUM_BLOCKS, BLOCK_BYTES, "DRAM", 0, buffer)
+
+
+def new_device_memory() -> KVMemory:
+    """Likewise, of a device as far as anybody is told: its blocks are to be had as a tensor alone."""
+    tensor = torch.zeros(NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
+    return KVMemory(tensor.data_ptr(), NUM_BLOCKS, BLOCK_BYTES, "VRAM", 0, tensor)
 
 
 def write_block(memory: KVMemory, block: int, content: bytes) -> None:
@@ -147,9 +154,16 @@ class GatedDigests:
 class SenderHalf:
     """A prefill node without an engine: the test plays the engine."""
 
-    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity, clock: ManualClock) -> None:
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        identity: LinkIdentity,
+        clock: ManualClock,
+        memory: KVMemory | None = None,
+        digest_every: int = 1,
+    ) -> None:
         self.identity = identity
-        self.memory = new_memory()
+        self.memory = memory or new_memory()
         self.notes = Notes()
         self.handoff = NotingHandOff(
             identity,
@@ -163,6 +177,7 @@ class SenderHalf:
             heartbeat_s=HEARTBEAT_S,
             notes=self.notes,
             digests=block_digests(self.memory),
+            digest_every=digest_every,
             is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
@@ -223,9 +238,15 @@ def decode_leg(key: str, num_tokens: int, source: KVSource) -> Request:
 class ReceiverHalf:
     """A decode node without an engine: the test plays the engine."""
 
-    def __init__(self, make_backend: MakeBackend, identity: LinkIdentity) -> None:
+    def __init__(
+        self,
+        make_backend: MakeBackend,
+        identity: LinkIdentity,
+        memory: KVMemory | None = None,
+        digest_every: int = 1,
+    ) -> None:
         self.identity = identity
-        self.memory = new_memory()
+        self.memory = memory or new_memory()
         self.notes = Notes()
         self.digests = GatedDigests(self.memory)
         post = asyncio.get_running_loop().call_soon_threadsafe
@@ -241,7 +262,7 @@ class ReceiverHalf:
             self.notes.record,
             post,
             heartbeat_s=HEARTBEAT_S,
-            digest_every=1,
+            digest_every=digest_every,
             is_running=self.notes.says_running,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
@@ -267,14 +288,20 @@ class HandoffRig:
     """One sender and one receiver. `clock` moves the books only by hand; links and movers run in real time."""
 
     def __init__(
-        self, receiver_layout: LayoutFingerprint = LAYOUT, cluster: str = "c", make_backend: MakeBackend | None = None
+        self,
+        receiver_layout: LayoutFingerprint = LAYOUT,
+        cluster: str = "c",
+        make_backend: MakeBackend | None = None,
+        make_memory: Callable[[], KVMemory] = new_memory,
+        digest_every: int = 1,
     ) -> None:
         self.clock = ManualClock(100.0)
         self.fabric = MemoryFabric()
         self.make_backend = make_backend or self._memory_backend
-        self.sender = SenderHalf(self.make_backend, LinkIdentity("c", "p0", "p0.first", LAYOUT), self.clock)
+        sender = LinkIdentity("c", "p0", "p0.first", LAYOUT)
+        self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)
         identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
-        self.receiver = ReceiverHalf(self.make_backend, identity)
+        self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every)
 
     def _memory_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
         return AnnouncingBackend(self.fabric, incarnation, memory, notes)

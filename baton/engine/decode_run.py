@@ -37,7 +37,6 @@ class DecodeRun:
         self._next_attention = next_attention
         self._token_id = token_id
         self._step = step
-        self._order: dict[str, int] | None = None
         self._num_in_flight = 0
 
     @property
@@ -65,11 +64,8 @@ class DecodeRun:
         """Everybody got the token: as `update_from_output`."""
         self._num_in_flight = 0
         self._manager.settle(self._step, lost=False)
-        full = self._decodes.needy_next
-        if len(full) > 1:
-            full.sort(key=self._place_of)
-        for request in full:
-            # Its last token is not among those that have KV.
+        # The calendar names them in the order in which they joined, as a step goes through them.
+        for request in self._decodes.needy_next:
             self._bring_up(request)
             self._manager.cache_blocks(request, request.num_computed_tokens)
 
@@ -94,8 +90,3 @@ class DecodeRun:
         if num_new:
             request.num_computed_tokens = num_computed_tokens
             request.output_token_ids += [self._token_id] * num_new
-
-    def _place_of(self, request: Request) -> int:
-        if self._order is None:
-            self._order = {request_id: place for place, request_id in enumerate(self._decodes.request_ids)}
-        return self._order[request.request_id]

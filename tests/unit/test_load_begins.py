@@ -62,6 +62,17 @@ class Rig:
         self.driver = EngineDriver(core, self.news.put, lambda error: None, outbox.flush)
         self.driver.start()
 
+    def submit_pulled(self) -> None:
+        """Ask for a leg whose prompt its prefill node has begun to compute."""
+        request = pulled()
+        self.role.intake._may_plan.add(AttemptKey.parse(request.request_id))
+        self.driver.submit(request)
+
+    def expected_and_planned(self) -> None:
+        """Return when the loop was left both words of that leg: that it is there, and that its blocks are."""
+        for _ in range(2):
+            self.posted.get(timeout=LONG_S)
+
 
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
@@ -79,15 +90,15 @@ def pulled() -> Request:
 def test_a_load_begins_while_the_step_in_which_it_was_decided_computes(rig: Rig) -> None:
     rig.driver.submit(Request(str(AttemptKey("busy", 1)), prompt_of(6, 1), SamplingParams(max_tokens=50)))
     rig.gate.wait_for_step(1)
-    rig.driver.submit(pulled())
+    rig.submit_pulled()
     assert rig.posted.empty()
     rig.gate.allow(1)
     rig.gate.wait_for_step(2)
-    rig.posted.get(timeout=LONG_S)
+    rig.expected_and_planned()
     assert rig.role.connector.num_followed == 1
 
 
 def test_a_load_begins_at_once_when_there_is_nothing_to_compute(rig: Rig) -> None:
-    rig.driver.submit(pulled())
-    rig.posted.get(timeout=LONG_S)
+    rig.submit_pulled()
+    rig.expected_and_planned()
     assert rig.news.get(timeout=LONG_S).stats.num_waiting_for_remote_kvs == 1

@@ -25,7 +25,7 @@ _QUICK_PROMPTS = 8
 
 
 def compare(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
     arrangement: Annotated[
         list[str] | None,
         typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all; quick: no conditional."),

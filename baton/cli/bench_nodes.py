@@ -24,7 +24,7 @@ _COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "S
 
 
 def nodes(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
     start: Annotated[str, typer.Option(help="Start this here: colocated, conditional or like 1p1d.")] = "",
     num_nodes: Annotated[int, typer.Option("--nodes", help="Nodes of what is started.", min=2)] = 2,
     model: Annotated[Path | None, typer.Option(help="Its model directory. Default: the bundled model.")] = None,

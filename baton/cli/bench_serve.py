@@ -54,7 +54,7 @@ class RampUp(enum.StrEnum):
 
 
 def serve(
-    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
     backend: Annotated[Backend, typer.Option(help="Baton's gRPC, or OpenAI's HTTP.")] = Backend.BATON,
     base_url: Annotated[str, typer.Option(help="http://HOST:PORT of an OpenAI endpoint.", metavar="URL")] = "",
     host: Annotated[str, typer.Option(help="Host of the endpoint. Default: the local cluster.")] = "",

@@ -240,6 +240,8 @@ def common_rate(goodputs: Sequence[float], lowest_broken: float) -> float:
 
 
 def _checked(run: LoadRun) -> Summary:
+    if run.was_interrupted:
+        raise KeyboardInterrupt
     summary = summarize(run.outcomes, run.duration_s)
     if not summary["completed"]:
         raise BatonError(f"no request was answered: {next(iter(run.outcomes.errors), 'no error either')}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from baton.bench.outcome import Outcome, Outcomes
 from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
 from baton.bench.serve.generator import Generator, sessions, share_of
 from baton.bench.serve.grpc_endpoint import GrpcEndpoint
@@ -168,7 +169,16 @@ def test_processes_share_sessions_and_places() -> None:
 def test_a_generator_says_when_it_is_what_was_measured() -> None:
     assert not GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
     assert "250 ms late" in GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
+    assert not GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6, tolerated_ms=700.0).bottleneck
     assert "95% of a core" in GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.95).bottleneck
+
+
+@pytest.mark.parametrize(("took_s", "is_bottleneck"), [(0.1, True), (5.0, False)])
+def test_lateness_is_held_against_what_was_measured(took_s: float, is_bottleneck: bool) -> None:
+    outcomes = Outcomes()
+    for index in range(10):
+        outcomes.append(Outcome(index, 0.0, 0.3, 0.3 + took_s, 0.3 + took_s, 5, 1))
+    assert bool(GeneratorLoad.of(outcomes, [0.1], [0.2]).bottleneck) is is_bottleneck
 
 
 async def through_grpc(tokens: int, status: int = 0) -> Generator:

@@ -11,6 +11,8 @@ import numpy as np
 from baton.bench.outcome import Outcomes
 
 _LATE_MS = 10.0
+_LATE_SHARE = 0.1
+"""Of the median time to first token: lateness below it changes no conclusion."""
 _BUSY = 0.9
 
 
@@ -25,21 +27,28 @@ class GeneratorLoad:
     """Of a core, the busiest process over the whole run..."""
     cpu_peak: float
     """... and in its busiest second."""
+    tolerated_ms: float = _LATE_MS
+    """Lateness that does not matter beside what was measured."""
 
     @staticmethod
     def of(outcomes: Outcomes, cpu_shares: Sequence[float], cpu_peaks: Sequence[float]) -> GeneratorLoad:
         lags_ms = (outcomes.sent_s - outcomes.planned_s) * 1e3
+        ttfts_ms = outcomes.ttft_s[outcomes.is_complete] * 1e3
         return GeneratorLoad(
             processes=len(cpu_shares),
             lag_p99_ms=float(np.percentile(lags_ms, 99)) if len(lags_ms) else 0.0,
             cpu_share=max(cpu_shares, default=0.0),
             cpu_peak=max(cpu_peaks, default=0.0),
+            # What the lateness itself made of the first tokens' times is no excuse for it.
+            tolerated_ms=max(_LATE_MS, _LATE_SHARE * float(np.median(ttfts_ms - lags_ms[outcomes.is_complete])))
+            if len(ttfts_ms)
+            else _LATE_MS,
         )
 
     @property
     def bottleneck(self) -> str:
         """Empty, or why this run says more of the generator than of what it was to measure."""
-        if self.lag_p99_ms >= _LATE_MS:
+        if self.lag_p99_ms >= self.tolerated_ms:
             return f"requests were sent up to {self.lag_p99_ms:.0f} ms late (P99)"
         if self.cpu_peak >= _BUSY:
             return f"a generator process had {self.cpu_peak:.0%} of a core"

@@ -95,6 +95,7 @@ def test_a_comparison_says_ratios_with_their_spread() -> None:
         Measured(arrangements[0], {"decode-0": 0, "decode-1": 1}, [2.0, 2.0, 4.0]),
         Measured(arrangements[1], {"decode-0": 0, "prefill-0": 1}, [6.0, 8.0, 8.0]),
     ]
+    measured[1].runs.append(rate_run(0, 16.0, 0.1))
     for repeat in range(3):
         measured[0].common.append(rate_run(repeat, 2.0, 0.4))
         measured[1].common.append(rate_run(repeat, 2.0, 0.1))
@@ -107,6 +108,8 @@ def test_a_comparison_says_ratios_with_their_spread() -> None:
     assert result["p99_gap_ratio"] == pytest.approx(0.25)
     assert result["best_split"] == "1p1d"
     assert result["arrangements"][0]["cores"] == 2
+    assert result["arrangements"][0]["limited_by"] is None
+    assert result["arrangements"][1]["limited_by"] == {"rate": 16.0, "attainment": 0.0, "kept": {"tpot_ms": 0.0}}
     assert verdict(result)[0] == "1p1d has 3.00 [2.00, 4.00] times the goodput of colocated"
 
 

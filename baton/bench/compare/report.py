@@ -11,6 +11,7 @@ from typing import Any
 from baton.bench.compare.arrangement import COLOCATED
 from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun
 from baton.bench.result_file import Result, new_result
+from baton.bench.slo import Slo
 from baton.bench.spread import Spread
 from baton.bench.summary import distributions, ttft_parts
 
@@ -32,7 +33,8 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
     """The file's content."""
     measured = comparison.measured
     workload = config.workload
-    result = new_result("compare", workload.to_json(), [_arrangement(one) for one in measured], workload.seed, created)
+    arrangements = [_arrangement(one, comparison.slo) for one in measured]
+    result = new_result("compare", workload.to_json(), arrangements, workload.seed, created)
     base = next((one for one in measured if one.arrangement.name == COLOCATED), None)
     best = best_disaggregated(measured)
     result |= {
@@ -64,6 +66,20 @@ def _against(base: Measured | None, best: Measured | None) -> dict[str, list[flo
     }
 
 
+def limited_by(one: Measured, slo: Slo) -> dict[str, Any] | None:
+    """At the lowest rate above its goodput that failed: the share of the offered requests that kept each limit alone."""
+    above = median(one.goodputs) if one.goodputs else math.inf
+    broken = [run for run in one.runs if run.rate > above and run.summary["attainment"] < run.kept_from]
+    if not broken:
+        return None
+    run = min(broken, key=lambda run: run.rate)
+    kept = {
+        name: float(Slo(**{name: limit}).is_met(run.run.outcomes).sum()) / max(1, run.summary["offered"])
+        for name, limit in slo.to_json().items()
+    }
+    return {"rate": run.rate, "attainment": run.summary["attainment"], "kept": kept}
+
+
 def _gaps(one: Measured) -> list[float]:
     return [float(run.summary[_P99_GAP]) for run in one.common]
 
@@ -72,7 +88,7 @@ def _median_or_none(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _arrangement(one: Measured) -> dict[str, Any]:
+def _arrangement(one: Measured, slo: Slo) -> dict[str, Any]:
     return {
         "name": one.arrangement.name,
         "prefill": one.arrangement.prefill,
@@ -81,6 +97,7 @@ def _arrangement(one: Measured) -> dict[str, Any]:
         "gpus": 0,
         "pinned": dict(one.cores),
         "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.nodes for rate in one.goodputs]},
+        "limited_by": limited_by(one, slo),
         "rates": [_rate(run, is_common=False) for run in one.runs] + [_rate(run, is_common=True) for run in one.common],
     }
 
@@ -141,6 +158,10 @@ def verdict(result: Result) -> list[str]:
             f"at {result['common_rate']:.2f} requests/s"
         )
     for arrangement in result["arrangements"]:
+        limit = arrangement["limited_by"]
+        if limit is not None:
+            kept = ", ".join(f"{name.removesuffix('_ms').upper()} {share:.0%}" for name, share in limit["kept"].items())
+            lines.append(f"{arrangement['name']} at {limit['rate']:.2f}/s: {kept} of the requests kept it")
         reasons = {rate["generator"]["bottleneck"] for rate in arrangement["rates"]} - {""}
         if reasons:
             lines.append(f"{arrangement['name']}: in some runs the generator was late: {sorted(reasons)[-1]}")

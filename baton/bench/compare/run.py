@@ -70,6 +70,8 @@ class RateRun:
     rate: float
     summary: Summary
     run: LoadRun
+    kept_from: float = 0.9
+    """The attainment that was asked for."""
 
 
 @dataclass(slots=True)
@@ -230,7 +232,7 @@ class _Bench:
             f"{summary['attainment']:.0%} kept it, P99 TTFT {summary['p99_ttft_ms']:.0f} ms, "
             f"P99 TPOT {summary['p99_tpot_ms']:.1f} ms, P99 gap {summary['p99_largest_gap_ms']:.0f} ms"
         )
-        return RateRun(repeat, rate, summary, run)
+        return RateRun(repeat, rate, summary, run, config.attainment)
 
 
 def common_rate(goodputs: Sequence[float], lowest_broken: float) -> float:

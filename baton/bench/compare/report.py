@@ -67,7 +67,7 @@ def _against(base: Measured | None, best: Measured | None) -> dict[str, list[flo
 
 
 def limited_by(one: Measured, slo: Slo) -> dict[str, Any] | None:
-    """At the lowest rate above its goodput that failed: the share of the offered requests that kept each limit alone."""
+    """At the lowest rate above its goodput that failed: the share of offered requests that kept each limit alone."""
     above = median(one.goodputs) if one.goodputs else math.inf
     broken = [run for run in one.runs if run.rate > above and run.summary["attainment"] < run.kept_from]
     if not broken:

@@ -161,9 +161,10 @@ class _Bench:
     def calibrate(self) -> Summary:
         """Single requests, one after the other; every arrangement is warm afterwards."""
         summaries = []
-        for target in self._targets:
+        for number, target in enumerate(self._targets):
             self._seed += 1
-            workload = replace(self._config.workload, num_prompts=_CALIBRATION_REQUESTS, seed=self._seed)
+            count = 1 if number else _CALIBRATION_REQUESTS
+            workload = replace(self._config.workload, num_prompts=count, seed=self._seed)
             plan = LoadPlan(target, workload, max_concurrency=1, num_warmups=_WARM_UPS)
             summaries.append(_checked(run_load(plan)))
         return summaries[0]

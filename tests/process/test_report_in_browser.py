@@ -20,7 +20,9 @@ PLOTS = """[...document.querySelectorAll('.plot, .lanes, .stacks')].map(plot => 
     const drawn = shape.getBoundingClientRect();
     return drawn.width > 0 || drawn.height > 0;
   });
-  return [plot.id, box.width, box.height, shapes.length];
+  const least = [...plot.querySelectorAll('svg')].map(svg => svg.getBoundingClientRect())
+    .every(drawn => drawn.width > 180 && drawn.height > 20);
+  return [plot.id, box.width, box.height, least ? shapes.length : 0];
 })"""
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -99,7 +99,7 @@ def answer(measured: Measured) -> Answer:
         return _one(best[0], measured)
     if len(best) == 1:
         text = f"Only {best[0].arrangement.name} keeps {limits(measured.slo)}: up to {per_second(best[0].goodput)}."
-        return Answer(text, _conditions(best[0], measured))
+        return Answer(text, _sentence(_conditions(best[0], measured)))
     return _two(best[0], _baseline(best), measured)
 
 
@@ -153,7 +153,7 @@ def _one(best: Capacity, measured: Measured) -> Answer:
         good = per_second(at.summary.get("request_goodput"))
         return Answer(headline, f"{good} were good; other rates were not tried.")
     headline = f"{best.arrangement.name} serves up to {per_second(best.goodput)} within {limits(measured.slo)}."
-    return Answer(headline, _conditions(best, measured))
+    return Answer(headline, _sentence(_conditions(best, measured)))
 
 
 def _conditions(best: Capacity, measured: Measured) -> str:
@@ -237,3 +237,7 @@ def _middle_attainment(runs: Sequence[Measurement]) -> float | None:
 def _nearest(rates: Sequence[tuple[float, list[Measurement]]], wanted: float) -> tuple[float, list[Measurement]]:
     exact = [one for one in rates if one[0] == wanted]
     return exact[0] if exact else min(rates, key=lambda one: abs(one[0] - wanted))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -31,9 +31,9 @@ def to_json(measured: Measured) -> dict[str, Any]:
                 "arrangement": arrangement.name,
                 "engines": arrangement.engines,
                 "rate": one.rate,
+                **one.summary,
                 "offered": one.offered,
                 "failed": one.failed,
-                **one.summary,
                 **{f"ttft_{part}_ms": took for part, took in one.ttft_parts_ms.items()},
                 "errors": dict(one.errors),
             }

@@ -1,6 +1,7 @@
 """The part of the page that shows what every node did: the whole run, and a moment of it step by step.
 
-The moment is the one around the longest step, which is what others waited for, and short enough to see single steps.
+The moment is the one around the longest step that computes a prompt, which is what others waited for, and so short that
+single steps are seen. Steps that only decode may come as one interval for many: a simulator takes those at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def timelines(measured: Measured) -> Section:
     title, name = "What the nodes did", "timeline"
     reading = (
         "The whole run: how much of each moment went into which work, the rest was idle. Then the moment around the "
-        "longest step, one bar a step. Transfers of KV have the narrow lane under a node's steps."
+        "longest step with a prompt, step by step. Transfers of KV have the narrow lane under a node's steps."
     )
     chosen = [one for one in compared(measured) if any(one.at.timeline.values())]
     if not chosen:
@@ -36,7 +37,7 @@ def timelines(measured: Measured) -> Section:
     most = max(2, _MOST_NODES // len(chosen))
     shown = [_busiest(one.at.timeline, most) for one in chosen]
     plots = [_arrangement(one, rows, kinds) for one, rows in zip(chosen, shown, strict=True)]
-    columns = ["Node", "Arrangement", *(f"{kind}, of the time" for kind in kinds), "Longest step", "Steps"]
+    columns = ["Node", "Arrangement", *(f"{kind}, of the time" for kind in kinds), "Longest step with a prompt"]
     rows = [row for one, rows in zip(chosen, shown, strict=True) for row in _table_rows(one, rows, kinds)]
     figures = table(columns, rows, "Shares of the run")
     return Section(name, title, reading, join(legend(kinds), *plots), figures, is_wide=True)
@@ -51,7 +52,9 @@ def _arrangement(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> Markup:
     return join(
         tag("h3", f"{one.arrangement.name} at {rate_of(one.at)}{told}"),
         draw_shares(f"plot-timeline-{one.colour}", "the whole run", whole, kinds, rows),
-        draw_steps(f"plot-moment-{one.colour}", "the moment around the longest step", moment, kinds, rows),
+        draw_steps(
+            f"plot-moment-{one.colour}", "the moment around the longest step with a prompt", moment, kinds, rows
+        ),
     )
 
 
@@ -63,9 +66,9 @@ def _span(rows: Rows) -> tuple[float, float]:
 
 
 def _moment(rows: Rows) -> tuple[float, float]:
-    """From and to, around the longest step, with so few intervals that each can be seen."""
+    """From and to, with so few intervals that each can be seen."""
     everything = [one for intervals in rows.values() for one in intervals]
-    longest = max(everything, key=lambda one: (not work.is_move(one.kind), one.end_s - one.start_s))
+    longest = max(everything, key=lambda one: (work.has_prompt(one.kind), one.end_s - one.start_s))
     begin, end = _span(rows)
     middle, half = (longest.start_s + longest.end_s) / 2, end - begin
     least = (longest.end_s - longest.start_s) * 0.75
@@ -93,8 +96,8 @@ def _table_rows(one: Compared, rows: Rows, kinds: Mapping[str, str]) -> list[lis
         spent = dict.fromkeys(kinds, 0.0)
         for interval in intervals:
             spent[interval.kind] += interval.end_s - interval.start_s
-        steps = [interval.end_s - interval.start_s for interval in intervals if not work.is_move(interval.kind)]
+        steps = [interval.end_s - interval.start_s for interval in intervals if work.has_prompt(interval.kind)]
         longest = f"{number(max(steps) * 1e3)} ms" if steps else NOTHING
         shares = [percent(min(1.0, took / (end - begin))) for took in spent.values()]
-        written.append([node, one.arrangement.name, *shares, longest, f"{len(steps):,}"])
+        written.append([node, one.arrangement.name, *shares, longest])
     return written

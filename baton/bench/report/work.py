@@ -24,6 +24,11 @@ def in_order(kinds: Iterable[str]) -> list[str]:
     return sorted(set(kinds), key=lambda kind: (_KNOWN.index(kind) if kind in _KNOWN else len(_KNOWN), kind))
 
 
+def has_prompt(kind: str) -> bool:
+    """Whether it is a step that computes a prompt, or a piece of one."""
+    return kind in ("prefill", "mixed")
+
+
 def is_move(kind: str) -> bool:
     """Whether it moves KV beside the computing."""
     return kind in _MOVES

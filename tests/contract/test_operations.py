@@ -75,7 +75,7 @@ def test_norms_and_rotations(operations: Any, dtype: torch.dtype) -> None:
     assert_near(turned, torch.cat([first * c - second * s, second * c + first * s, rest], dim=2))
 
 
-@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (64, 64), (256, 256)])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 16), (256, 256)])
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks"), [(None, None, False), (20, None, False), (20, 5.0, False), (None, None, True)]
 )

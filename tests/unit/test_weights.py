@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import re
@@ -247,16 +248,18 @@ def _status(key: str) -> int:
 @pytest.mark.parametrize(("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
 def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, architecture: str, stored: str) -> None:
     """Cast on their way (qwen2), or merged (the experts of qwen3_moe)."""
-    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 6, "moe_intermediate_size": 1024}
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
     load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)
     write_random_model(tmp_path / "large", {**TINY_MODELS[architecture], **shape}, 0, stored)
     gc.collect()
+    # What the allocator keeps of earlier tests would be used again, and hide any copy.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
     weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
-    assert weights > 200 << 20
+    assert weights > 100 << 20  # many times what one layer needs on its way
     assert _status("VmHWM") - before < 1.15 * (weights + runner.memory.num_bytes)
 
 

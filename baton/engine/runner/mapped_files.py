@@ -106,6 +106,8 @@ class _Tensors:
         if self._unread > _UNREAD_BYTES:
             self._unread = tensor.nbytes
             self.mapped().release_all()
+            # What the loader merged has left holes, too: half a mixture's weights by the end.
+            _trim()
         return tensor
 
 

@@ -114,7 +114,8 @@ def _kernels(facts: Facts) -> Finding:
         )
         says = (
             f"no C kernels ({facts.kernel_reason}): torch's padded products serve instead, still bit-exact among nodes "
-            "of that kind, at about an eighth of the speed for prompts and a half to a quarter for decoding"
+            "of that kind; measured once (docs/performance.md), prompts take twelve times as long as with the kernels, "
+            "and decode steps two to five times"
         )
         return Finding("kernels", Level.WARNING, says, way_out)
     others = [path for path in facts.kernel_paths if path != facts.kernel_path]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.bench_files import ReportOption, write_files
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -55,6 +56,7 @@ def compare(
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
     seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Find out whether disaggregation is worth it: the same nodes, cores and load in several arrangements.
@@ -104,17 +106,17 @@ def compare(
             flags,
         )
         comparison = run_comparison(config, note)
-    _finish(config, comparison, shape or model_dir.resolve().name, result_filename, output)
+    _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
 
 
-def _finish(config: CompareConfig, comparison: Comparison, model: str, path: Path | None, output: Format) -> None:
+def _finish(
+    config: CompareConfig, comparison: Comparison, model: str, path: Path | None, report: Path | None, output: Format
+) -> None:
     from baton.bench.compare.report import compare_result, rows, verdict
-    from baton.bench.result_file import without_outcomes, write_result
+    from baton.bench.result_file import without_outcomes
 
     result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
-    if path is not None:
-        write_result(path, result)
-        note(f"written to {path}")
+    write_files(result, path, report)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.bench_files import ReportOption, write_files
 from baton.cli.bench_serve import Dataset, count_requests, print_rows, raise_exit, show_progress, usage_errors
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.target import RunDirOption, local_cluster
@@ -52,6 +53,7 @@ def nodes(
     num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Put a load on a cluster and watch each of its nodes meanwhile, on this machine or on several hosts.
@@ -61,7 +63,7 @@ def nodes(
     """
     from baton.bench.nodes.run import nodes_result, run_watched
     from baton.bench.nodes.samples import peak_rows
-    from baton.bench.result_file import without_outcomes, write_result
+    from baton.bench.result_file import without_outcomes
     from baton.bench.serve.endpoint import Target
     from baton.bench.serve.probe import probe
     from baton.bench.serve.report import remarks, rows
@@ -94,9 +96,7 @@ def nodes(
             ran = run_watched(found, plan, on_progress)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = nodes_result(plan, ran, slo, (99.0,), start or "running", created)
-    if result_filename is not None:
-        write_result(result_filename, result)
-        note(f"written to {result_filename}")
+    write_files(result, result_filename, report)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:

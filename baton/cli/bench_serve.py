@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from baton.cli.bench_files import ReportOption, write_files
 from baton.cli.output import Format, note, print_json, print_yaml, say
 from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
@@ -106,6 +107,7 @@ def serve(
     save_detailed: Annotated[bool, typer.Option(help="As --save-result, whose file has every request.")] = False,
     result_dir: Annotated[Path, typer.Option(help="Where to.")] = Path(),
     result_filename: Annotated[str, typer.Option(help="Its name. Default: of backend, rate, model and time.")] = "",
+    report: ReportOption = None,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", "--no-progress", help="No progress bar.")] = False,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
@@ -177,7 +179,7 @@ def serve(
     with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
         run = run_load(plan, on_progress)
     path = result_dir / result_filename if save_result or save_detailed or result_filename else None
-    _finish(plan, run, slo, percentiles, label, output, path)
+    _finish(plan, run, slo, percentiles, label, output, path, report)
 
 
 def _finish(
@@ -188,15 +190,13 @@ def _finish(
     label: str,
     output: Format,
     path: Path | None,
+    report: Path | None,
 ) -> None:
-    from baton.bench.result_file import without_outcomes, write_result
+    from baton.bench.result_file import without_outcomes
     from baton.bench.serve.report import remarks, rows, serve_result
 
     now = datetime.now(UTC)
     result = serve_result(plan, run, slo, percentiles, label, now.isoformat(timespec="seconds"))
-    if path is not None:
-        path = _named(path, plan, now)
-        write_result(path, result)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:
@@ -205,8 +205,7 @@ def _finish(
         print_rows(rows(result, percentiles))
     for line in remarks(run, result, slo):
         note(line)
-    if path is not None:
-        note(f"written to {path}")
+    write_files(result, None if path is None else _named(path, plan, now), report)
     raise_exit(run, result)
 
 

@@ -21,7 +21,7 @@ _COMMANDS = {
     "describe": ("baton.cli.describe", "Say all that is known of one thing: node."),
     "explain": ("baton.cli.explain", "Say why a request went where it went, and what would have been best."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
-    "bench": ("baton.cli.bench", "Measure: handoff, engine."),
+    "bench": ("baton.cli.bench", "Measure: serve, compare, nodes, engine, handoff, router, scheduler; report."),
     "doctor": ("baton.cli.doctor", "Explain what this machine and installation can do, and what to fix."),
     "node": ("baton.cli.processes", "Be a prefill node or a decode node."),
     "router": ("baton.cli.processes", "Be a router."),

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.bench_files import ReportOption, write_files
+from baton.cli.output import Format, print_json, print_table, print_yaml, say
 from baton.cli.usage import ClientUsageError
 from baton.errors import InvalidRequest
 
@@ -107,6 +108,7 @@ def simulate(
     timeline: Annotated[bool, typer.Option(help="Keep every step of every node in the result file.")] = False,
     save_detailed: Annotated[bool, typer.Option(help="Keep every request in the result file.")] = False,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
+    report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Run the real scheduler, block pool, placement and flights under a virtual clock, on nodes that are formulas.
@@ -114,7 +116,6 @@ def simulate(
     What a step takes comes from published coefficients or from what `baton bench engine` measured; bytes share each
     node's network card. The same seed gives the same figures. The result file is that of `baton bench`.
     """
-    from baton.bench.result_file import write_result
     from baton.bench.simulator.plan import run_plan
 
     with _usage_errors():
@@ -165,9 +166,7 @@ def simulate(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
-    if result_filename is not None:
-        write_result(result_filename, result)
-        note(f"written to {result_filename}")
+    write_files(result, result_filename, report)
     if output is Format.JSON:
         print_json(result)
     elif output is Format.YAML:

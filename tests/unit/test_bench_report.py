@@ -29,6 +29,8 @@ from baton.bench.report.measured import Interval, read
 from baton.bench.report.page import page
 from baton.bench.report.tabular import to_csv, to_json
 from baton.bench.report.write import write_report
+from baton.bench.result_file import read_result
+from baton.cli.bench_files import write_files
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests.support.example_results import (
@@ -495,3 +497,15 @@ def _changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
     copied = copy.copy(value)
     copied[path[0]] = _changed(value[path[0]], path[1:], to)
     return copied
+
+
+@pytest.mark.parametrize(("wants_result", "wants_report"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_command_leaves_what_was_asked_for(tmp_path: Path, wants_result: bool, wants_report: bool) -> None:
+    result = comparison()
+    files = tmp_path / "r.json", tmp_path / "r.html"
+    write_files(result, files[0] if wants_result else None, files[1] if wants_report else None)
+    assert [file.exists() for file in files] == [wants_result, wants_report]
+    if wants_report:
+        assert files[1].read_text() == page(read(result))
+    if wants_result:
+        assert to_json(read(read_result(files[0]))) == to_json(read(result))

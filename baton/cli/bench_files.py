@@ -1,0 +1,28 @@
+"""What commands of `baton bench` leave behind: the result for programs, its report for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.output import note
+
+ReportOption = Annotated[
+    Path | None, typer.Option(help="Write a page with plots to this HTML file.", metavar="FILE.html")
+]
+
+
+def write_files(result: Mapping[str, Any], result_file: Path | None, report: Path | None) -> None:
+    """Write those that are wanted, and say where; raises OSError."""
+    from baton.bench.report.write import write_report
+    from baton.bench.result_file import write_result
+
+    if result_file is not None:
+        write_result(result_file, dict(result))
+        note(f"written to {result_file}")
+    if report is not None:
+        write_report(result, report)
+        note(f"report: {report}")

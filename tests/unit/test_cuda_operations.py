@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -14,11 +16,12 @@ from baton.engine.runner.cuda_operations import CudaOperations
 from baton.engine.runner.decode_graphs import DecodeGraphs
 from baton.engine.runner.device import CPU, resolve_device
 from baton.engine.runner.flash_fake import flash_fake
-from baton.engine.runner.graph_fake import record_fake
+from baton.engine.runner.graph_fake import FakeRecorder
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.operations import Operations
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.torch_operations import TorchOperations
+from baton.engine.runner.transformer import Transformer
 from baton.errors import ConfigError
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
@@ -79,7 +82,7 @@ def graphs_of(runner: TorchModelRunner) -> DecodeGraphs:
 def test_decode_steps_that_are_replayed_give_the_same_tokens(tmp_path: Path, architecture: str) -> None:
     write_random_model(tmp_path, TINY_MODELS[architecture], 0)
     expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
-    operations = CudaOperations(CPU, flash_fake, record_fake)
+    operations = CudaOperations(CPU, flash_fake, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     graphs = graphs_of(runner)
     # The check at start has compared them with a whole prompt.
@@ -96,7 +99,7 @@ def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
     """Sequences of different lengths, that come and go: what an earlier step left in a buffer is nobody's."""
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     runner = load_runner(
-        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake, record_fake)
+        tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake, FakeRecorder())
     )
     alone = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
     prompts = {f"r{i}": [(5 * i + 3 * j + 1) % 250 for j in range(1 + 7 * i)] for i in range(count)}
@@ -111,10 +114,38 @@ def test_padding_disturbs_nobody(tmp_path: Path, count: int) -> None:
     assert graphs_of(runner).num_replays > count
 
 
+def test_graphs_share_memory_and_nobody_reads_what_the_next_replay_spoils(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of every step are looked at when all steps, of several sizes, have been computed."""
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    kept: list[list[npt.NDArray[np.float32]]] = []
+    compute = Transformer.compute
+
+    def keep(self: Transformer, *arguments: Any) -> npt.NDArray[np.float32]:
+        kept[-1].append(logits := compute(self, *arguments))
+        return logits
+
+    monkeypatch.setattr(Transformer, "compute", keep)
+    for record in (None, FakeRecorder()):
+        kept.append([])
+        operations = CudaOperations(CPU, flash_fake, record)
+        runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
+        driver = RunnerDriver(runner)
+        for tokens, (name, prompt) in enumerate(PROMPTS.items(), start=2):
+            driver.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=tokens))
+        driver.finish()
+    assert graphs_of(runner).sizes == [1, 2, 4]
+    plain, replayed = kept
+    assert len(plain) == len(replayed) > 4
+    for one, other in zip(plain, replayed, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_lone_token_in_the_middle_of_a_prompt_is_no_decode(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
     outputs = []
-    for record in (None, record_fake):
+    for record in (None, FakeRecorder()):
         operations = CudaOperations(CPU, flash_fake, record)
         driver = RunnerDriver(load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations))
         for name, prompt in {"slow": [9, 8, 7, 6, 5], "quick": [3]}.items():
@@ -131,7 +162,7 @@ def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> No
         def store_kv(self, *arguments: Any) -> None:
             TorchOperations.store_kv(self, *arguments)  # selects by a mask
 
-    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, flash_fake, record_fake))
+    runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=Asking(CPU, flash_fake, FakeRecorder()))
     expected = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=CudaOperations(CPU, flash_fake))
     assert tokens_of(runner) == tokens_of(expected)
     assert (graphs_of(runner).sizes, graphs_of(runner).num_replays) == ([], 0)
@@ -139,7 +170,7 @@ def test_what_can_not_be_recorded_is_computed_step_by_step(tmp_path: Path) -> No
 
 def test_nothing_is_recorded_where_layers_ask_the_device(tmp_path: Path) -> None:
     write_random_model(tmp_path, TINY_MODELS["llama"], 0)
-    operations = CudaOperations(CPU, no_pages, record_fake)
+    operations = CudaOperations(CPU, no_pages, FakeRecorder())
     runner = load_runner(tmp_path, dtype="float32", num_blocks=64, operations=operations)
     tokens_of(runner)
     assert operations.ways == {"gathered"}

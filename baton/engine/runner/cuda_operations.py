@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.runner.graph_recording import Record, record_on_gpu
+from baton.engine.runner.graph_recording import GpuRecorder, Record
 from baton.engine.runner.kernels.cache import CacheView
 from baton.engine.runner.kernels.step_layout import StepLayout
 from baton.engine.runner.torch_operations import TorchOperations, keys_and_values
@@ -76,7 +76,7 @@ class CudaOperations(TorchOperations):
         self.rows_to_try = ROWS_PER_CALL
         self._device = device
         self._flash = flash
-        self.record = record_on_gpu if record is None and device.type == "cuda" else record
+        self.record = GpuRecorder() if record is None and device.type == "cuda" else record
         """How decode steps are recorded; None: they aren't."""
         self._ways: dict[_Kind, str] = {}
         self._batch: _Batch | None = None

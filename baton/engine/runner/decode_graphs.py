@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: the few hundred kernels of a step, recorded once and started as one.
 
 A decode step's kernels are so short that starting them one by one takes longer than running them. A graph replays them
-on the same memory, so each of a few batch sizes has buffers that stay where they are; a batch is padded to the next
+on the same memory, so each of a few batch sizes has buffers that stay where they are, and all of them share what lies
+between (so a result is gone with the next replay); a batch is padded to the next
 size with rows that read and write the null block alone. Layers that attend in another way than through the kernel that
 follows block tables itself ask the device for numbers, which a graph can't. Products have one number of rows in every
 call and attention does not split over keys (cuda_operations.py), so a row's bits are those of any other step; the check

@@ -1,6 +1,7 @@
-"""Records and replays as CUDA graphs do, on any device: the fake beside `graph_recording.record_on_gpu`.
+"""Records and replays as CUDA graphs do, on any device: the fake beside `graph_recording.GpuRecorder`.
 
-A replay computes anew from the buffers, into the same result. While it records it refuses what a graph can't hold:
+A replay computes anew from the buffers, into the same result, and spoils those of the recorder's other graphs, whose
+memory it shares. While it records it refuses what a graph can't hold:
 asking the device for a number, or for how many elements a mask selects. What a kernel does inside nobody sees.
 """
 
@@ -34,18 +35,29 @@ def _selects_by_mask(index: Any) -> bool:
 class GraphFake:
     """Keeps the computation itself."""
 
-    def __init__(self, compute: Callable[[], torch.Tensor], result: torch.Tensor) -> None:
+    def __init__(
+        self, compute: Callable[[], torch.Tensor], result: torch.Tensor, all_results: list[torch.Tensor]
+    ) -> None:
         self._compute = compute
         self._result = result
+        self._all_results = all_results
 
     def replay(self) -> None:
+        for result in self._all_results:
+            result.fill_(torch.nan)
         with _NoQuestions():
             computed = self._compute()
         self._result.copy_(computed)
 
 
-def record_fake(compute: Callable[[], torch.Tensor]) -> tuple[GraphFake, torch.Tensor]:
-    """See `graph_recording.Record`. The result is empty until the first replay, as it is on a GPU."""
-    with _NoQuestions():
-        result = torch.full_like(compute(), torch.nan)
-    return GraphFake(compute, result), result
+class FakeRecorder:
+    """See `graph_recording.Record`. A result is empty until its graph's first replay, as it is on a GPU."""
+
+    def __init__(self) -> None:
+        self._results: list[torch.Tensor] = []
+
+    def __call__(self, compute: Callable[[], torch.Tensor]) -> tuple[GraphFake, torch.Tensor]:
+        with _NoQuestions():
+            result = torch.full_like(compute(), torch.nan)
+        self._results.append(result)
+        return GraphFake(compute, result, self._results), result

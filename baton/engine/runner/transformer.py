@@ -126,7 +126,11 @@ class Transformer:
         wanted = batch.logits_rows if logits_rows is None else logits_rows
         with torch.inference_mode():
             recorded = self._compute_recorded(batch, wanted)
-            return self._compute(batch, wanted, logits_rows is None) if recorded is None else _on_host(recorded)
+            if recorded is None:
+                return self._compute(batch, wanted, logits_rows is None)
+            # A copy also where they are on the host: the next replay, of any size, writes over them.
+            copied: npt.NDArray[np.float32] = recorded.to("cpu", torch.float32, copy=True).numpy()
+            return copied
 
     def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> npt.NDArray[np.float32]:
         self._attention.layout = StepLayout(

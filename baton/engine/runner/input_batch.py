@@ -15,6 +15,8 @@ import numpy.typing as npt
 from baton.engine.outputs import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout
+from baton.engine.runner.sampler import has_penalties
+from baton.engine.runner.token_counts import TokenCounts
 
 _ROOM = 256
 """Output tokens that a request has room for at first."""
@@ -28,6 +30,7 @@ class RequestState:
 
     __slots__ = (
         "_blocks",
+        "_counts",
         "_num_blocks",
         "_tokens",
         "highest_block",
@@ -47,6 +50,7 @@ class RequestState:
         self._tokens = np.empty(self.num_tokens + _ROOM, dtype=np.int64)
         self._tokens[: self.num_prompt_tokens] = data.prompt_token_ids
         self._tokens[self.num_prompt_tokens : self.num_tokens] = data.output_token_ids
+        self._counts: TokenCounts | None = None
         self.sampling_params: SamplingParams = data.sampling_params
         self.matcher = data.matcher
         self.num_computed_tokens = data.num_computed_tokens
@@ -59,6 +63,7 @@ class RequestState:
         fork = copy.copy(self)
         fork.request_id = data.request_id
         fork._tokens = self._tokens.copy()
+        fork._counts = None
         fork.num_tokens = data.num_shared_tokens
         fork.append_token(data.last_token_id)
         fork.num_computed_tokens = data.num_computed_tokens
@@ -75,6 +80,13 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
+    @property
+    def counts(self) -> TokenCounts | None:
+        """How often each token occurs, counted once and then kept; None where nothing asks for it."""
+        if self._counts is None and has_penalties(self.sampling_params):
+            self._counts = TokenCounts(self.token_ids, self.num_prompt_tokens)
+        return self._counts
+
     def append_token(self, token_id: int) -> None:
         """One more output token."""
         if self.num_tokens == self._tokens.size:
@@ -83,9 +95,14 @@ class RequestState:
             self._tokens = grown
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+        if self._counts is not None:
+            self._counts.add(token_id)
 
     def replace_last_token(self, token_id: int) -> None:
         """Go on with another token than the one drawn."""
+        if self._counts is not None:
+            self._counts.take_back(int(self._tokens[self.num_tokens - 1]))
+            self._counts.add(token_id)
         self._tokens[self.num_tokens - 1] = token_id
 
     @property

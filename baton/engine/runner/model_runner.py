@@ -93,6 +93,7 @@ class TorchModelRunner:
                     state.num_prompt_tokens,
                     self._model.eos_token_ids,
                     masks.get(state.request_id) if masks else None,
+                    state.counts,
                 )
                 for state in samplers
             ],

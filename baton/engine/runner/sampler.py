@@ -19,6 +19,7 @@ import numpy.typing as npt
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.philox import uniform
+from baton.engine.runner.token_counts import TokenCounts
 
 Row = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.int32]
@@ -41,6 +42,8 @@ class SamplingState:
     eos_token_ids: frozenset[int]
     mask: Mask | None = None
     """A bit for each token that may be drawn, lowest bit of the first word first; None: any."""
+    counts: TokenCounts | None = None
+    """Those of `token_ids`, where penalties ask for them and somebody keeps them; else they are counted anew."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -115,13 +118,12 @@ def _masked(row: Row, mask: Mask) -> Row:
 
 def _is_processed(state: SamplingState) -> bool:
     params = state.params
-    return bool(
-        params.logit_bias
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or state.num_output_tokens < params.min_tokens
-    )
+    return bool(params.logit_bias or has_penalties(params) or state.num_output_tokens < params.min_tokens)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a choice depends on how often each token occurred."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
 
 def process(logits: Row, state: SamplingState) -> Row:
@@ -134,20 +136,22 @@ def process(logits: Row, state: SamplingState) -> Row:
     """
     params = state.params
     row = logits.astype(np.float32, copy=True)
-    output = state.token_ids[state.num_prompt_tokens :]
+    counts = state.counts
+    if counts is None and has_penalties(params):
+        counts = TokenCounts(state.token_ids, state.num_prompt_tokens)
     with np.errstate(over="ignore"):
         for token_id, bias in params.logit_bias.items():
             row[token_id] += np.float32(bias)
-        if params.repetition_penalty != 1.0:
-            seen = np.unique(np.asarray(state.token_ids))
+        if counts is not None and params.repetition_penalty != 1.0:
+            seen = counts.seen()
             # Not rounded to zero, by which nothing can be divided.
             penalty = max(np.float32(params.repetition_penalty), np.finfo(np.float32).tiny)
             row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
-    if len(output) and (params.frequency_penalty or params.presence_penalty):
-        seen, counts = np.unique(np.asarray(output), return_counts=True)
-        row[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    if counts is not None and (params.frequency_penalty or params.presence_penalty):
+        seen, times = counts.in_output()
+        row[seen] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
         row[seen] -= np.float32(params.presence_penalty)
-    if len(output) < params.min_tokens:
+    if state.num_output_tokens < params.min_tokens:
         # Last, so that it never meets an infinite bias.
         stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
         row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf

@@ -1,0 +1,52 @@
+"""How often each token occurs in a request, kept with every token drawn: what penalties ask in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
+
+
+class TokenCounts:
+    """Distinct tokens of prompt and output in the order of their first appearance, and how often each was seen."""
+
+    def __init__(self, token_ids: Sequence[int] | Ids, num_prompt_tokens: int) -> None:
+        tokens = np.asarray(token_ids, dtype=np.int64)
+        self._ids, where = np.unique(tokens, return_inverse=True)
+        self._places: dict[int, int] = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+        self._total = np.bincount(where, minlength=self._ids.size)
+        self._output = np.bincount(where[num_prompt_tokens:], minlength=self._ids.size)
+
+    def add(self, token_id: int) -> None:
+        """One more output token."""
+        place = self._places.setdefault(token_id, len(self._places))
+        if place == self._ids.size:
+            self._ids, self._total, self._output = map(_grown, (self._ids, self._total, self._output))
+        self._ids[place] = token_id
+        self._total[place] += 1
+        self._output[place] += 1
+
+    def take_back(self, token_id: int) -> None:
+        """An output token is none after all."""
+        place = self._places[token_id]
+        self._total[place] -= 1
+        self._output[place] -= 1
+
+    def seen(self) -> Ids:
+        """Tokens of prompt or output, each once."""
+        return self._ids[self._total > 0]
+
+    def in_output(self) -> tuple[Ids, Counts]:
+        """Tokens of the output, each once, and how often each occurs there."""
+        there = self._output > 0
+        return self._ids[there], self._output[there]
+
+
+def _grown(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    grown = np.zeros(max(2 * array.size, 8), dtype=np.int64)
+    grown[: array.size] = array
+    return grown

@@ -1,0 +1,79 @@
+"""Counts that are kept say, bit for bit, what counting the whole request in each step would say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.outputs import ForkedRequestData, NewRequestData
+from baton.engine.request import SamplingParams
+from baton.engine.runner.input_batch import RequestState
+from baton.engine.runner.sampler import SamplingState, process
+
+VOCAB = 40
+TOKENS = st.integers(0, VOCAB - 1)
+PENALTIES = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.37, -1.1]),
+    presence_penalty=st.sampled_from([0.0, 0.21, -0.5]),
+)
+
+
+def counted_anew(logits: npt.NDArray[np.float32], state: RequestState) -> npt.NDArray[np.float32]:
+    """The penalties, of the whole history."""
+    params, row = state.sampling_params, logits.copy()
+    if params.repetition_penalty != 1.0:
+        seen = np.unique(state.token_ids)
+        penalty = np.float32(params.repetition_penalty)
+        row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    seen, counts = np.unique(state.token_ids[state.num_prompt_tokens :], return_counts=True)
+    row[seen] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    row[seen] -= np.float32(params.presence_penalty)
+    return row
+
+
+def assert_as_counted_anew(state: RequestState) -> None:
+    logits = np.random.default_rng(state.num_tokens).normal(size=VOCAB).astype(np.float32)
+    kept = SamplingState(
+        state.sampling_params, state.token_ids, state.num_prompt_tokens, frozenset(), None, state.counts
+    )
+    expected = counted_anew(logits, state).tobytes()
+    assert process(logits, kept).tobytes() == expected
+    assert process(logits, replace(kept, counts=None)).tobytes() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    params=PENALTIES,
+    prompt=st.lists(TOKENS, min_size=1, max_size=20),
+    output=st.lists(TOKENS, max_size=10),
+    steps=st.lists(st.tuples(st.sampled_from(["append", "replace", "fork"]), TOKENS), max_size=40),
+)
+def test_kept_counts_are_those_of_the_whole_history(
+    params: SamplingParams, prompt: list[int], output: list[int], steps: list[tuple[str, int]]
+) -> None:
+    state = RequestState(NewRequestData("one", prompt, output, params, [1], 0))
+    assert_as_counted_anew(state)
+    for kind, token_id in steps:
+        if kind == "fork":
+            parent, shared = state, state.num_prompt_tokens + state.num_output_tokens // 2
+            state = parent.fork(ForkedRequestData("two", "one", shared, token_id, [1], 0))
+            # What the fork draws is nothing to the other.
+            state.append_token(token_id)
+            assert_as_counted_anew(parent)
+        elif kind == "replace" and state.num_output_tokens:
+            state.replace_last_token(token_id)
+        else:
+            state.append_token(token_id)
+        assert_as_counted_anew(state)
+
+
+def test_nothing_is_counted_where_nothing_asks() -> None:
+    state = RequestState(NewRequestData("one", [1, 2], [3], SamplingParams(), [1], 0))
+    assert state.counts is None

@@ -284,7 +284,13 @@ def test_batch_dependent_rotary_embeddings_make_the_model_inexact(tmp_path: Path
     assert "dynamic" in model.bit_exact_reason
 
 
-def test_non_finite_logits_fail_that_request_alone(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("qwen2", "float32"), ("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16")],
+)
+def test_non_finite_logits_fail_that_request_alone(tmp_path: Path, architecture: str, dtype: str) -> None:
+    directory = tmp_path / "broken-model"
+    write_random_model(directory, {**TINY_MODELS[architecture], "tie_word_embeddings": True}, 1)
     path = directory / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][9, 0] = float("nan")
@@ -292,7 +298,7 @@ def test_non_finite_logits_fail_that_request_alone(directory: Path) -> None:
     tensors["lm_head.weight"] = torch.randn_like(tensors["model.embed_tokens.weight"])
     save_file(tensors, path, metadata={"format": "pt"})
     edit_config(directory, tie_word_embeddings=False)
-    runner = load_runner(directory, dtype="float32", num_blocks=32)
+    runner = load_runner(directory, dtype=dtype, num_blocks=32)
     alone = (driver := RunnerDriver(runner)).add("alone", [1, 2, 4])
     driver.step({"alone": 3})
     driver.step({"alone": 1})

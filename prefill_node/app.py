@@ -45,7 +45,7 @@ class PrefillRole:
             digests=digests,
             digest_every=every,
         )
-        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step)
+        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step, context.post)
 
     @property
     def connector(self) -> OfferConnector:

@@ -257,11 +257,14 @@ class OfferConnector:
         handoff: HandOff,
         layout: KVLayout,
         post: Callable[[Callable[[], None]], None],
+        post_now: Callable[[Callable[[], None]], None],
     ) -> None:
-        """`post` runs a callable on the loop, in order, from any thread (`loop.call_soon_threadsafe`)."""
+        """Both run a callable on the loop, in order: `post` when the tokens of the step are on their way, `post_now` at
+        once, since the other node can reserve its blocks while the step computes."""
         self._handoff = handoff
         self._layout = layout
         self._post = post
+        self._post_now = post_now
         self._offered: dict[str, _Offered] = {}
 
     @property
@@ -278,7 +281,7 @@ class OfferConnector:
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         if request.leg is Leg.PREFILL:
             attempt = AttemptKey.parse(request.request_id)
-            self._post(lambda: self._handoff.begun(attempt))
+            self._post_now(lambda: self._handoff.begun(attempt))
 
     def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
         if request.leg is not Leg.PREFILL:

@@ -181,7 +181,7 @@ class SenderHalf:
             is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post)
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post)
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 

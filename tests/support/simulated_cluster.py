@@ -281,7 +281,7 @@ class SimulatedNode:
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half = handoff
-            connector = OfferConnector(handoff, self.runner.layout, outbox.add)
+            connector = OfferConnector(handoff, self.runner.layout, outbox.add, post)
         else:
             intake = cluster.make_intake(
                 identity,

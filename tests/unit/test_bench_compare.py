@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.bench.compare.arrangement import chosen, conditional, split
 from baton.bench.compare.report import compare_result, ratios, verdict
-from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun, common_rate
+from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun, common_rate, seed_of
 from baton.bench.compare.search import GoodputSearch
 from baton.bench.nodes.samples import impossible_spans
 from baton.bench.outcome import Outcome, Outcomes
@@ -75,6 +75,11 @@ def test_all_are_compared_where_the_weakest_still_keeps_it() -> None:
     assert common_rate([4.0, 2.0, 8.0], 9.0) == 2
     assert common_rate([0.0, 2.0], 0.5) == 0.5
     assert common_rate([0.0, 2.0], float("inf")) == 2
+
+
+def test_no_two_runs_have_a_load_in_common() -> None:
+    assert len({seed_of(comparison, run) for comparison in range(3) for run in range(100)}) == 300
+    assert seed_of(0, 7) == 7
 
 
 def test_ratios_are_of_what_was_measured_in_turn() -> None:

@@ -33,6 +33,8 @@ _TAIL_S = 2.0
 _AROUND_S = 3.0
 """What a run takes beside its arrivals: starting its generator, and its last answers."""
 _LEAST_ROUNDS = 2
+_MOST_RUNS = 1 << 20
+"""Of one comparison: two with different seeds have no load in common."""
 
 Note = Callable[[str], None]
 
@@ -132,6 +134,11 @@ def prompts_of(rate: float, run_s: float, least: int) -> int:
     return max(least, round(rate * run_s))
 
 
+def seed_of(comparison: int, run: int) -> int:
+    """Of a run's load, from the comparison's seed. The same twice would ask for prompts that caches know by now."""
+    return comparison * _MOST_RUNS + run
+
+
 def expected_s(rates: Sequence[float], run_s: float, least: int) -> float:
     """What runs at these rates take, one after the other."""
     return sum(prompts_of(rate, run_s, least) / rate + _AROUND_S for rate in rates)
@@ -156,15 +163,14 @@ class _Bench:
         self._say = say
         self._began = began
         """On the monotonic clock."""
-        self._seed = 0
+        self._num_runs = 0
 
     def calibrate(self) -> Summary:
         """Single requests, one after the other; every arrangement is warm afterwards."""
         summaries = []
         for number, target in enumerate(self._targets):
-            self._seed += 1
             count = 1 if number else _CALIBRATION_REQUESTS
-            workload = replace(self._config.workload, num_prompts=count, seed=self._seed)
+            workload = replace(self._config.workload, num_prompts=count, seed=self._next_seed())
             plan = LoadPlan(target, workload, max_concurrency=1, num_warmups=_WARM_UPS)
             summaries.append(_checked(run_load(plan)))
         return summaries[0]
@@ -216,11 +222,9 @@ class _Bench:
         return time.monotonic() + takes_s <= self._began + config.budget_s
 
     def _run(self, number: int, repeat: int, rate: float, slo: Slo) -> RateRun:
-        # The same seed would ask for prompts that caches know by now.
-        self._seed += 1
         config = self._config
         count = prompts_of(rate, config.run_s, config.least_prompts)
-        workload = replace(config.workload, request_rate=rate, num_prompts=count, seed=self._seed)
+        workload = replace(config.workload, request_rate=rate, num_prompts=count, seed=self._next_seed())
         limit_s = 1.5 * count / rate + _TAIL_S
         run = run_load(LoadPlan(self._targets[number], workload, limit_s=limit_s))
         if run.was_interrupted:
@@ -234,6 +238,10 @@ class _Bench:
             f"P99 TPOT {summary['p99_tpot_ms']:.1f} ms, P99 gap {summary['p99_largest_gap_ms']:.0f} ms"
         )
         return RateRun(repeat, rate, summary, run, config.attainment)
+
+    def _next_seed(self) -> int:
+        self._num_runs += 1
+        return seed_of(self._config.workload.seed, self._num_runs)
 
 
 def common_rate(goodputs: Sequence[float], lowest_broken: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -27,6 +28,8 @@ from baton.errors import InvalidRequest
 SCHEMA = "baton.bench/1"
 KINDS = ("serve", "compare", "nodes", "simulate")
 Result = dict[str, Any]
+_HIDDEN = "..."
+_PASSWORD = re.compile(r"(://[^/@:\s]*:).*@")
 _PACKAGES = ("baton-serve", "torch", "transformers", "nixl", "grpcio", "numpy")
 
 
@@ -40,11 +43,23 @@ def new_result(
         "created": created,
         "machine": machine(),
         "versions": versions(),
-        "command": ["baton", *sys.argv[1:]],
+        "command": ["baton", *without_secrets(sys.argv[1:])],
         "seed": seed,
         "workload": dict(workload),
         "arrangements": [dict(one) for one in arrangements],
     }
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """A command line that may be shown to anybody: without --api-key's value and passwords in URLs."""
+    shown = []
+    for before, word in zip(("", *words), words, strict=False):
+        if before == "--api-key":
+            word = _HIDDEN
+        elif word.startswith("--api-key="):
+            word = f"--api-key={_HIDDEN}"
+        shown.append(_PASSWORD.sub(rf"\1{_HIDDEN}@", word))
+    return shown
 
 
 def machine() -> dict[str, Any]:
@@ -78,11 +93,20 @@ def without_outcomes(result: Result) -> Result:
 
 
 def write_result(path: Path, result: Result) -> None:
+    """Strict JSON; raises OSError."""
+    write_text(json.dumps(result, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
     """All of it or nothing: a reader never sees half a file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(result, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        # A name in a result may hold half a surrogate pair, which JSON can say and UTF-8 can't.
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_result(path: Path) -> Result:

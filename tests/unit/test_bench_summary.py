@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.bench.gaps import Gaps
 from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.result_file import new_result, read_result, write_result
+from baton.bench.result_file import new_result, read_result, without_secrets, write_result
 from baton.bench.slo import Slo
 from baton.bench.summary import summarize, ttft_parts
 from baton.errors import InvalidRequest
@@ -124,6 +124,20 @@ def test_service_levels_are_read_as_vllm_writes_them() -> None:
     for word in ("ttft", "ttft:x", "tbt:3", "tpot:0", "tpot:-1", "tpot:nan", "e2el:inf"):
         with pytest.raises(InvalidRequest, match="--goodput"):
             Slo.parse([word])
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["bench", "serve", "--api-key", "sk-1", "--seed", "2"], ["bench", "serve", "--api-key", "...", "--seed", "2"]),
+        (["--api-key=sk-1"], ["--api-key=..."]),
+        (["--registry", "redis://me:p@ss@host:1/0"], ["--registry", "redis://me:...@host:1/0"]),
+        (["--registry=rediss://:secret@host"], ["--registry=rediss://:...@host"]),
+        (["--base-url", "http://host:8000"], ["--base-url", "http://host:8000"]),
+    ],
+)
+def test_a_result_tells_no_secrets_of_its_command(words: list[str], shown: list[str]) -> None:
+    assert without_secrets(words) == shown
 
 
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:

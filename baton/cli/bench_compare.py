@@ -54,7 +54,7 @@ def compare(
     quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: an answer within 8 minutes.")] = False,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
     kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
-    seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the load.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
@@ -116,7 +116,6 @@ def _finish(
     from baton.bench.result_file import without_outcomes
 
     result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
-    write_files(result, path, report)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:
@@ -135,5 +134,6 @@ def _finish(
         say()
         for line in verdict(result):
             say(line)
+    write_files(result, path, report)
     if comparison.was_interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ def write_files(result: Mapping[str, Any], result_file: Path | None, report: Pat
     from baton.bench.report.write import write_report
     from baton.bench.result_file import write_result
 
+    sys.stdout.flush()  # what was measured is told also where a file can't be written
     if result_file is not None:
         write_result(result_file, dict(result))
         note(f"written to {result_file}")

@@ -51,7 +51,7 @@ def nodes(
     ] = None,
     processes: Annotated[int, typer.Option(help="Generator processes.", min=1)] = 1,
     num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     report: ReportOption = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
@@ -96,7 +96,6 @@ def nodes(
             ran = run_watched(found, plan, on_progress)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = nodes_result(plan, ran, slo, (99.0,), start or "running", created)
-    write_files(result, result_filename, report)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:
@@ -109,6 +108,7 @@ def nodes(
         note(line)
     if ran.impossible_spans:
         note(f"{ran.impossible_spans} requests took longer inside than their client waited: do hosts' clocks differ?")
+    write_files(result, result_filename, report)
     raise_exit(ran.run, result)
 
 

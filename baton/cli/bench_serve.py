@@ -101,7 +101,7 @@ def serve(
     processes: Annotated[
         int | None, typer.Option(help="Generator processes. Default: 1; 2 from 1000/s.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
     label: Annotated[str, typer.Option(help="What the result is called.")] = "",
     save_result: Annotated[bool, typer.Option(help="Write the result to a file.")] = False,
     save_detailed: Annotated[bool, typer.Option(help="As --save-result, whose file has every request.")] = False,
@@ -126,8 +126,6 @@ def serve(
     with usage_errors():
         slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
         percentiles = _percentiles(metric_percentiles)
-        _check_positive({"--request-rate": request_rate, "--burstiness": burstiness, "--time-scale": time_scale})
-        _check_positive({"--length-scale": length_scale, "--output-scale": output_scale})
         workload = WorkloadSpec(
             dataset=dataset_name.value,
             dataset_path=str(dataset_path or ""),
@@ -178,7 +176,8 @@ def serve(
     )
     with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
         run = run_load(plan, on_progress)
-    path = result_dir / result_filename if save_result or save_detailed or result_filename else None
+    is_kept = save_result or save_detailed or result_filename
+    path = result_path(result_dir, result_filename, plan, datetime.now(UTC)) if is_kept else None
     _finish(plan, run, slo, percentiles, label, output, path, report)
 
 
@@ -195,8 +194,8 @@ def _finish(
     from baton.bench.result_file import without_outcomes
     from baton.bench.serve.report import remarks, rows, serve_result
 
-    now = datetime.now(UTC)
-    result = serve_result(plan, run, slo, percentiles, label, now.isoformat(timespec="seconds"))
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    result = serve_result(plan, run, slo, percentiles, label, created)
     if output is Format.JSON:
         print_json(without_outcomes(result))
     elif output is Format.YAML:
@@ -205,7 +204,7 @@ def _finish(
         print_rows(rows(result, percentiles))
     for line in remarks(run, result, slo):
         note(line)
-    write_files(result, None if path is None else _named(path, plan, now), report)
+    write_files(result, path, report)
     raise_exit(run, result)
 
 
@@ -219,8 +218,10 @@ def raise_exit(run: LoadRun, result: dict[str, Any]) -> None:
         raise BatonError("no request was answered")
 
 
-def _named(path: Path, plan: LoadPlan, now: datetime) -> Path:
-    if path.name and not path.is_dir():
+def result_path(folder: Path, name: str, plan: LoadPlan, now: datetime) -> Path:
+    """Where a result goes; without a name, one of backend, rate, model and time in the folder."""
+    path = folder / name
+    if name and not path.is_dir():
         return path
     rate = plan.workload.request_rate
     model = plan.target.model.replace("/", "-")
@@ -244,7 +245,11 @@ def _where(
     """Address, path and whether it is TLS."""
     default_path = {Backend.OPENAI: "/v1/completions", Backend.OPENAI_CHAT: "/v1/chat/completions"}.get(backend, "")
     if base_url:
+        if backend is Backend.BATON:
+            raise ClientUsageError("--base-url is of an OpenAI endpoint: add --backend openai")
         url = urlsplit(base_url if "//" in base_url else f"//{base_url}")
+        if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients want the v1 there
+            raise ClientUsageError(f"--base-url has the path {url.path!r}: only --endpoint may have one")
         is_tls = url.scheme == "https"
         try:
             found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
@@ -294,12 +299,6 @@ def usage_errors() -> Iterator[None]:
         raise ClientUsageError(str(error)) from None
     except OSError as error:
         raise ClientUsageError(f"{error.filename}: {error.strerror}") from None
-
-
-def _check_positive(values: dict[str, float]) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise InvalidRequest(name, f"{value:g} is not above 0")
 
 
 def _percentiles(text: str) -> list[float]:

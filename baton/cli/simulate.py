@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.bench_files import ReportOption, write_files
+from baton.cli.bench_serve import Dataset, usage_errors
 from baton.cli.output import Format, print_json, print_table, print_yaml, say
-from baton.cli.usage import ClientUsageError
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from baton.bench.simulator.plan import SimulationPlan
     from baton.bench.simulator.simulation import Failure
 
-_FAILURE = re.compile(r"([a-z]+-[0-9]+)@([0-9.]+)(?:\+([0-9.]+))?\Z")
+_SECONDS = r"([0-9]+(?:\.[0-9]+)?)"
+_FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
 
 
 class Preset(enum.StrEnum):
@@ -45,17 +46,6 @@ class Policy(enum.StrEnum):
     LOAD_BALANCED = "load-balanced"
     LOCAL_CACHE = "local-cache"
     GLOBAL_CACHE = "global-cache"
-
-
-class Dataset(enum.StrEnum):
-    """What is asked."""
-
-    RANDOM = "random"
-    SHAREGPT_LIKE = "sharegpt-like"
-    PREFIX_REPETITION = "prefix_repetition"
-    MULTI_TURN = "multi_turn"
-    MOONCAKE = "mooncake"
-    AZURE = "azure"
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -104,7 +94,7 @@ def simulate(
     ] = None,
     find_goodput: Annotated[bool, typer.Option(help="Search the highest rate at which enough requests do.")] = False,
     attainment: Annotated[float, typer.Option(help="Enough: this share.", min=0.01, max=1)] = 0.9,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
     timeline: Annotated[bool, typer.Option(help="Keep every step of every node in the result file.")] = False,
     save_detailed: Annotated[bool, typer.Option(help="Keep every request in the result file.")] = False,
     result_filename: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
@@ -118,7 +108,7 @@ def simulate(
     """
     from baton.bench.simulator.plan import run_plan
 
-    with _usage_errors():
+    with usage_errors():
         plan = _plan(preset, dataset_path, seed)
         plan = replace(
             plan,
@@ -159,6 +149,8 @@ def simulate(
             attainment=attainment,
             finds_goodput=find_goodput or (plan.finds_goodput and request_rate is None),
         )
+        if plan.workload.is_trace and request_rate is None:
+            plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
         plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
         plan = _with_arrangements(plan, arrangement, splits, goodput)
         _check(plan)
@@ -166,13 +158,13 @@ def simulate(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
-    write_files(result, result_filename, report)
     if output is Format.JSON:
         print_json(result)
     elif output is Format.YAML:
         print_yaml(result)
     else:
         _print(result)
+    write_files(result, result_filename, report)
 
 
 def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
@@ -223,14 +215,10 @@ def _failure(text: str) -> Failure:
 
 def _check(plan: SimulationPlan) -> None:
     spec = plan.workload
-    is_trace = spec.dataset in ("mooncake", "azure")
     if plan.finds_goodput and not plan.slo:
         raise InvalidRequest("--find-goodput", "needs --goodput")
-    if plan.finds_goodput and is_trace:
+    if plan.finds_goodput and spec.is_trace:
         raise InvalidRequest("--find-goodput", "changes the request rate, which a trace has not")
-    for name, value in {"--request-rate": spec.request_rate, "--time-scale": spec.time_scale}.items():
-        if not value > 0:
-            raise InvalidRequest(name, f"{value:g} is not above 0")
     if plan.config.sizes.cache_tokens < plan.config.sizes.block_size:
         raise InvalidRequest("--cache-tokens", "is less than one block")
     names = {
@@ -242,17 +230,6 @@ def _check(plan: SimulationPlan) -> None:
     for failure in plan.config.failures:
         if failure.node_id not in names:
             raise InvalidRequest("--fail", f"no node is called {failure.node_id}")
-
-
-@contextlib.contextmanager
-def _usage_errors() -> Iterator[None]:
-    """What is wrong with the command line, or a file that it names, is bad usage."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise ClientUsageError(str(error)) from None
-    except OSError as error:
-        raise ClientUsageError(f"{error.filename}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import socket
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +19,12 @@ from baton.bench.serve.generator import Generator, sessions, share_of
 from baton.bench.serve.grpc_endpoint import GrpcEndpoint
 from baton.bench.serve.http_endpoint import HttpEndpoint
 from baton.bench.serve.load import GeneratorLoad
-from baton.bench.serve.run import shares
+from baton.bench.serve.run import LoadPlan, run_load, shares, with_own_ids
 from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
 from baton.bench.workloads.multi_turn import MultiTurn
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.cli.bench_serve import result_path
+from baton.cli.main import main
 from baton.errors import Unreachable
 from tests.support.canned_endpoint import canned_endpoint
 from tests.support.canned_http import canned_http, plain_answer, sse_answer
@@ -166,6 +174,27 @@ def test_processes_share_sessions_and_places() -> None:
     assert shares(None, 2) == [None, None]
 
 
+class InterruptedSpec(WorkloadSpec):
+    """Whoever sends it to a generator hears Ctrl-C just before that generator is there."""
+
+    def to_json(self) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return super().to_json()
+
+
+def test_ctrl_c_while_generators_start_is_heard_by_all_of_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody_answers:
+        target = replace(TARGET, address=f"127.0.0.1:{nobody_answers.getsockname()[1]}")
+        ran = run_load(LoadPlan(target, InterruptedSpec(num_prompts=50), limit_s=5.0))
+    assert ran.was_interrupted
+    assert ran.offered == 0
+
+
+def test_no_two_runs_have_a_request_id_in_common() -> None:
+    ids = {GrpcEndpoint(with_own_ids(TARGET)).prepare(request(0)) for _ in range(8)}
+    assert len(ids) == 8
+
+
 def test_a_generator_says_when_it_is_what_was_measured() -> None:
     assert not GeneratorLoad(2, lag_p99_ms=3.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
     assert "250 ms late" in GeneratorLoad(2, lag_p99_ms=250.0, cpu_share=0.4, cpu_peak=0.6).bottleneck
@@ -262,3 +291,32 @@ async def test_nobody_there_is_unreachable(endpoint: type[GrpcEndpoint | HttpEnd
         pass
     with pytest.raises(Unreachable, match="can't be reached"):
         await endpoint(replace(TARGET, address=address)).open()
+
+
+def test_a_result_goes_into_its_folder_whether_that_is_there_or_not(tmp_path: Path) -> None:
+    plan = LoadPlan(replace(TARGET, model="some/model"), WorkloadSpec(request_rate=2.0))
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    named = "baton-2qps-some-model-20260102-030405.json"
+    for folder in (tmp_path, tmp_path / "new"):
+        assert result_path(folder, "", plan, now) == folder / named
+        assert result_path(folder, "x.json", plan, now) == folder / "x.json"
+    assert result_path(tmp_path.parent, tmp_path.name, plan, now) == tmp_path / named
+
+
+@pytest.mark.parametrize(
+    ("words", "story"),
+    [
+        (["--base-url", "http://127.0.0.1:1/v1"], "add --backend openai"),
+        (["--backend", "openai", "--base-url", "http://127.0.0.1:1/api"], "--endpoint"),
+        (["--backend", "openai", "--base-url", "http://127.0.0.1:x"], "--base-url"),
+        (["--seed", "-1"], "--seed"),
+    ],
+)
+def test_what_can_not_be_meant_is_bad_usage(words: list[str], story: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *words]) == 2
+    assert story in capfd.readouterr().err
+
+
+def test_a_url_may_have_the_v1_that_openais_clients_want(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--backend", "openai", "--base-url", "http://127.0.0.1:1/v1/"]) == 5
+    assert "127.0.0.1:1 can't be reached" in capfd.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from baton.bench.workloads.random_lengths import RandomLengths, sharegpt_like
 from baton.bench.workloads.shared_prefix import SharedPrefixes
 from baton.bench.workloads.spec import DATASETS, WorkloadSpec
 from baton.bench.workloads.trace import BrokenTraceLine, Trace, TraceFormat, TraceScale
+from baton.errors import InvalidRequest
 
 VOCAB = 997
 UNSCALED = TraceScale()
@@ -85,6 +87,11 @@ def test_a_ramp_begins_and_ends_at_its_rates(is_exponential: bool) -> None:
     assert 1 / gaps[499] == pytest.approx(10 * np.sqrt(10) if is_exponential else 55, rel=0.05)
 
 
+def test_an_even_ramp_has_the_gaps_of_its_rates() -> None:
+    times = RampArrivals(2.0, 8.0, burstiness=float("inf")).times(3, np.random.default_rng(0))
+    assert times.tolist() == pytest.approx([1 / 2, 1 / 2 + 1 / 5, 1 / 2 + 1 / 5 + 1 / 8])
+
+
 @pytest.mark.parametrize("arrivals", [GammaArrivals(5.0), SteadyArrivals(5.0), UnpacedArrivals()])
 def test_a_workload_is_the_same_each_time_and_another_with_another_seed(arrivals: Arrivals) -> None:
     lengths = RandomLengths(100, 20, 0.5)
@@ -136,6 +143,22 @@ def test_a_spec_is_the_same_workload_in_another_process(dataset: str) -> None:
     assert again == spec
     assert list(again.build()) == list(spec.build())
     assert len(list(spec.build())) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "story"),
+    [
+        ({"request_rate": -1.0}, "--request-rate"),
+        ({"request_rate": float("nan")}, "--request-rate"),
+        ({"burstiness": 0.0}, "--burstiness"),
+        ({"length_scale": 0.0}, "--length-scale"),
+        ({"dataset": "azure", "dataset_path": "x", "request_rate": 5.0}, "--time-scale"),
+        ({"dataset": "mooncake", "dataset_path": "x", "ramp_up_strategy": "linear"}, "--time-scale"),
+    ],
+)
+def test_a_load_that_can_not_be_meant_is_refused(changes: dict[str, Any], story: str) -> None:
+    with pytest.raises(InvalidRequest, match=story):
+        replace(WorkloadSpec(), **changes).build()
 
 
 def mooncake_line(timestamp: float, tokens: int, hash_ids: Any, output_length: Any = 9) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -228,9 +230,45 @@ def test_step_times_of_a_measurement(tmp_path: Path) -> None:
     assert times.decode_s(4, 4096) == pytest.approx(0.016)
     assert times.step_s([(0, 1024)], 0, 0) == pytest.approx(0.512)
     assert times.step_s([(0, 1024)], 8, 8192) == pytest.approx(0.526)
-    path.write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"prefill": [], "decode": [[1, 2]]},
+        {"prefill": [[1, 2], [1, 3]], "decode": [[1, 2]]},
+        {"prefill": [[1, 2]], "decode": [[1, -2]]},
+        {"prefill_tokens_per_s": 1, "decode": [], "context_tokens": 8, "prefill_ms": 1},
+        {"prefill_ms": 1, "decode_ms": -5},
+    ],
+)
+def test_step_times_that_can_not_be_are_refused(tmp_path: Path, values: dict[str, object]) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(values))
     with pytest.raises(InvalidRequest, match="no table"):
         read_step_times(path)
+
+
+def test_a_result_that_can_not_be_written_is_told_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["simulate", "--num-prompts", "1", "--result-filename", str(tmp_path / "file" / "result.json")]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "baton.cli.main", *words], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert "1p1d" in ran.stdout
+    assert str(tmp_path / "file") in ran.stderr
+
+
+def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
+    trace, result = tmp_path / "trace.csv", tmp_path / "result.json"
+    lines = ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,30,4", "2023-11-16 18:15:47,30,4")
+    trace.write_text("\n".join(lines))
+    words = ["simulate", "--dataset-name", "azure", "--dataset-path", str(trace)]
+    assert main([*words, "--result-filename", str(result)]) == 0
+    assert json.loads(result.read_text())["arrangements"][0]["rates"][0]["rate"] is None
+    assert main([*words, "--request-rate", "3"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -241,6 +279,9 @@ def test_step_times_of_a_measurement(tmp_path: Path) -> None:
         (["--fail", "decode-9@3"], "no node is called decode-9"),
         (["--preset", "mooncake"], "where is its file"),
         (["--request-rate", "0"], "not above 0"),
+        (["--burstiness", "-1"], "not above 0"),
+        (["--fail", "decode-0@1.2.3"], "is not NODE@SECONDS"),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_what_is_wrong_is_said(words: list[str], story: str, capsys: pytest.CaptureFixture[str]) -> None:

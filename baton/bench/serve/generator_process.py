@@ -104,12 +104,12 @@ class _Words:
         return await self._queue.get()
 
     def _read(self) -> None:
-        for line in iter(sys.stdin.readline, ""):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, line.strip())
         try:
+            for line in iter(sys.stdin.readline, ""):
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, line.strip())
             self._loop.call_soon_threadsafe(self._queue.put_nowait, "")
         except RuntimeError:
-            return  # the loop is over as well
+            return  # the loop is over: nobody is left to be told
 
 
 async def _obey(words: _Words, generator: Generator) -> None:

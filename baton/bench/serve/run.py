@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import signal
 import sys
 import time
@@ -73,9 +74,14 @@ def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
     return [share for number in range(processes) if (share := whole + (number < more))]
 
 
+def with_own_ids(target: Target) -> Target:
+    """With request ids that no other run has: a router refuses one that is live, be it another generator's."""
+    return replace(target, request_id_prefix=f"{target.request_id_prefix}-{secrets.token_hex(4)}")
+
+
 class _Run:
     def __init__(self, plan: LoadPlan, on_progress: OnProgress) -> None:
-        self._plan = plan
+        self._plan = replace(plan, target=with_own_ids(plan.target))
         self._on_progress = on_progress
         self._children: list[_Child] = []
         self._was_interrupted = False
@@ -89,6 +95,8 @@ class _Run:
             open_shares = shares(self._plan.max_concurrency, self._plan.processes)
             for number, share in enumerate(open_shares):
                 self._children.append(await _Child.start(self._order(number, len(open_shares), share)))
+            if self._was_interrupted:
+                self._stop()  # those that came after Ctrl-C have not heard of it
             await asyncio.gather(*(child.ready() for child in self._children))
             for child in self._children:
                 child.say("go")
@@ -219,8 +227,3 @@ class _Child:
         except TimeoutError:
             self.kill()
             await self._process.wait()
-
-
-def at_rate(plan: LoadPlan, rate: float, num_prompts: int, seed: int) -> LoadPlan:
-    """The same load at another rate."""
-    return replace(plan, workload=replace(plan.workload, request_rate=rate, num_prompts=num_prompts, seed=seed))

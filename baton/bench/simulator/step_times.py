@@ -104,12 +104,12 @@ def read_step_times(path: Path) -> StepTimes:
         raise InvalidRequest(str(path), "not a JSON object")
     try:
         if "prefill_ms" in values and "decode_ms" in values:
-            return FormulaTimes(**{name: float(value) for name, value in values.items()})
+            return FormulaTimes(**{name: _not_negative(value) for name, value in values.items()})
         if "prefill_tokens_per_s" in values:
             return _of_engine_report(values)
         return TableTimes(
-            sorted((float(tokens), float(ms) / 1e3) for tokens, ms in values["prefill"]),
-            sorted((float(batch), float(ms) / 1e3) for batch, ms in values["decode"]),
+            _points(values["prefill"]),
+            _points(values["decode"]),
             int(values.get("context_tokens", 0)),
             float(values.get("context_token_ms", 0.0)) / 1e3,
         )
@@ -123,6 +123,21 @@ def _of_engine_report(values: dict[str, object]) -> TableTimes:
     context, prefill_ms = values["context_tokens"], values["prefill_ms"]
     if not isinstance(decode, list) or not isinstance(context, int) or not isinstance(prefill_ms, int | float):
         raise ValueError("decode, context_tokens or prefill_ms is not what `baton bench engine` writes")
-    points = sorted((float(one["batch"]), float(one["step_ms"]) / 1e3) for one in decode)
+    points = _points([(one["batch"], one["step_ms"]) for one in decode])
     least = points[0][1]
     return TableTimes([(1.0, least), (float(context), max(least, prefill_ms / 1e3))], points, context)
+
+
+def _points(pairs: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Rising, in seconds; raises ValueError for what no line goes through."""
+    points = sorted((_not_negative(size), _not_negative(ms) / 1e3) for size, ms in pairs)
+    if not points or len({size for size, _ in points}) < len(points):
+        raise ValueError("points are missing, or there are two of one size")
+    return points
+
+
+def _not_negative(value: float) -> float:
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{value!r} is no duration")
+    return number

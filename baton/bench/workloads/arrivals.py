@@ -80,4 +80,5 @@ class RampArrivals:
             rates = self.start * (self.end / self.start) ** progress
         else:
             rates = self.start + (self.end - self.start) * progress
-        return np.cumsum(rng.gamma(self.burstiness, 1.0 / (rates * self.burstiness)))
+        even = self.burstiness == float("inf")
+        return np.cumsum(1.0 / rates if even else rng.gamma(self.burstiness, 1.0 / (rates * self.burstiness)))

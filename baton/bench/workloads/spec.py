@@ -68,7 +68,8 @@ class WorkloadSpec:
 
     def build(self) -> Workload:
         """The requests; raises InvalidRequest."""
-        if self.dataset in _TRACES:
+        self._check_positive()
+        if self.is_trace:
             return self._trace()
         if self.dataset not in DATASETS:
             raise InvalidRequest("--dataset-name", f"{self.dataset!r} is none of {', '.join(DATASETS)}")
@@ -84,6 +85,18 @@ class WorkloadSpec:
                 self.seed,
             )
         return Synthetic(self._lengths(), self._arrivals(), self._count(), self.seed)
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether its arrivals are somebody's real ones."""
+        return self.dataset in _TRACES
+
+    def _check_positive(self) -> None:
+        values = {"--request-rate": self.request_rate, "--burstiness": self.burstiness, "--time-scale": self.time_scale}
+        values |= {"--length-scale": self.length_scale, "--output-scale": self.output_scale}
+        for name, value in values.items():
+            if not value > 0:
+                raise InvalidRequest(name, f"{value:g} is not above 0")
 
     def _count(self) -> int:
         return 1000 if self.num_prompts is None else self.num_prompts
@@ -112,6 +125,8 @@ class WorkloadSpec:
     def _trace(self) -> Trace:
         if not self.dataset_path:
             raise InvalidRequest("--dataset-path", f"{self.dataset} is a trace: where is its file?")
+        if self.request_rate != float("inf") or self.ramp_up_strategy:
+            raise InvalidRequest("--request-rate", "a trace has its own arrivals: --time-scale changes them")
         scale = TraceScale(
             self.time_scale, self.length_scale, self.output_scale, self.max_input_len, self.max_output_len
         )

@@ -207,7 +207,9 @@ class SchedulerStats:
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
-        return self.num_requests_waiting_by_reason["remote_kv"]
+        """KV is under way to them, or nobody has begun to compute it: it is not for want of room that they wait."""
+        reasons = self.num_requests_waiting_by_reason
+        return reasons["remote_kv"] + reasons["deferred"]
 
     @property
     def num_preemptions(self) -> int:

@@ -40,10 +40,12 @@ def test_a_deferred_request_that_is_told_its_answer_waits_for_something_else() -
     rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     assert waiting(rig) == {"deferred": 1}
+    assert rig.core.make_stats().num_waiting_for_remote_kvs == 1, "no room here would help it"
     rig.connector.unknown.clear()
     rig.transfer()
     rig.step()
     assert waiting(rig) == {"remote_kv": 1}
+    assert rig.core.make_stats().num_waiting_for_remote_kvs == 1
 
 
 def test_preempted_and_swapped_requests_are_told_apart() -> None:

@@ -59,8 +59,8 @@ class Ledger:
         """Requests of several sequences, not all of which have ended, by the request's id."""
         self.beams: dict[str, BeamGroup] = {}
         """Beam searches that are not over, by the request's id."""
-        self.broken_groups: list[SequenceGroup | BeamGroup] = []
-        """One of their sequences failed: the others must end, too."""
+        self.broken_groups: list[tuple[SequenceGroup | BeamGroup, Request]] = []
+        """One of their sequences failed, this one: the others must end, too."""
         self.running: list[Request] = []
         """In order of admission."""
         self.filling: list[Request] = []
@@ -248,7 +248,7 @@ class Ledger:
             return False
         beams.is_closed = True
         del self.beams[beams.request_id]
-        self.broken_groups.append(beams)
+        self.broken_groups.append((beams, request))
         return True
 
     def _let_go_of(self, beams: BeamGroup) -> None:
@@ -260,7 +260,7 @@ class Ledger:
         if not group.members:
             del self.groups[group.request_id]
         elif request.status in (RequestStatus.ERROR, RequestStatus.INVALID, RequestStatus.IGNORED):
-            self.broken_groups.append(group)
+            self.broken_groups.append((group, request))
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:
         manager, request_id = self.kv_cache_manager, request.request_id

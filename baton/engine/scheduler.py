@@ -248,9 +248,12 @@ class Scheduler:
 
     def _finish_broken_groups(self, outputs: OutputsByClient) -> None:
         while self._ledger.broken_groups:
-            group = self._ledger.broken_groups.pop()
-            error = "another sequence of the request failed"
-            self._finish(list(group.members), RequestStatus.ERROR, error, outputs)
+            group, first = self._ledger.broken_groups.pop()
+            status, error = RequestStatus.ERROR, "another sequence of the request failed"
+            if first.status is RequestStatus.INVALID:
+                # Not the node's fault in any of them: a router that read ERROR would hold it against the node.
+                status, error = first.status, first.error or error
+            self._finish(list(group.members), status, error, outputs)
 
     # --- deciding a step ---
 

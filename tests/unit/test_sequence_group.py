@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.engine.outputs import BlockCopy, SchedulerOutput
@@ -176,6 +178,20 @@ def test_one_failed_sequence_fails_the_request(broken: str) -> None:
     assert {rig.reason(name) for name in names(3)} == {FinishReason.ERROR}
     assert rig.ends[broken].error == "non-finite logits"
     assert rig.tokens["bystander"] == rig.expected("bystander", 4)
+
+
+def test_what_is_one_sequences_own_fault_is_the_requests() -> None:
+    rig = EngineRig()
+    rig.add("r", 6, n=3, max_tokens=50)
+    rig.step()
+    rig.step()
+    decided = rig.scheduler.schedule()
+    failed = {"r~1": "json_schema: too complex"}
+    result = replace(rig.runner.execute_model(decided), failed=failed, invalid=frozenset(failed))
+    told = rig.scheduler.update_from_output(decided, result)
+    ends = {end.request_id: end for outputs in told.values() for end in outputs.outputs if end.finish_reason}
+    assert {name: ends[name].finish_reason for name in names(3)} == dict.fromkeys(names(3), FinishReason.INVALID)
+    assert {end.error for end in ends.values()} == {"json_schema: too complex"}
 
 
 def test_a_pulled_prompt_serves_all_sequences() -> None:

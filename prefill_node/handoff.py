@@ -328,6 +328,8 @@ class OfferConnector:
             _log.exception("%s: no digests", attempt)
             why = f"no digests: {error!r}"
             self._post(lambda: handoff.withdraw(attempt, why, promise_broken=True))
+            if (offered := self._offered.get(request.request_id)) is not None:
+                offered.withdrawn = True
         else:
             self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digests))
 

@@ -1,9 +1,13 @@
-"""A decode node's load from elsewhere begins when it is decided: the peer computes meanwhile, and so do we."""
+"""A decode node's load from elsewhere begins when it is decided: the peer computes meanwhile, and so do we.
+
+Its prefill node says that the prompt has begun when that is decided, and not when the first step of it is over.
+"""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -23,6 +27,7 @@ from baton.node.outbox import Outbox
 from baton.node.role import RoleContext
 from decode_node.app import DecodeRole
 from kv_transfer.backends.base import TransferBackend
+from prefill_node.app import PrefillRole
 from tests.support.engine_rig import SOURCE, prompt_of
 from tests.support.step_gate import StepGate
 
@@ -34,10 +39,14 @@ def no_backend(context: RoleContext) -> TransferBackend:
     raise AssertionError("nothing is to be moved here")
 
 
-class Rig:
-    """A decode node's engine and role, wired as in a node; the loop is a queue that nobody works off."""
+MakeBackend = Callable[[RoleContext], TransferBackend]
+Role = DecodeRole | PrefillRole
 
-    def __init__(self, ahead: bool) -> None:
+
+class Rig:
+    """A node's engine and role, wired as in a node; the loop is a queue that nobody works off."""
+
+    def __init__(self, ahead: bool, make_role: Callable[[RoleContext, MakeBackend], Role]) -> None:
         self.gate = StepGate(allowed=0)
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         runner = SimulatedRunner(replace(SPEC, sleep=self.gate))
@@ -54,7 +63,7 @@ class Rig:
             lambda news: None,
             lambda *event: None,
         )
-        self.role = DecodeRole(context, no_backend)
+        self.role = make_role(context, no_backend)
         fields = CacheKeyFields.of(runner.model, runner.layout)
         scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, clock, self.role.connector)
         core = EngineCore(scheduler, runner, StepThread() if ahead else None)
@@ -65,6 +74,7 @@ class Rig:
     def submit_pulled(self) -> None:
         """Ask for a leg whose prompt its prefill node has begun to compute."""
         request = pulled()
+        assert isinstance(self.role, DecodeRole)
         self.role.intake._may_plan.add(AttemptKey.parse(request.request_id))
         self.driver.submit(request)
 
@@ -74,12 +84,17 @@ class Rig:
             self.posted.get(timeout=LONG_S)
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig = Rig(request.param)
+@contextmanager
+def running(rig: Rig) -> Iterator[Rig]:
     yield rig
     rig.gate.allow(None)
     rig.driver.stop()
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with running(Rig(request.param, DecodeRole)) as rig:
+        yield rig
 
 
 def pulled() -> Request:
@@ -102,3 +117,13 @@ def test_a_load_begins_at_once_when_there_is_nothing_to_compute(rig: Rig) -> Non
     rig.submit_pulled()
     rig.expected_and_planned()
     assert rig.news.get(timeout=LONG_S).stats.num_waiting_for_remote_kvs == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_a_prompt_is_said_to_have_begun_while_its_first_step_computes(ahead: bool) -> None:
+    with running(Rig(ahead, PrefillRole)) as rig:
+        params = SamplingParams(max_tokens=1)
+        rig.driver.submit(Request(str(AttemptKey("begins", 1)), prompt_of(20), params, leg=Leg.PREFILL))
+        rig.gate.wait_for_step(1)
+        rig.posted.get_nowait()
+        assert rig.posted.empty()

@@ -13,7 +13,7 @@ from baton.engine.runner.base import KVMemory
 def copied_to_host(memory: KVMemory) -> Callable[[Sequence[int]], KVMemory]:
     """Copies blocks to memory of the host, in the order asked for, when all that writes to them is over.
 
-    The copies have a stream of their own: they wait for no step that is being computed. From any one thread at a time.
+    From any thread. The copies share a stream of their own: they wait for no step that is being computed.
     """
     cache: torch.Tensor = memory.owner
     rows = cache.view(-1).view(torch.uint8)[: memory.num_bytes].view(memory.num_blocks, memory.block_bytes)

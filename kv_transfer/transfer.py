@@ -259,11 +259,11 @@ class TransferBook:
     def expect(self, attempt: AttemptKey, source: KVSource) -> list[TransferEffect]:
         """An attempt has come, and waits for blocks. Answered by `MayPlan` or `Failed`."""
         self._expected[attempt] = source
-        peer = self._peers.get(source.incarnation)
-        if peer is None:
-            self._peers[source.incarnation] = _Peer()
-            return [OpenLink(source)]
-        return self._tell_peer(source.incarnation, Expect(attempt))
+        expected = Recorded("expected", attempt)
+        if source.incarnation in self._peers:
+            return [*self._tell_peer(source.incarnation, Expect(attempt)), expected]
+        self._peers[source.incarnation] = _Peer()
+        return [OpenLink(source), expected]
 
     def plan(self, plan: Plan) -> list[TransferEffect]:
         """Blocks are reserved for an attempt. Raises ValueError for an attempt that is being transferred."""

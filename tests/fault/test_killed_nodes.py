@@ -105,7 +105,7 @@ async def test_the_decode_node_with_several_sequences(session: ClusterSession) -
 async def test_both_prefill_nodes_at_once(session: ClusterSession) -> None:
     requests = [ask(f"both-{i}", chunks=2, sampled=bool(i % 2)) for i in range(6)]
     answering = [asyncio.create_task(session.generate(request)) for request in requests]
-    await asyncio.gather(*(session.seen("decode", "subscribed", f"both-{i}") for i in range(6)))
+    await asyncio.gather(*(session.seen("decode", "expected", f"both-{i}") for i in range(6)))
     killed = [session.cluster.signal(name, signal.SIGKILL) for name in session.cluster.nodes("prefill")]
     answers = await asyncio.gather(*answering)
     for answer, request in zip(answers, requests, strict=True):

@@ -245,9 +245,11 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
 
-@pytest.mark.parametrize(("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32")])
+@pytest.mark.parametrize(
+    ("architecture", "stored"), [("qwen2", "bfloat16"), ("qwen3_moe", "float32"), ("gpt_oss", "float32")]
+)
 def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, architecture: str, stored: str) -> None:
-    """Cast on their way (qwen2), or merged (the experts of qwen3_moe)."""
+    """Cast on their way (qwen2), merged (the experts of qwen3_moe) or transposed out of the file (those of gpt_oss)."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16, "moe_intermediate_size": 512}
     write_random_model(tmp_path / "tiny", TINY_MODELS[architecture], 0)
     load_runner(tmp_path / "tiny", dtype="float32", num_blocks=16)

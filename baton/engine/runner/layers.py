@@ -116,27 +116,31 @@ class CaughtWeight(torch.Tensor):
 
 
 class PackedExperts:
-    """One experts module's weights, one packed product per expert."""
+    """One experts module's weights, one packed product per expert; `release` gets the module before it loses them."""
 
-    def __init__(self, operations: Operations, module: Any, row_quantum: int) -> None:
+    def __init__(
+        self, operations: Operations, module: Any, row_quantum: int, release: Callable[[nn.Module], None]
+    ) -> None:
         self._operations = operations
         self._row_quantum = row_quantum
         self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
         self._activation = None
         if module.has_gate and not module.has_bias:
             self._activation = gated_activation(module._apply_gate)
-        self._up = self._pack(module, self._up_name, gated=self._activation is not None)
-        self._down = self._pack(module, "down_proj")
+        self._up = self._pack(module, self._up_name, release, gated=self._activation is not None)
+        self._down = self._pack(module, "down_proj", release)
 
     @property
     def is_fused(self) -> bool:
         return self._activation is not None
 
-    def _pack(self, module: Any, name: str, gated: bool = False) -> list[Any]:
+    def _pack(self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False) -> list[Any]:
         packed = []
         for weight in getattr(module, name).detach():
             rows = weight.T.contiguous() if module.is_transposed else weight
             packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
+        # While the module still has them: what it doesn't have can't be let go of.
+        release(module)
         delattr(module, name)
         return packed
 
@@ -218,7 +222,7 @@ def replace_products(
             continue
         # What transformers' decorator leaves on every experts class it lets others compute.
         if getattr(part, "_is_expert_parallel", None) is not None:
-            object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum))
+            object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
             release(part)
             continue
         for name, parameter in list(part.named_parameters(recurse=False)):

@@ -92,6 +92,8 @@ class _Live:
     placement: Placement
     expected: Sequence[tuple[str, Sequence[bytes]]] = ()
     """The `milestones` of blocks that nodes are about to have, by incarnation."""
+    has_failed: bool = False
+    """That is held against a node, once: all sequences of a request end with the one that failed."""
 
 
 class Placer:
@@ -176,7 +178,9 @@ class Placer:
         pair = (prefill.node_id, decode.node_id) if prefill is not None else None
         match delta.outcome:
             case Outcome.REFUSED | Outcome.ERROR:
-                self._nodes.failed(name, now)
+                if not live.has_failed:
+                    live.has_failed = True
+                    self._nodes.failed(name, now)
             case Outcome.KV_LOST if pair is not None:
                 self._pairs.failed(pair, now)
             case Outcome.HANDED_OFF:

@@ -276,6 +276,17 @@ def test_who_failed_is_passed_over_until_a_probe_succeeds() -> None:
     assert names(fleet.choose()) == ("p1", "d1")
 
 
+def test_a_request_of_many_sequences_that_fails_is_one_failure() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1", "d2"))
+    choice = fleet.place(1024)
+    taken = choice.placement.decode.node_id
+    key = AttemptKey(choice.request.request_id, choice.attempt)
+    ends = [RequestDelta(key, outcome=Outcome.ERROR, sequence_index=index) for index in range(8)]
+    fleet.report(taken, StepReport(ends, LoadReport()))
+    opened = [f.value for f in fleet.placer.figures(fleet.now) if isinstance(f, Figure) and "breakers_open" in f.name]
+    assert opened == [0, 0]
+
+
 def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
     fleet = Fleet(*prefills("p1", "p2"), *decodes("d1", "d2"), settings=PlacementSettings(alone_tokens=0))
     fleet.load("p2", uncomputed=4000)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.bench_files import ReportOption, write_files
+from baton.cli.bench_serve import slo_of, usage_errors
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
-from baton.errors import ExitCode, InvalidRequest
+from baton.errors import ExitCode
 
 if TYPE_CHECKING:
     from baton.bench.compare.run import CompareConfig, Comparison
@@ -71,16 +72,13 @@ def compare(
     from baton.bench.compare.run import CompareConfig
     from baton.bench.compare.run import compare as run_comparison
     from baton.bench.handoff import shape_dir
-    from baton.bench.slo import Slo
     from baton.bench.workloads.spec import WorkloadSpec
 
-    try:
+    slo = slo_of(goodput, more_goodput)
+    with usage_errors():
         arrangements = chosen(arrangement or (), nodes)
-        if quick and not arrangement:
-            arrangements = [one for one in arrangements if one.name != CONDITIONAL]
-        slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
-    except InvalidRequest as error:
-        raise ClientUsageError(str(error)) from None
+    if quick and not arrangement:
+        arrangements = [one for one in arrangements if one.name != CONDITIONAL]
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli.bench_files import ReportOption, write_files
-from baton.cli.bench_serve import Dataset, count_requests, print_rows, raise_exit, show_progress, usage_errors
+from baton.cli.bench_serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
@@ -68,12 +68,11 @@ def nodes(
     from baton.bench.serve.probe import probe
     from baton.bench.serve.report import remarks, rows
     from baton.bench.serve.run import LoadPlan
-    from baton.bench.slo import Slo
     from baton.bench.workloads.spec import WorkloadSpec
 
-    _check(more_goodput, goodput, start, shape, model, registry, run_dir)
+    _check(start, shape, model, registry, run_dir)
+    slo = slo_of(goodput, more_goodput)
     with usage_errors():
-        slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
         workload = WorkloadSpec(
             dataset=dataset_name.value,
             dataset_path=str(dataset_path or ""),
@@ -112,18 +111,8 @@ def nodes(
     raise_exit(ran.run, result)
 
 
-def _check(
-    more_goodput: list[str] | None,
-    goodput: list[str] | None,
-    start: str,
-    shape: str,
-    model: Path | None,
-    registry: str,
-    run_dir: Path | None,
-) -> None:
+def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
     """Raises a usage error for flags that don't go together."""
-    if more_goodput and not goodput:
-        raise ClientUsageError(f"what is {more_goodput[0]!r}?")
     if shape and model is not None:
         raise ClientUsageError("--model and --shape exclude each other")
     if (shape or model is not None) and not start:

@@ -118,13 +118,10 @@ def serve(
     """
     from baton.bench.serve.endpoint import Target
     from baton.bench.serve.run import LoadPlan, run_load
-    from baton.bench.slo import Slo
     from baton.bench.workloads.spec import WorkloadSpec
 
-    if more_goodput and not goodput:
-        raise ClientUsageError(f"what is {more_goodput[0]!r}?")
+    slo = slo_of(goodput, more_goodput)
     with usage_errors():
-        slo = Slo.parse([*(goodput or ()), *(more_goodput or ())])
         percentiles = _percentiles(metric_percentiles)
         workload = WorkloadSpec(
             dataset=dataset_name.value,
@@ -288,6 +285,16 @@ def count_requests(workload: WorkloadSpec) -> int:
     if not count:
         raise InvalidRequest("--dataset-path", "there is no request in it")
     return count
+
+
+def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
+    """Of --goodput's words, and of those that follow it on the command line; raises a usage error."""
+    from baton.bench.slo import Slo
+
+    if more and not goodput:
+        raise ClientUsageError(f"what is {more[0]!r}?")
+    with usage_errors():
+        return Slo.parse([word for words in (*(goodput or ()), *(more or ())) for word in words.split()])
 
 
 @contextlib.contextmanager

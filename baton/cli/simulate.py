@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baton.cli.bench_files import ReportOption, write_files
-from baton.cli.bench_serve import Dataset, usage_errors
-from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.bench_serve import Dataset, slo_of, usage_errors
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def simulate(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Begin with a published experiment.")] = None,
     arrangement: Annotated[
         list[str] | None, typer.Option(help="colocated:N, xPyD or conditional:xPyD; may come again.")
@@ -90,7 +91,7 @@ def simulate(
     mtbf_s: Annotated[float | None, typer.Option(help="Mean time between failures of each node.", min=0.001)] = None,
     repair_s: Annotated[float | None, typer.Option(help="Until a node that failed is back.", min=0)] = None,
     goodput: Annotated[
-        list[str] | None, typer.Option(help="ttft:MS, tpot:MS or e2el:MS that a good request keeps.", metavar="SLO")
+        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
     ] = None,
     find_goodput: Annotated[bool, typer.Option(help="Search the highest rate at which enough requests do.")] = False,
     attainment: Annotated[float, typer.Option(help="Enough: this share.", min=0.01, max=1)] = 0.9,
@@ -108,6 +109,7 @@ def simulate(
     """
     from baton.bench.simulator.plan import run_plan
 
+    slo = slo_of(goodput, more_goodput)
     with usage_errors():
         plan = _plan(preset, dataset_path, seed)
         plan = replace(
@@ -152,7 +154,7 @@ def simulate(
         if plan.workload.is_trace and request_rate is None:
             plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
         plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
-        plan = _with_arrangements(plan, arrangement, splits, goodput)
+        plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
         _check(plan)
         total = len(plan.workload.build())
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -164,6 +166,8 @@ def simulate(
         print_yaml(result)
     else:
         _print(result)
+    for line in _failures(result):
+        note(line)
     write_files(result, result_filename, report)
 
 
@@ -191,17 +195,13 @@ def _step_times(path: Path | None) -> Any:
     return None if path is None else read_step_times(path)
 
 
-def _with_arrangements(
-    plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None, goodput: Sequence[str] | None
-) -> SimulationPlan:
+def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
     from baton.bench.simulator.arrangement import Arrangement
-    from baton.bench.slo import Slo
 
     if arrangement and splits:
         raise InvalidRequest("--splits", "and --arrangement exclude each other")
     found = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
-    slo = Slo.parse([word for words in goodput or () for word in words.split()])
-    return replace(plan, arrangements=found or plan.arrangements, slo=slo or plan.slo)
+    return replace(plan, arrangements=found or plan.arrangements)
 
 
 def _failure(text: str) -> Failure:
@@ -247,6 +247,17 @@ def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[str, int], None
         yield show
     finally:
         sys.stderr.write("\r\x1b[K")
+
+
+def _failures(result: dict[str, Any]) -> list[str]:
+    """Why requests failed, the first ones."""
+    lines = [
+        f"{one['name']}: {count} failed: {error}"
+        for one in result["arrangements"]
+        for rate in one["rates"]
+        for error, count in rate["summary"].get("errors", {}).items()
+    ]
+    return lines[:12]
 
 
 def _print(result: dict[str, Any]) -> None:

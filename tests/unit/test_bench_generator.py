@@ -310,6 +310,8 @@ def test_a_result_goes_into_its_folder_whether_that_is_there_or_not(tmp_path: Pa
         (["--backend", "openai", "--base-url", "http://127.0.0.1:1/api"], "--endpoint"),
         (["--backend", "openai", "--base-url", "http://127.0.0.1:x"], "--base-url"),
         (["--seed", "-1"], "--seed"),
+        (["ttft:500"], "what is 'ttft:500'?"),
+        (["--goodput", "ttft:5 tbt:3"], "'tbt:3' is not one of"),
     ],
 )
 def test_what_can_not_be_meant_is_bad_usage(words: list[str], story: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -384,6 +384,13 @@ class TestPage:
         assert "plot-goodput" not in found.attributes["id"] or "All 40" in found.text.replace("\u00a0", " ")
         assert found.names.count("h2") >= 7
 
+    def test_a_goodput_that_nobody_measured_is_none(self) -> None:
+        result = comparison()
+        result["arrangements"][0]["rates"] = []
+        result["arrangements"][0]["goodput"] = {"rate": 5.0}
+        name = result["arrangements"][0]["name"]
+        assert f"Nothing was measured of {name}." in Tags(page(read(result))).text
+
     def test_a_large_run_is_no_larger_a_page(self) -> None:
         few, many = (len(page(read(_run(count)))) for count in (5_000, 40_000))
         assert many < few * 1.5 < 400_000

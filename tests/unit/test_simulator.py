@@ -261,6 +261,11 @@ def test_a_result_that_can_not_be_written_is_told_all_the_same(tmp_path: Path) -
     assert str(tmp_path / "file") in ran.stderr
 
 
+def test_requests_that_failed_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--num-prompts", "3", "--cache-tokens", "64"]) == 0
+    assert "1p1d: 3 failed: " in capsys.readouterr().err
+
+
 def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
     trace, result = tmp_path / "trace.csv", tmp_path / "result.json"
     lines = ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,30,4", "2023-11-16 18:15:47,30,4")
@@ -282,6 +287,7 @@ def test_a_trace_has_its_own_rate(tmp_path: Path) -> None:
         (["--burstiness", "-1"], "not above 0"),
         (["--fail", "decode-0@1.2.3"], "is not NODE@SECONDS"),
         (["--seed", "-1"], "--seed"),
+        (["ttft:500"], "what is 'ttft:500'?"),
     ],
 )
 def test_what_is_wrong_is_said(words: list[str], story: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,7 +298,7 @@ def test_what_is_wrong_is_said(words: list[str], story: str, capsys: pytest.Capt
 def test_the_result_file_is_that_of_the_live_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "result.json"
     words = ["--splits", "2", "--num-prompts", "40", "--request-rate", "3", "--random-input-len", "300"]
-    words += ["--random-output-len", "20", "--goodput", "ttft:500 tpot:50", "--timeline", "--save-detailed"]
+    words += ["--random-output-len", "20", "--goodput", "ttft:500", "tpot:50", "--timeline", "--save-detailed"]
     assert main(["simulate", *words, "--result-filename", str(path)]) == 0
     assert "colocated:2" in capsys.readouterr().out
     result = json.loads(path.read_text())

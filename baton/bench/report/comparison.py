@@ -47,7 +47,9 @@ class Compared:
 
 
 def capacity(arrangement: Arrangement, target: float) -> Capacity | None:
-    """None: it met the target at no rate that was tried."""
+    """None: it met the target at no rate that was tried, or none was."""
+    if not arrangement.measurements:
+        return None
     met = [(rate, runs) for rate, runs in _by_rate(arrangement) if (_middle_attainment(runs) or 0.0) >= target]
     if arrangement.goodput is not None:
         rate, (_, runs) = arrangement.goodput.median, _nearest(met or _by_rate(arrangement), arrangement.goodput.median)

@@ -82,6 +82,22 @@ def test_colocated_requests_share_steps() -> None:
     assert outcomes.tpot_s.tolist() == pytest.approx([(mixed_s + both_s) / 2, (both_s + _decode_s(1, 101)) / 2])
 
 
+@pytest.mark.parametrize("rate", [100.0, float("inf")])
+def test_what_has_to_wait_for_a_place_is_planned_when_it_arrives(rate: float) -> None:
+    """Unless all come at once: then it is planned when the place is free, as on a live cluster."""
+    spec = _spec(num_prompts=5, request_rate=rate)
+    simulation = _run(spec, _config("colocated:1", max_concurrency=1, message_s=0.0))
+    arrivals = [request.arrival_s for request in spec.build()]
+    outcomes = simulation.outcomes
+    ends = [0.0, *outcomes.finished_s.tolist()[:-1]]
+    if rate == float("inf"):
+        assert outcomes.planned_s.tolist() == outcomes.sent_s.tolist() == pytest.approx(ends)
+    else:
+        assert outcomes.planned_s.tolist() == arrivals
+        assert outcomes.sent_s.tolist() == pytest.approx([*map(max, arrivals, ends)])
+        assert sum(simulation.result().parts.means_ms().values()) == pytest.approx(outcomes.ttft_s.mean() * 1e3)
+
+
 _CASES = {
     "pairs": _config("2p2d"),
     "colocated, little memory": _config("colocated:2", sizes=NodeSizes(cache_tokens=3000)),

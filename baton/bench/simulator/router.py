@@ -69,7 +69,7 @@ class FirstTokenParts:
 
     count: int = 0
     router_s: float = 0.0
-    """Until nodes were found."""
+    """Until nodes were found; with it what a client waited for a place, in a closed loop."""
     queue_s: float = 0.0
     """At the node, until its prompt's first chunk began."""
     prefill_s: float = 0.0
@@ -204,14 +204,14 @@ class SimulatedRouter:
 
     # Requests.
 
-    def arrive(self, request: WorkloadRequest) -> None:
-        """A request comes, now."""
+    def arrive(self, request: WorkloadRequest, planned_s: float) -> None:
+        """A request comes, now; its client waits since `planned_s`."""
         now = self._timeline.now
         request_id = f"r{request.index}"
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
         run = Run(valid, self._rng.getrandbits(64), Answer(None, valid), EventQueue(self._turns), now)
-        client = self._clients[request_id] = Client(request, now, run)
+        client = self._clients[request_id] = Client(request, planned_s, run)
         self._perform(client, run.flight.start())
 
     def _params_for(self, output_length: int) -> SamplingParams:
@@ -332,7 +332,7 @@ class SimulatedRouter:
         run, timings, parts = client.run, finish.timings, self.parts
         assert run.placed_at is not None
         parts.count += 1
-        parts.router_s += run.placed_at - run.started
+        parts.router_s += run.placed_at - client.planned_s
         parts.queue_s += timings.queue_ms / 1e3
         parts.prefill_s += timings.prefill_ms / 1e3
         parts.messages_s += 2 * self._message_s
@@ -356,7 +356,7 @@ class SimulatedRouter:
             Outcome(
                 index=client.request.index,
                 planned_s=client.planned_s,
-                sent_s=client.planned_s,
+                sent_s=run.started,
                 first_token_s=times[0] if times else None,
                 finished_s=times[-1] if times and error is None else now,
                 input_length=client.request.input_length,

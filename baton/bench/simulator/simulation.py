@@ -153,8 +153,8 @@ class Simulation:
         self._past: list[SimulatedNode] = []
         self._num_failures = 0
         self._requests: Iterator[WorkloadRequest] = iter(())
-        self._held: deque[WorkloadRequest] = deque()
-        """Those that wait for others to end, in a closed loop."""
+        self._held: deque[tuple[WorkloadRequest, float | None]] = deque()
+        """Those that wait for others to end, and since when; None: they are planned when a place is free."""
         self._turns: dict[int, deque[WorkloadRequest]] = {}
         """Of each session, the turns to come."""
         self._session_of: dict[int, int] = {}
@@ -278,23 +278,24 @@ class Simulation:
         if self._is_over:
             return
         self._pull()
-        self._arrive(request)
+        # As on a live cluster: an arrival counts from its time, what came at the begin from its place.
+        self._arrive(request, request.arrival_s if request.arrival_s > 0 else None)
 
-    def _arrive(self, request: WorkloadRequest) -> None:
+    def _arrive(self, request: WorkloadRequest, planned_s: float | None) -> None:
         most = self._config.max_concurrency
         if most is not None and self.router.num_open >= most:
-            self._held.append(request)
+            self._held.append((request, planned_s))
             return
         if request.session is not None:
             self._session_of[request.index] = request.session
-        self.router.arrive(request)
+        self.router.arrive(request, self.timeline.now if planned_s is None else planned_s)
 
     def _ended(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         now = self.timeline.now
         if self._held:
-            held = self._held.popleft()
-            self.timeline.call_at(now, lambda: self._arrive(held))
+            held, planned_s = self._held.popleft()
+            self.timeline.call_at(now, lambda: self._arrive(held, planned_s))
         session = self._session_of.pop(outcome.index, None)
         if session is not None and session in self._turns:
             self._next_turn(session, now)
@@ -311,7 +312,7 @@ class Simulation:
         if not turns:
             del self._turns[session]
         at = max(now + request.think_s, request.arrival_s)
-        self.timeline.call_at(at, lambda: self._arrive(request))
+        self.timeline.call_at(at, lambda: self._arrive(request, at))
 
 
 def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescription:

@@ -109,9 +109,11 @@ def read_times(sender: Sender, num_blocks: int) -> ReadTimes:
 @contextmanager
 def _bare_reader(sender: Sender) -> Iterator[NixlBackend]:
     backend = NixlBackend("bare-reader", host_memory(sender.num_blocks, sender.block_bytes))
-    backend.connect(sender.memory)
-    yield backend
-    backend.close()
+    try:
+        backend.connect(sender.memory)
+        yield backend
+    finally:
+        backend.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +175,12 @@ def _moved_reader(sender: Sender) -> Iterator[_MovedReader]:
     memory = host_memory(sender.num_blocks, sender.block_bytes)
     mover = Mover(lambda: NixlBackend("moved-reader", memory), events.put, SystemClock(), digests=block_digests(memory))
     mover.start()
-    mover.connect(sender.memory)
-    events.get()
-    yield _MovedReader(sender, mover, events)
-    mover.stop()
+    try:
+        mover.connect(sender.memory)
+        events.get()
+        yield _MovedReader(sender, mover, events)
+    finally:
+        mover.stop()
 
 
 def _bare_ms(backend: NixlBackend, sender: Sender, reads: Sequence[list[ReadRange]]) -> float:

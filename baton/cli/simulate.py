@@ -107,6 +107,7 @@ def simulate(
     What a step takes comes from published coefficients or from what `baton bench engine` measured; bytes share each
     node's network card. The same seed gives the same figures. The result file is that of `baton bench`.
     """
+    from baton.bench.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
 
     slo = slo_of(goodput, more_goodput)
@@ -161,9 +162,9 @@ def simulate(
     with _progress(total, output is Format.TEXT) as progress:
         result = run_plan(plan, created, progress)
     if output is Format.JSON:
-        print_json(result)
+        print_json(without_outcomes(result))
     elif output is Format.YAML:
-        print_yaml(result)
+        print_yaml(without_outcomes(result))
     else:
         _print(result)
     for line in _failures(result):

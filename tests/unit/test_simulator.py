@@ -277,6 +277,13 @@ def test_a_result_that_can_not_be_written_is_told_all_the_same(tmp_path: Path) -
     assert str(tmp_path / "file") in ran.stderr
 
 
+def test_single_requests_are_for_the_file_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--num-prompts", "3", "--save-detailed", "-o", "json"]) == 0
+    rate = json.loads(capsys.readouterr().out)["arrangements"][0]["rates"][0]
+    assert rate["summary"]["completed"] == 3
+    assert "outcomes" not in rate
+
+
 def test_requests_that_failed_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--num-prompts", "3", "--cache-tokens", "64"]) == 0
     assert "1p1d: 3 failed: " in capsys.readouterr().err

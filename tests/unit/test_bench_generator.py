@@ -26,7 +26,7 @@ from baton.bench.workloads.spec import WorkloadSpec
 from baton.cli.bench_serve import result_path
 from baton.cli.main import main
 from baton.errors import Unreachable
-from tests.support.canned_endpoint import canned_endpoint
+from tests.support.canned_endpoint import CannedEndpoint, canned_endpoint
 from tests.support.canned_http import canned_http, plain_answer, sse_answer
 
 TARGET = Target("baton", "127.0.0.1:1", path="/v1/completions", model="bench", vocab_size=100, connections=2)
@@ -236,6 +236,53 @@ async def test_a_stream_over_grpc_is_written_down() -> None:
 async def test_a_refusal_over_grpc_is_told_in_the_servers_words() -> None:
     generator = await through_grpc(tokens=6, status=14)
     assert generator.outcomes.errors == {"UNAVAILABLE: no room!": 30}
+    assert not generator.progress.is_unreachable
+
+
+class Silent(asyncio.Protocol):
+    """A connection that nobody answers on."""
+
+    def __init__(self, transports: list[asyncio.BaseTransport]) -> None:
+        self._transports = transports
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transports.append(transport)
+
+
+class CountedEndpoint(GrpcEndpoint):
+    """Says when so many requests were sent."""
+
+    def __init__(self, target: Target, count: int) -> None:
+        super().__init__(target)
+        self._left = count
+        self.has_sent_them = asyncio.Event()
+
+    def send(self, message: bytes, listener: Listener) -> None:
+        super().send(message, listener)
+        self._left -= 1
+        if not self._left:
+            self.has_sent_them.set()
+
+
+async def test_connections_that_break_are_made_again() -> None:
+    """However many requests were open on them: somebody is there."""
+    silent: list[asyncio.BaseTransport] = []
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Silent(silent) if len(silent) < 2 else CannedEndpoint(6, 0), "127.0.0.1", 0
+    )
+    endpoint = CountedEndpoint(replace(TARGET, address=f"127.0.0.1:{server.sockets[0].getsockname()[1]}"), 25)
+    await endpoint.open()
+    generator = Generator(endpoint, 25)
+    running = asyncio.create_task(generator.run(sessions([request(i) for i in range(60)]), 0.0))
+    await endpoint.has_sent_them.wait()
+    for transport in silent:
+        transport.close()
+    await running
+    endpoint.close()
+    server.close()
+    assert sum(generator.outcomes.errors.values()) == 25
+    assert all(error.startswith("the connection is lost") for error in generator.outcomes.errors)
+    assert generator.progress.completed == 35
     assert not generator.progress.is_unreachable
 
 

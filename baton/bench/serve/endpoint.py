@@ -8,7 +8,7 @@ from typing import Protocol
 from baton.bench.workloads import WorkloadRequest
 
 UNREACHABLE = "unreachable"
-"""How errors begin that mean nobody is there."""
+"""How errors begin that mean nobody is there: not even a connection. One that breaks may be made again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,16 @@ class GrpcEndpoint:
         host, port = target.address.rsplit(":", 1)
         self._host, self._port = host.strip("[]"), int(port)
         self._connections: list[Http2Connection] = []
-        self._opening: asyncio.Task[None] | None = None
+        self._opening: dict[int, asyncio.Task[Http2Connection]] = {}
+        """Those that were lost and are wanted again, by number."""
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Requests that wait for one of them."""
         self._sent = 0
 
     async def open(self) -> None:
         try:
             for _ in range(self._target.connections):
-                self._connections.append(await Http2Connection.open(self._host, self._port, _GENERATE))
+                self._connections.append(await self._connect())
         except OSError as error:
             raise Unreachable(f"{self._target.address} can't be reached: {error.strerror or error}") from None
 
@@ -52,28 +55,44 @@ class GrpcEndpoint:
         self._sent += 1
         number = self._sent % len(self._connections)
         connection = self._connections[number]
-        if connection.closed.done():
-            self._reopen(number)
-            listener.on_end(f"{UNREACHABLE}: the connection to {self._target.address} is lost", None)
+        if not connection.closed.done():
+            _call(connection, message, listener)
             return
-        answer = _Answer(listener)
-        connection.call(message, answer.on_messages, answer.on_end, answer.on_trailers)
+        task = asyncio.get_running_loop().create_task(self._reconnect_and_send(number, message, listener))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
     def close(self) -> None:
+        for task in (*self._waiting, *self._opening.values()):
+            task.cancel()
         for connection in self._connections:
             connection.close()
-        if self._opening is not None:
-            self._opening.cancel()
 
-    def _reopen(self, number: int) -> None:
-        if self._opening is None or self._opening.done():
-            self._opening = asyncio.get_running_loop().create_task(self._open_again(number))
+    async def _connect(self) -> Http2Connection:
+        return await Http2Connection.open(self._host, self._port, _GENERATE)
 
-    async def _open_again(self, number: int) -> None:
+    async def _reconnect_and_send(self, number: int, message: bytes, listener: Listener) -> None:
+        if number not in self._opening:
+            self._opening[number] = asyncio.get_running_loop().create_task(self._connect())
+        opening = self._opening[number]
         try:
-            self._connections[number] = await Http2Connection.open(self._host, self._port, _GENERATE)
-        except OSError:
-            return  # the next request tries again
+            connection = await asyncio.shield(opening)
+        except OSError as error:
+            listener.on_end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}", None)
+            return
+        finally:
+            if self._opening.get(number) is opening and opening.done():
+                del self._opening[number]
+        self._connections[number] = connection
+        _call(connection, message, listener)
+
+
+def _call(connection: Http2Connection, message: bytes, listener: Listener) -> None:
+    answer = _Answer(listener)
+    if connection.closed.done():
+        answer.on_end("the connection is lost: at once")
+        return
+    connection.call(message, answer.on_messages, answer.on_end, answer.on_trailers)
 
 
 class _Answer:
@@ -101,8 +120,7 @@ class _Answer:
     def on_end(self, error: str) -> None:
         usage = self._usage
         if error or usage is None:
-            prefix = f"{UNREACHABLE}: " if error.startswith("the connection") else ""
-            self._listener.on_end(prefix + (error or "the stream ended without an answer"), usage)
+            self._listener.on_end(error or "the stream ended without an answer", usage)
             return
         prefill, decode = (self._metadata.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
         self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))

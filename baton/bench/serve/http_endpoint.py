@@ -148,7 +148,7 @@ class _Connection(asyncio.Protocol):
         self._on_lost(self)
         answer, self._answer = self._answer, None
         if answer is not None:
-            answer.end(f"{UNREACHABLE}: the connection is lost: {exc or 'closed'}")
+            answer.end(f"the connection is lost: {exc or 'closed'}")
 
 
 class _Answer:

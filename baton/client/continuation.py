@@ -26,6 +26,8 @@ from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, Generat
 _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05
 _LAST_WAIT_S = 1.0
+_RECONNECT_S = 5.0
+"""A connection that was refused is not tried again for up to two seconds, though a router may be back since."""
 
 
 class CallKind(enum.Enum):
@@ -127,6 +129,7 @@ class Continuation:
 
     def take(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
         """What of an event the caller has not got yet; raises StreamDiverged."""
+        self._rota.has_answered = True
         fresh = self._fresh(event)
         if fresh is not None:
             self._last_progress = now
@@ -165,11 +168,16 @@ class Continuation:
     def _move_on(self, error: BatonError, now: float) -> None:
         if isinstance(error, Unreachable):
             self._rota.doubt(self._place, now)
-        if not self._is_accepted and self._failures >= len(self._rota):
+        if not self._is_accepted and self._failures >= len(self._rota) and not self._may_be_back(error, now):
             raise error
         self._place = self._rota.after(self._place, now)
         if self._is_accepted:
             self._kind = CallKind.RESUME
+
+    def _may_be_back(self, error: BatonError, now: float) -> bool:
+        """Whether it is worth asking again though nobody took the request: all that is lost so far is connections."""
+        waited_s = now - self._last_progress
+        return self._rota.has_answered and isinstance(error, Unreachable) and waited_s < _RECONNECT_S
 
     def _wait_s(self) -> float:
         """None for the first try at each address and the questions that follow from an answer, then ever longer."""

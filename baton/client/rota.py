@@ -17,6 +17,8 @@ class Rota:
             raise ValueError("a client needs the address of a router")
         self.addresses = tuple(addresses)
         self._rng = rng
+        self.has_answered = False
+        """Somebody has: there is a cluster at these addresses."""
         self._doubted_until = dict.fromkeys(range(len(addresses)), 0.0)
 
     def __len__(self) -> int:

@@ -136,6 +136,24 @@ def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
             answer.failed(error, 0.0)
 
 
+def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_come_back() -> None:
+    rng = Random(1)
+    rota = Rota(["a", "b"], rng)
+    Continuation(rota, rng, 0.0, 60.0).take(ACCEPTED, 0.0)
+    answer, now, places = Continuation(rota, rng, 10.0, 60.0), 10.0, []
+    while now < 15.0:
+        places.append(answer.next_call().place)
+        now += answer.failed(LOST, now) + 0.001
+    assert set(places[-4:]) == {0, 1}, "all of them, again and again"
+    assert len(places) < 40, "and not without a pause"
+    with pytest.raises(Unreachable):
+        answer.failed(LOST, now)
+    full = Continuation(rota, rng, 20.0, 60.0)
+    full.failed(NoCapacity("no node is up"), 20.0)
+    with pytest.raises(NoCapacity):
+        full.failed(NoCapacity("no node is up"), 20.0)
+
+
 def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
     answer = continuation(2)
     answer.next_call()

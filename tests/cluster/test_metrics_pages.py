@@ -8,7 +8,6 @@ from pathlib import Path
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.rpc.messages import GenerateRequest
-from baton.rpc.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
@@ -35,11 +34,11 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
 
     async with mini_cluster(make_runner, tmp_path, token_ids_only=True, metrics_port=0) as cluster:
         answer = asyncio.create_task(cluster.generate(GenerateRequest([1] * 40, temperature=0.0, max_tokens=4)))
-        client = NodeClient(cluster.nodes["decode-0"].description.address)
-        async for report in await client.attach("test-watcher"):
-            if report.load.waiting_for_remote_kvs:
-                break
+        # Each look is a round trip, so nothing spins.
+        while not any(event.name == "subscribed" for event in await cluster.trace("decode-0")):
+            pass
         decode = await page(cluster, "decode-0")
+        gate.allow(None)
         on_decode = '{{model_name="{}",node="decode-0",role="decode"{}}}'.format
         model = cluster.nodes["decode-0"].description.model
         stage = "baton_num_requests_kv_fetch_by_stage"
@@ -48,10 +47,8 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         open_states = {',state="planned"', ',state="reserved"'}
         assert sum(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states) == 1
         assert decode["baton_kv_transfer_age_seconds" + on_decode(model, "")] > 0
-        gate.allow(None)
         assert len((await answer).token_ids) == 4
         await cluster.idle()
-        await client.close()
         decode, prefill = await page(cluster, "decode-0"), await page(cluster, "prefill-0")
         assert decode[stage + on_decode(model, ',stage="waiting_to_start"')] == 0
         assert decode["baton_prefix_cache_hits_total" + on_decode(model, ',source="remote"')] == 40

@@ -27,7 +27,7 @@ _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05
 _LAST_WAIT_S = 1.0
 _RECONNECT_S = 5.0
-"""A connection that was refused is not tried again for up to two seconds, though a router may be back since."""
+"""A connection that was refused is not tried again at once, though a router may be back since."""
 
 
 class CallKind(enum.Enum):

@@ -13,9 +13,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A dead node's successor listens elsewhere; what reconnects is our own code, with its own back-off.
+    # A dead node's successor listens elsewhere, but a router's at the same address: until its channel has tried again a
+    # client takes it for dead.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     # Proxies of the environment are for the outside world, never for a cluster's own connections.
     ("grpc.enable_http_proxy", 0),
 )

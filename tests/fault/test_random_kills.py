@@ -18,7 +18,7 @@ from baton.config import bundled_model_dir
 from tests.support.kill_drill import ROLES, Killer, Load, ask, quantile, requests
 from tests.support.process_cluster import ProcessCluster, process_cluster
 
-NUM_KILLS = int(os.environ.get("BATON_KILLS", "4"))
+NUM_KILLS = int(os.environ.get("BATON_KILLS", "2"))
 SEED = int(os.environ.get("BATON_KILLS_SEED", "1"))
 NUM_CLIENTS = 6
 NUM_REQUESTS = 30

@@ -21,5 +21,5 @@ class BeamMachine(EngineMachine):
 
 TestBeamMachine = BeamMachine.TestCase
 TestBeamMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
+    max_examples=30, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
 )

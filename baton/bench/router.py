@@ -23,11 +23,12 @@ from baton.bench.host import processor
 from baton.bench.http_front import HttpFront
 from baton.bench.relay_clients import Front, GrpcFront, RelayClients
 from baton.bench.relay_nodes import RelayNode, RelayNodes
-from baton.bench.router_process import RouterProcess, node_record, router_process
+from baton.bench.router_process import RouterProcess, router_process
 from baton.bench.spread import Spread
 from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
+from baton.node.reports import node_record
 from baton.rpc.event_loop import RpcEventLoop
 from baton.rpc.messages import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.text.model_files import read_model_files
@@ -368,7 +369,7 @@ def placement_us(descriptions: Sequence[NodeDescription], rounds: int = 500) -> 
     nodes that were all just heard of.
     """
     view, placer, rng = ClusterView(), Placer(), Random(0)
-    view.registered([node_record(node) for node in descriptions])
+    view.registered([node_record(node, 1.0, lease_s=60.0) for node in descriptions])
     step = StepFigures(10.0, 512, 16, 16_000)
     took = []
     for node in descriptions:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.node.reports import node_record
 from baton.observe.ready import Failed, Ready, parse_announcement
-from baton.registry import NodeRecord
 from baton.registry.embedded import READY_WORDS, embedded_redis
 from baton.registry.registry import Registry
 from baton.rpc.messages import NodeDescription
@@ -49,7 +49,7 @@ async def router_process(nodes: Sequence[NodeDescription], model_dir: Path, core
         registry = Registry.connect(url, _CLUSTER)
         try:
             for node in nodes:
-                await registry.lease(node_record(node))
+                await registry.lease(node_record(node, 1.0, _LEASE_S))
             process, ready = await asyncio.to_thread(_start, url, model_dir, core, len(nodes))
             try:
                 yield RouterProcess(process.pid, ready)
@@ -112,27 +112,3 @@ def _start(url: str, model_dir: Path, core: int, await_nodes: int) -> tuple[subp
         process.wait()
         raise ConfigError(f"the benchmark's router did not start: {news.error}")
     return process, news
-
-
-def node_record(node: NodeDescription) -> NodeRecord:
-    """What the registry has of a simulated node."""
-    return NodeRecord(
-        name=node.node_id,
-        role="prefill" if node.role.value == "prefill" else "decode",
-        incarnation=node.incarnation,
-        address=node.address,
-        pid=node.pid,
-        version=node.version,
-        started_at=1.0,
-        lease_s=_LEASE_S,
-        model=node.model,
-        model_fingerprint=node.model_fingerprint,
-        dtype=node.dtype,
-        numerics=node.numerics,
-        bit_exact=node.bit_exact,
-        vocab_size=node.vocab_size,
-        max_model_len=node.max_model_len,
-        block_size=node.block_size,
-        num_blocks=node.num_blocks,
-        eos_token_ids=node.eos_token_ids,
-    )

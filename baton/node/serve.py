@@ -28,12 +28,13 @@ from baton.node.figures import engine_figures
 from baton.node.grammars import load_compiler
 from baton.node.lifecycle import NodeEvent, node_lifecycle
 from baton.node.outbox import Outbox
+from baton.node.reports import node_record
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
 from baton.observe.metrics import render
 from baton.observe.metrics_page import MetricsPage
-from baton.registry import Membership, NodeRecord, require
+from baton.registry import Membership, require
 from baton.rpc.messages import NodeDescription, Role
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
 from baton.rpc.server import RpcServer, join_address
@@ -173,7 +174,7 @@ class Node:
         heartbeat = asyncio.create_task(service.heartbeat(), name=f"heartbeat-{config.node_id}")
         cleanup.callback(heartbeat.cancel)
         await rpc.set_ready(True)
-        lease = await self._membership.lease(_record(description, clock.wall(), config.lease_s))
+        lease = await self._membership.lease(node_record(description, clock.wall(), config.lease_s))
         cleanup.push_async_callback(lease.close)
         return service
 
@@ -229,27 +230,3 @@ class Node:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
-
-
-def _record(description: NodeDescription, started_at: float, lease_s: float) -> NodeRecord:
-    """What the node publishes of itself."""
-    return NodeRecord(
-        name=description.node_id,
-        role=description.role.value,
-        incarnation=description.incarnation,
-        address=description.address,
-        pid=description.pid,
-        version=description.version,
-        started_at=started_at,
-        lease_s=lease_s,
-        model=description.model,
-        model_fingerprint=description.model_fingerprint,
-        dtype=description.dtype,
-        numerics=description.numerics,
-        bit_exact=description.bit_exact,
-        vocab_size=description.vocab_size,
-        max_model_len=description.max_model_len,
-        block_size=description.block_size,
-        num_blocks=description.num_blocks,
-        eos_token_ids=description.eos_token_ids,
-    )

@@ -14,13 +14,11 @@ from dataclasses import replace
 from baton.clock import Clock
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.outputs import (
-    ComputedStep,
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
-    SchedulerStats,
 )
-from baton.engine.request import FinishReason, Leg, Request
+from baton.engine.request import Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import Draining
 from baton.ids import AttemptKey
@@ -30,6 +28,7 @@ from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.port import Port
+from baton.node.reports import load_report, outcome_of, step_figures
 from baton.node.role import NodeRole
 from baton.node.submit_check import objection
 from baton.rpc.messages import (
@@ -50,16 +49,6 @@ from baton.rpc.messages import (
     TraceEvent,
     WatchKVCache,
 )
-
-_OUTCOMES = {
-    FinishReason.STOP: Outcome.STOP,
-    FinishReason.LENGTH: Outcome.LENGTH,
-    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
-    FinishReason.ABORT: Outcome.ABORTED,
-    FinishReason.IGNORED: Outcome.IGNORED,
-    FinishReason.ERROR: Outcome.ERROR,
-    FinishReason.INVALID: Outcome.INVALID,
-}
 
 _REFUSAL_SHOWN_S = 300.0
 
@@ -153,8 +142,8 @@ class NodeService:
         for event in news.events:
             self._note(event)
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
-        self._set_load(_load_report(news.stats, self._draining))
-        step = _step_figures(news.step) if news.step is not None else None
+        self._set_load(load_report(news.stats, draining=self._draining))
+        step = step_figures(news.step) if news.step is not None else None
         self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step)
         if news.kv_cache is not None:
             self._tell_kv_cache(news.kv_cache)
@@ -370,9 +359,7 @@ class NodeService:
         if attempt is None:
             request_id, sequence_index = split_sequence_id(request_id)
             attempt = self._attempts.get(request_id)
-        outcome = _OUTCOMES[output.finish_reason] if output.finish_reason else None
-        if outcome is Outcome.ERROR and output.kv_lost:
-            outcome = Outcome.KV_LOST
+        outcome = outcome_of(output)
         if attempt is None:
             # It was aborted a moment ago: whoever began it hears of its end, unless it was not theirs any more.
             key = AttemptKey.parse(request_id)
@@ -414,27 +401,3 @@ def _delta(
 def _notice(handoff: HandoffReport) -> str:
     """The latest link that was refused of late."""
     return next((link.story for link in handoff.refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
-
-
-def _step_figures(step: ComputedStep) -> StepFigures:
-    return StepFigures(
-        step_ms=step.seconds * 1e3,
-        prefill_tokens=step.num_prefill_tokens,
-        decode_sequences=step.num_decodes,
-        decode_context_tokens=step.num_decode_context_tokens,
-    )
-
-
-def _load_report(stats: SchedulerStats, draining: bool) -> LoadReport:
-    return LoadReport(
-        running=stats.num_running,
-        waiting=stats.num_waiting - stats.num_waiting_for_remote_kvs,
-        waiting_for_remote_kvs=stats.num_waiting_for_remote_kvs,
-        total_blocks=stats.total_blocks,
-        free_blocks=stats.free_blocks,
-        leased_blocks=stats.leased_blocks,
-        quarantined_blocks=stats.quarantined_blocks,
-        draining=draining,
-        uncomputed_tokens=stats.num_uncomputed_tokens,
-        context_tokens=stats.num_context_tokens,
-    )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
+from baton.node.reports import node_record
 from baton.registry import NodeRecord
 from baton.rpc.messages import NodeDescription, Role
 from router.request import ValidRequest
@@ -47,26 +48,7 @@ def decode(name: str = "d1", **changes: object) -> NodeDescription:
 
 def record_of(node: NodeDescription, *, started_at: float = 1.0) -> NodeRecord:
     """The node as it stands in the registry."""
-    return NodeRecord(
-        name=node.node_id,
-        role=node.role.value,  # type: ignore[arg-type]
-        incarnation=node.incarnation,
-        address=node.address,
-        pid=node.pid,
-        version=node.version,
-        started_at=started_at,
-        lease_s=10.0,
-        model=node.model,
-        model_fingerprint=node.model_fingerprint,
-        dtype=node.dtype,
-        numerics=node.numerics,
-        bit_exact=node.bit_exact,
-        vocab_size=node.vocab_size,
-        max_model_len=node.max_model_len,
-        block_size=node.block_size,
-        num_blocks=node.num_blocks,
-        eos_token_ids=node.eos_token_ids,
-    )
+    return node_record(node, started_at, lease_s=10.0)
 
 
 def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...] = (), n: int = 1) -> ValidRequest:

@@ -31,10 +31,11 @@ from baton.engine.outputs import (
     NewRequestData,
     SchedulerOutput,
 )
-from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.reports import load_report, outcome_of
 from baton.rpc.messages import (
     KVCacheUpdate,
     LoadReport,
@@ -56,14 +57,6 @@ _LONGEST_RUN = 64
 """Steps of a run that are planned at once: most are cut short."""
 TokenTimes = dict[tuple[AttemptKey, int], Sequence[float]]
 """When tokens were drawn, by attempt and first index: a delta's last ones. Whoever reads them takes them out."""
-_OUTCOMES = {
-    FinishReason.STOP: Outcome.STOP,
-    FinishReason.LENGTH: Outcome.LENGTH,
-    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
-    FinishReason.ABORT: Outcome.ABORTED,
-    FinishReason.IGNORED: Outcome.IGNORED,
-    FinishReason.ERROR: Outcome.ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,19 +228,7 @@ class SimulatedNode:
         self._attempts.clear()
 
     def load(self) -> LoadReport:
-        stats = self.scheduler.make_stats()
-        remote = stats.num_waiting_for_remote_kvs
-        return LoadReport(
-            running=stats.num_running,
-            waiting=stats.num_waiting - remote,
-            waiting_for_remote_kvs=remote,
-            total_blocks=stats.total_blocks,
-            free_blocks=stats.free_blocks,
-            leased_blocks=stats.leased_blocks,
-            quarantined_blocks=stats.quarantined_blocks,
-            uncomputed_tokens=stats.num_uncomputed_tokens,
-            context_tokens=stats.num_context_tokens,
-        )
+        return load_report(self.scheduler.make_stats())
 
     @property
     def is_idle(self) -> bool:
@@ -399,8 +380,7 @@ class SimulatedNode:
             return (self._delta(attempt, None, ""),)
         # Tokens that simply follow are told by themselves: a flight takes them all at once.
         before = [self._delta(attempt, None, "", spared=1)] if attempt.num_told else []
-        outcome = Outcome.KV_LOST if output.kv_lost else _OUTCOMES[output.finish_reason]
-        delta = self._delta(attempt, outcome, output.error or "")
+        delta = self._delta(attempt, outcome_of(output), output.error or "")
         delta.timings = self._timings(attempt)
         del self._attempts[output.request_id]
         return (*before, delta) if before and before[0].token_ids else (delta,)

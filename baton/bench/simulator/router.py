@@ -21,6 +21,7 @@ from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.node.reports import node_record
 from baton.registry import NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, Role, StepReport, Submit
 from router.answer import Answer
@@ -165,7 +166,7 @@ class SimulatedRouter:
         """A node is there."""
         description, now = node.description, self._timeline.now
         self._nodes[node.incarnation] = node
-        self._records[node.incarnation] = _record(description, now)
+        self._records[node.incarnation] = node_record(description, now, 10.0)
         self._view.registered(self._records.values())
         self._view.attached(description, now)
         if self.placer.on_attached(description):
@@ -369,25 +370,3 @@ class SimulatedRouter:
                 decode_node=decode,
             )
         )
-
-
-def _record(node: NodeDescription, started_at: float) -> NodeRecord:
-    return NodeRecord(
-        name=node.node_id,
-        role="prefill" if node.role.value == "prefill" else "decode",
-        incarnation=node.incarnation,
-        address=node.address,
-        pid=node.pid,
-        version=node.version,
-        started_at=started_at,
-        lease_s=10.0,
-        model=node.model,
-        model_fingerprint=node.model_fingerprint,
-        dtype=node.dtype,
-        numerics=node.numerics,
-        bit_exact=node.bit_exact,
-        vocab_size=node.vocab_size,
-        max_model_len=node.max_model_len,
-        block_size=node.block_size,
-        num_blocks=node.num_blocks,
-    )

@@ -1,0 +1,76 @@
+"""What a node says of itself: the engine's words in those of routers and of the registry."""
+
+from __future__ import annotations
+
+from baton.engine.outputs import ComputedStep, EngineCoreOutput, SchedulerStats
+from baton.engine.request import FinishReason
+from baton.registry import NodeRecord
+from baton.rpc.messages import LoadReport, NodeDescription, Outcome, StepFigures
+
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.STOP,
+    FinishReason.LENGTH: Outcome.LENGTH,
+    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
+    FinishReason.ABORT: Outcome.ABORTED,
+    FinishReason.IGNORED: Outcome.IGNORED,
+    FinishReason.ERROR: Outcome.ERROR,
+    FinishReason.INVALID: Outcome.INVALID,
+}
+
+
+def outcome_of(output: EngineCoreOutput) -> Outcome | None:
+    """How its request ended; None: it goes on."""
+    if output.finish_reason is None:
+        return None
+    outcome = _OUTCOMES[output.finish_reason]
+    return Outcome.KV_LOST if outcome is Outcome.ERROR and output.kv_lost else outcome
+
+
+def step_figures(step: ComputedStep) -> StepFigures:
+    """What a router learns of a node's rates."""
+    return StepFigures(
+        step_ms=step.seconds * 1e3,
+        prefill_tokens=step.num_prefill_tokens,
+        decode_sequences=step.num_decodes,
+        decode_context_tokens=step.num_decode_context_tokens,
+    )
+
+
+def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
+    """What a router learns of a node's load."""
+    return LoadReport(
+        running=stats.num_running,
+        waiting=stats.num_waiting - stats.num_waiting_for_remote_kvs,
+        waiting_for_remote_kvs=stats.num_waiting_for_remote_kvs,
+        total_blocks=stats.total_blocks,
+        free_blocks=stats.free_blocks,
+        leased_blocks=stats.leased_blocks,
+        quarantined_blocks=stats.quarantined_blocks,
+        draining=draining,
+        uncomputed_tokens=stats.num_uncomputed_tokens,
+        context_tokens=stats.num_context_tokens,
+    )
+
+
+def node_record(node: NodeDescription, started_at: float, lease_s: float) -> NodeRecord:
+    """What the registry has of a node. `started_at`: by the wall clock, in seconds."""
+    return NodeRecord(
+        name=node.node_id,
+        role=node.role.value,
+        incarnation=node.incarnation,
+        address=node.address,
+        pid=node.pid,
+        version=node.version,
+        started_at=started_at,
+        lease_s=lease_s,
+        model=node.model,
+        model_fingerprint=node.model_fingerprint,
+        dtype=node.dtype,
+        numerics=node.numerics,
+        bit_exact=node.bit_exact,
+        vocab_size=node.vocab_size,
+        max_model_len=node.max_model_len,
+        block_size=node.block_size,
+        num_blocks=node.num_blocks,
+        eos_token_ids=node.eos_token_ids,
+    )

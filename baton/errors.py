@@ -21,6 +21,8 @@ class Status(enum.Enum):
     FAILED_PRECONDITION = "FAILED_PRECONDITION"
     ABORTED = "ABORTED"
     UNIMPLEMENTED = "UNIMPLEMENTED"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
     INTERNAL = "INTERNAL"
     UNAVAILABLE = "UNAVAILABLE"
 
@@ -80,6 +82,13 @@ class RequestNotFound(BatonError):
     exit_code = ExitCode.NOT_FOUND
 
 
+class NodeNotFound(BatonError):
+    """The cluster has no node of this name."""
+
+    status = Status.NOT_FOUND
+    exit_code = ExitCode.NOT_FOUND
+
+
 class Overloaded(BatonError):
     """No capacity now; the same request may succeed later: try again after `retry_after_s`."""
 
@@ -101,6 +110,12 @@ class QueueFull(Overloaded):
 
 class WouldBeLate(Overloaded):
     """The deadline or the time to first token that the request asks for can't be met now: refused at once."""
+
+
+class QuotaExceeded(Overloaded):
+    """As many requests of the tenant run as may; others are served."""
+
+    status = Status.RESOURCE_EXHAUSTED
 
 
 class Draining(Overloaded):
@@ -155,19 +170,26 @@ class EngineFault(BatonError):
 
 
 class TransferCause(enum.Enum):
-    """Why KV could not be moved. Retryable ones are worth another prefill node."""
+    """Why a prompt's KV did not come."""
 
     PEER_GONE = "peer_gone"
+    """The prefill node ended, or can't be reached."""
     LEASE_LOST = "lease_lost"
+    """The prefill node could not keep, or not compute, what it had promised."""
     DIGEST_MISMATCH = "digest_mismatch"
+    """What arrived is not what had been computed."""
     LAYOUT_MISMATCH = "layout_mismatch"
+    """The two nodes don't store KV alike."""
     DEADLINE = "deadline"
+    """The other side waited for it too long."""
     REFUSED = "refused"
+    """One side does not want to, or what it was asked for makes no sense."""
     CANCELLED = "cancelled"
+    """Nobody wanted it any more."""
 
 
 class TransferFailed(BatonError):
-    """A hand-off did not bring its KV; `cause` says why."""
+    """A hand-off did not bring its KV, and nothing more is tried; `cause` says why, the last time."""
 
     status = Status.ABORTED
     retryable = True
@@ -183,6 +205,20 @@ class ConfigError(BatonError):
 
     status = Status.FAILED_PRECONDITION
     exit_code = ExitCode.BAD_CONFIG
+
+
+class Unauthenticated(BatonError):
+    """Nobody knows who the caller is: no key, or one that is not known."""
+
+    status = Status.UNAUTHENTICATED
+    exit_code = ExitCode.UNAUTHORISED
+
+
+class PermissionDenied(BatonError):
+    """The caller is known, and may not do this."""
+
+    status = Status.PERMISSION_DENIED
+    exit_code = ExitCode.UNAUTHORISED
 
 
 class UsageError(BatonError):

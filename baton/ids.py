@@ -11,6 +11,8 @@ from random import Random
 from typing import NamedTuple
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+SCOPED_ID_PATTERN = re.compile(r"(?:[a-z0-9-]{1,32}/)?[A-Za-z0-9_.:-]{1,64}\Z")
+"""Of a request as the cluster knows it: what its client calls it, behind its tenant, if there are tenants."""
 _ATTEMPT_KEY = re.compile(r"(.*)#([0-9]+)(?:@([0-9a-f]+))?\Z", re.DOTALL)
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
@@ -34,6 +36,16 @@ class AttemptKey(NamedTuple):
         if found is None:
             raise ValueError(f"not an attempt key: {text!r}")
         return cls(found[1], int(found[2]), int(found[3] or "0", 16))
+
+
+def scoped(tenant: str, name: str) -> str:
+    """What a tenant calls so, as the cluster knows it: nobody else's name is ever the same."""
+    return f"{tenant}/{name}" if tenant else name
+
+
+def unscoped(name: str) -> str:
+    """What its tenant calls it."""
+    return name.rpartition("/")[2]
 
 
 def random_token(rng: Random, length: int = 10) -> str:

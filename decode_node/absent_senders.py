@@ -2,18 +2,23 @@
 
 Their memory stays connected. To drop it and to connect to it again costs, over TCP, two sockets on each side that NIXL
 gives back to nobody before one of the processes ends. So a sender is dropped when its process is gone: when nobody
-listens any more where it did, or a newer process of its node is here. One that went with its host, so that nobody
-answers at all, is dropped with its successor or at this process's end.
+listens any more where it did, or a newer process of its node is here. One that went with its host answers nothing, and
+nobody may ever come in its name: it is dropped when it has been silent for a quarter of an hour.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
 from baton.engine.request import KVSource
-from kv_transfer.liveness import is_gone
+from kv_transfer.liveness import LOOK_AFTER_S, Port
+
+LOOK_EVERY_S = 60.0
+MAX_SILENT_LOOKS = 15
+"""In a row."""
 
 _log = logging.getLogger(__name__)
 
@@ -21,10 +26,10 @@ _log = logging.getLogger(__name__)
 class AbsentSenders:
     """Lives on the loop."""
 
-    def __init__(self, drop: Callable[[str], None], nobody_listens: Callable[[str], Awaitable[bool]]) -> None:
+    def __init__(self, drop: Callable[[str], None], look_at: Callable[[str], Awaitable[Port]]) -> None:
         """`drop` lets go of the memory of an incarnation; it is called once for each, unless the sender came back."""
         self._drop = drop
-        self._nobody_listens = nobody_listens
+        self._look_at = look_at
         self._absent: dict[str, KVSource] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,8 +67,20 @@ class AbsentSenders:
             task.cancel()
 
     async def _look_for(self, source: KVSource) -> None:
-        if await is_gone(source.address, self._nobody_listens):
-            _log.info("%s is gone: nobody listens on %s", source.incarnation, source.address)
-            del self._absent[source.incarnation]
-            self._drop(source.incarnation)
-        del self._looking[source.incarnation]
+        why = await self._gone(source.address)
+        _log.info("%s is gone: %s %s", source.incarnation, source.address, why)
+        del self._absent[source.incarnation], self._looking[source.incarnation]
+        self._drop(source.incarnation)
+
+    async def _gone(self, address: str) -> str:
+        """Return, with the reason, when whoever listened there is taken for gone."""
+        num_silent = 0
+        for pause_s in itertools.chain(LOOK_AFTER_S, itertools.repeat(LOOK_EVERY_S)):
+            await asyncio.sleep(pause_s)
+            port = await self._look_at(address)
+            if port is Port.FREE:
+                return "is free"
+            num_silent = num_silent + 1 if port is Port.SILENT else 0
+            if num_silent > MAX_SILENT_LOOKS:
+                return "answers nothing"
+        raise AssertionError("it looks for ever")

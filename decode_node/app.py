@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from baton.config import NodeConfig
 from baton.engine.runner.block_digests import block_digests
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.figures import KV_FETCH_HELP
-from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
-from baton.observe.metrics import Figure, by_label
+from baton.observe.metrics import Distribution, Figure, by_label
 from baton.rpc.messages import HandoffReport
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import failure_figures, handshake_figures, read_figures, transfer_figures
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
+from kv_transfer.liveness import is_running
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 
@@ -26,10 +26,17 @@ from kv_transfer.mover_events import MoverEvent
 class DecodeRole:
     """Transfers behind the engine; links to the prefill nodes are opened as requests name them."""
 
-    def __init__(self, context: RoleContext, make_backend: Callable[[RoleContext], TransferBackend]) -> None:
+    def __init__(
+        self,
+        context: RoleContext,
+        make_backend: Callable[[RoleContext], TransferBackend],
+        protocol: int = PROTOCOL_VERSION,
+    ) -> None:
+        """`protocol`: of links, as an older or a newer version of this speaks it."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
-        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address)
+        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
+        self._identity = identity
 
         every = digest_every(config.kv_digests, runner.memory.kind)
         digests = block_digests(runner.memory) if every else None
@@ -45,12 +52,19 @@ class DecodeRole:
             context.post,
             digest_every=every,
             clock=context.clock,
+            vocab_size=runner.model.vocab_size,
+            make_channel=context.dialer.channel,
+            is_running=partial(is_running, dialer=context.dialer),
         )
         self._connector = IntakeConnector(self.intake, runner.layout, context.post)
 
     @property
     def connector(self) -> IntakeConnector:
         return self._connector
+
+    @property
+    def link_protocol(self) -> int:
+        return self._identity.protocol
 
     @property
     def servicers(self) -> Sequence[Servicer]:
@@ -69,13 +83,13 @@ class DecodeRole:
         stats = self._connector.stats(attempt)
         return TransferFigures(stats.num_bytes, stats.read_s * 1e3) if stats else None
 
-    def figures(self) -> Sequence[Figure]:
+    def figures(self) -> Sequence[Figure | Distribution]:
         counts = self.intake.counts()
         stages = {"waiting_to_start": counts.waiting_to_start, "in_progress": counts.in_progress}
         return [
             *by_label("num_requests_kv_fetch_by_stage", KV_FETCH_HELP, "stage", stages),
             *failure_figures(self.intake.book.failures),
-            *read_figures(self.intake.book.totals),
+            *read_figures(self.intake.book.reads),
             *handshake_figures(self.intake.handshakes),
             *transfer_figures(self.intake.report()),
         ]
@@ -87,8 +101,3 @@ class DecodeRole:
 def make_role(context: RoleContext) -> NodeRole:
     """A decode role over NIXL."""
     return DecodeRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
-
-
-def main(config: NodeConfig) -> int:
-    """Run a decode node until it is told to stop; returns the exit code."""
-    return run_node(config, make_role)

@@ -10,18 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 
 from baton.clock import Clock, SystemClock
-from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput
+from baton.engine.connector import (
+    NO_EXTERNAL_TOKENS,
+    ArrivedKV,
+    BlockFate,
+    ExternalTokens,
+    KVTransferOutput,
+    LostKV,
+)
 from baton.engine.request import KVSource, Leg, Request
 from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.observe.metrics import Histogram
+from baton.rpc.credentials import PLAIN
 from baton.rpc.messages import HandoffReport
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
@@ -29,9 +38,9 @@ from kv_transfer.digests import PickedUp
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_client import LinkClient, open_channel
+from kv_transfer.link_client import LinkClient
 from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
-from kv_transfer.liveness import IsRunning, is_running, nobody_listens
+from kv_transfer.liveness import IsRunning, Port, is_running, look_at
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import (
     BlocksDigested,
@@ -61,6 +70,8 @@ from kv_transfer.transfer import (
     TransferStats,
 )
 
+HANDSHAKE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
 _log = logging.getLogger(__name__)
 _MAX_STATS = 16384
 _REOPEN_S = 1.0
@@ -79,11 +90,12 @@ class Intake:
         post: Callable[[Callable[[], None]], None],
         heartbeat_s: float = HEARTBEAT_S,
         max_quarantined_blocks: int = 1024,
-        make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
         digest_every: int = 0,
         clock: Clock | None = None,
         is_running: IsRunning = is_running,
-        nobody_listens: Callable[[str], Awaitable[bool]] = nobody_listens,
+        look_at: Callable[[str], Awaitable[Port]] = look_at,
+        vocab_size: int = 1 << 32,
     ) -> None:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
@@ -99,16 +111,16 @@ class Intake:
         self._post = post
         self._digested = PickedUp[DigestEvent](lambda: post(self._pick_up))
         self._clock = clock = clock or SystemClock()
-        self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock)
+        self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock, vocab_size=vocab_size)
         self._refused = RefusedLinks(clock)
         self._links: dict[str, LinkClient] = {}
-        self._absent = AbsentSenders(self.mover.disconnect, nobody_listens)
+        self._absent = AbsentSenders(self.mover.disconnect, look_at)
         self._reopening: dict[str, asyncio.TimerHandle] = {}
         self._reopened: Counter[str] = Counter()
         """How often in vain, by incarnation."""
         self._opened_at: dict[str, float] = {}
-        self.handshakes: dict[str, float] = {}
-        """Seconds from opening a link to its memory being readable, by sender; the latest."""
+        self.handshakes: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(HANDSHAKE_BUCKETS_S))
+        """Seconds from opening a link to its memory being readable, by sender."""
         self._num_blocks: dict[str, int] = {}
         self._may_plan: set[AttemptKey] = set()
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
@@ -250,7 +262,7 @@ class Intake:
     def _note_handshake(self, incarnation: str) -> None:
         opened_at, link = self._opened_at.pop(incarnation, None), self._links.get(incarnation)
         if opened_at is not None and link is not None:
-            self.handshakes[link.source.node_id] = self._clock.monotonic() - opened_at
+            self.handshakes[link.source.node_id].observe(self._clock.monotonic() - opened_at)
 
     def _cut(self, incarnation: str, error: TransferFailed) -> None:
         link = self._links.get(incarnation)
@@ -330,7 +342,7 @@ class Intake:
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
             case Failed(attempt, cause, story):
                 self._may_plan.discard(attempt)
-                self._tell_engine(KVTransferOutput(failed={key: str(TransferFailed(cause, story))}))
+                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, story)}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
 

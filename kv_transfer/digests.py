@@ -1,8 +1,8 @@
 """Digests of what a sender offers, by which a receiver knows that what it read is what had been computed.
 
 Nobody is woken for them. Each side computes them in the thread that has just had the blocks in hand: the sender in the
-engine's, as the last part of the step that filled them, the receiver in the mover's, when it has said that they were
-read and while its loop asks whether the lease held. The loop picks them up when it comes by.
+engine's, when the tokens and offers of the step that filled them are on their way, the receiver in the mover's, when it
+has said that they were read and while its loop asks whether the lease held. The loop picks them up when it comes by.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from baton.errors import TransferCause
-from baton.observe.metrics import Figure, by_label
+from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 from baton.rpc.messages import HandoffReport
-from kv_transfer.read_totals import ReadTotals
+from kv_transfer.lease import LeaseStats
+from kv_transfer.read_histograms import ReadHistograms
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
 
 _LIVE_STATES = [state for state in TransferState if any(before is state for before, _ in TRANSFER_TABLE)]
@@ -41,27 +42,35 @@ def failure_figures(failures: Mapping[tuple[str, TransferCause], int]) -> list[F
     ]
 
 
-def handshake_figures(handshakes: Mapping[str, float]) -> list[Figure]:
-    """What it took to have a sender's memory readable, the latest of each."""
-    text = "From opening the latest link to its sender's memory being readable."
+def handshake_figures(handshakes: Mapping[str, Histogram]) -> list[Distribution]:
+    """What it took to have senders' memory readable."""
+    text = "From opening a link to its sender's memory being readable."
+    return [seconds.now("kv_handshake_seconds", text, {"peer": peer}) for peer, seconds in sorted(handshakes.items())]
+
+
+def read_figures(reads: Mapping[str, ReadHistograms]) -> list[Distribution]:
+    """What a reader's reads took, by sender; the sums of bytes over those of seconds are the bandwidth."""
+    said: list[tuple[str, str, Callable[[ReadHistograms], Histogram]]] = [
+        ("kv_transfer_seconds", "What reads took, on this node's clock.", lambda of: of.seconds),
+        ("kv_transfer_post_seconds", "Of it, what posting them took.", lambda of: of.post_seconds),
+        ("kv_transfer_bytes", "Bytes that each of them brought.", lambda of: of.num_bytes),
+        ("kv_transfer_descriptors", "Descriptors that were posted for each.", lambda of: of.descriptors),
+    ]
     return [
-        Figure("kv_handshake_seconds", text, seconds, {"peer": peer}) for peer, seconds in sorted(handshakes.items())
+        histogram(of).now(name, text, {"peer": peer})
+        for name, text, histogram in said
+        for peer, of in sorted(reads.items())
     ]
 
 
-def read_figures(totals: Mapping[str, ReadTotals]) -> list[Figure]:
-    """What a reader's reads took, by sender; bytes over seconds are the bandwidth."""
-    said: list[tuple[str, str, Callable[[ReadTotals], float]]] = [
-        ("kv_reads_total", "Reads that brought their bytes.", lambda total: total.num_reads),
-        ("kv_transfer_seconds_total", "What they took, on this node's clock.", lambda total: total.read_s),
-        ("kv_transfer_post_seconds_total", "Of it, what posting them took.", lambda total: total.post_s),
-        ("kv_transfer_bytes_total", "Bytes that they brought.", lambda total: total.num_bytes),
-        ("kv_transfer_descriptors_total", "Descriptors that were posted for them.", lambda total: total.num_ranges),
-    ]
+def lease_figures(stats: LeaseStats) -> list[Figure]:
+    """A sender's leases."""
+    leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
+    suspect = "Blocks whose lease is over though they may still be read."
     return [
-        Figure(name, text, of(total), {"peer": peer})
-        for name, text, of in said
-        for peer, total in sorted(totals.items())
+        *by_label("kv_leases", "Leases that are out, by state.", "state", leases),
+        Figure("kv_suspect_blocks", suspect, stats.suspect_blocks, {}),
+        Figure("kv_lease_age_seconds", "Age of the oldest lease; 0: none is out.", stats.oldest_s, {}),
     ]
 
 

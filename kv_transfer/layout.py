@@ -53,6 +53,8 @@ class LinkIdentity:
     layout: LayoutFingerprint
     address: str = ""
     """Where it listens."""
+    protocol: int = PROTOCOL_VERSION
+    """Of the link's conversation."""
 
 
 def refusal(ours: LayoutFingerprint, theirs: LayoutFingerprint, here: str = "here", there: str = "there") -> str | None:

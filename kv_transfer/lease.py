@@ -19,15 +19,18 @@ Rules that it keeps:
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.engine.block_pool import NULL_BLOCK
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.rpc.messages import HandoffSide, OpenHandoff
+from kv_transfer.deadlines import Deadlines
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (
@@ -94,11 +97,12 @@ LeaseEffect = TellReader | Released | OpenLeases | CutLink | Recorded
 
 @dataclass(frozen=True, slots=True)
 class LeaseStats:
-    """Leases by state and the age of the oldest, in seconds."""
+    """Leases by state, blocks of the suspect ones, and the age of the oldest, in seconds."""
 
     granted: int
     reading: int
     suspect: int
+    suspect_blocks: int
     oldest_s: float
 
 
@@ -110,7 +114,6 @@ class _Lease:
     block_ids: list[int]
     digests: list[int] = field(default_factory=list)
     closing: Closing | None = None
-    deadline: float | None = None
     reader: str | None = None
     reader_node: str = ""
     first_block: int = 0
@@ -118,17 +121,32 @@ class _Lease:
     kept: bool = True
 
 
+def _refused(link: int, attempt: AttemptKey, story: str) -> TellReader:
+    return TellReader(link, OfferLost(attempt, story, TransferCause.REFUSED))
+
+
+def _num_blocks(lease: _Lease) -> int:
+    return sum(block != NULL_BLOCK for block in lease.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    link: int
+    lease: _Lease
+
+
 @dataclass(frozen=True, slots=True)
 class _Early:
     link: int
     first_block: int
-    deadline: float
 
 
-@dataclass(slots=True)
-class _Expected:
-    link: int
-    deadline: float | None
+class _Wait(enum.IntEnum):
+    """What has a deadline."""
+
+    LEASE = enum.auto()
+    EARLY = enum.auto()
+    EXPECTED = enum.auto()
     """Until it has begun."""
 
 
@@ -142,19 +160,22 @@ class LeaseBook:
     """All leases of one sender. One thread calls it; every method returns at once with the effects, in order."""
 
     def __init__(self, clock: Clock, times: LeaseTimes | None = None, *, digest_every: int = 0) -> None:
-        """`digest_every`: of which blocks `offer` brings digests, one in so many; 0: of none."""
+        """`digest_every`: of which blocks `digested` brings digests, one in so many; 0: never called."""
         self._clock = clock
         self._digest_every = digest_every
         self._times = times or LeaseTimes()
         self._leases: dict[AttemptKey, _Lease] = {}
         self._over: OrderedDict[AttemptKey, None] = OrderedDict()
         self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
-        self._expected: dict[AttemptKey, _Expected] = {}
-        """Whom to tell that it has begun; until the subscription, or the end of the link."""
+        self._expected: dict[AttemptKey, int] = {}
+        """The link on which to tell that it has begun; until the subscription, or the end of the link."""
+        self._deadlines: Deadlines[tuple[_Wait, AttemptKey]] = Deadlines()
         self._begun: set[AttemptKey] = set()
         """Attempts that have their blocks, and nothing to offer yet."""
         self._outlived: dict[AttemptKey, str] = {}
         """Reads that outlived their leases, and whose they are."""
+        self._unanswered: dict[AttemptKey, _Unanswered] = {}
+        """Confirmed reads of blocks whose digests are not known yet; their leases are over."""
         self._links: dict[int, _Reader] = {}
         self._open = 0
         self.counters: Counter[str] = Counter()
@@ -175,12 +196,8 @@ class LeaseBook:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        digests: Sequence[int] = (),
     ) -> list[LeaseEffect]:
-        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last.
-
-        `digests`: theirs, 0 for those that have none; or no digests at all.
-        """
+        """Prompt blocks from `first_block` on are computed and lie in `block_ids`; with `closing` they are the last."""
         if attempt in self._over:
             self.counters["offer_after_end"] += 1
             return []
@@ -197,35 +214,58 @@ class LeaseBook:
             raise ValueError(f"{attempt}: blocks from {first_block} offered after {len(lease.block_ids)}")
         self._feed(lease, LeaseEvent.OFFER)
         lease.block_ids.extend(block_ids)
-        lease.digests.extend(digests)
         lease.closing = closing
         effects.append(Recorded("offered", attempt, len(lease.block_ids)))
         if closing is not None:
             effects.append(Recorded("closing_offered", attempt, len(lease.block_ids)))
-        early = self._early.pop(attempt, None)
+        early = self._pop_early(attempt)
         if early is not None:
             effects += self._subscribe(lease, early.link, early.first_block)
         elif lease.machine.state is LeaseState.READING:
             effects += self._tell_blocks(lease, max(first_block, lease.first_block))
         elif lease.machine.state is LeaseState.GRANTED and closing is not None and attempt not in self._expected:
-            lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
+            self._wait(_Wait.LEASE, attempt, self._times.unclaimed_s)
         return effects
 
-    def withdraw(self, attempt: AttemptKey, cause: str, *, promise_broken: bool = False) -> list[LeaseEffect]:
-        """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption)."""
+    def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
+        """The digests of the blocks that were offered next, 0 for those that have none: once for every offer."""
+        unanswered = self._unanswered.get(attempt)
+        lease = unanswered.lease if unanswered else self._leases.get(attempt)
+        if lease is None:
+            self.counters["digested_after_end"] += 1
+            return []
+        lease.digests.extend(digests)
+        if unanswered is None or not self._all_digested(lease):
+            return []
+        del self._unanswered[attempt]
+        return [_held(unanswered.link, lease)]
+
+    def withdraw(
+        self,
+        attempt: AttemptKey,
+        story: str,
+        cause: TransferCause = TransferCause.LEASE_LOST,
+        *,
+        promise_broken: bool = False,
+    ) -> list[LeaseEffect]:
+        """The request was aborted or failed here. `promise_broken`: its blocks were reused already (preemption), or
+        nobody can tell what is in them."""
         lease = self._leases.get(attempt)
         self._begun.discard(attempt)
-        waiting = self._early.pop(attempt, None) or self._expected.pop(attempt, None)
+        early, expected = self._pop_early(attempt), self._pop_expected(attempt)
+        waiting = early.link if early is not None else expected
         effects: list[LeaseEffect] = []
         if waiting is not None:
-            effects.append(TellReader(waiting.link, OfferLost(attempt, cause)))
+            effects.append(TellReader(waiting, OfferLost(attempt, story, cause)))
+        if promise_broken and (unanswered := self._unanswered.pop(attempt, None)):
+            effects.append(TellReader(unanswered.link, ReadConfirmed(attempt, held=False)))
         if lease is None:
             self._remember(attempt)
             return effects
         lease.kept = lease.kept and not promise_broken
         if lease.machine.state is LeaseState.READING:
-            effects += self._tell(lease, OfferLost(attempt, cause))
-        return effects + self._advance(lease, LeaseEvent.WITHDRAW, cause)
+            effects += self._tell(lease, OfferLost(attempt, story, cause))
+        return effects + self._advance(lease, LeaseEvent.WITHDRAW, story)
 
     def ended(self, attempt: AttemptKey) -> list[LeaseEffect]:
         """The engine has ended the request and keeps its blocks until `Released`, which follows exactly once."""
@@ -255,14 +295,16 @@ class LeaseBook:
         reader = self._links.pop(link, None)
         if reader is None:
             return []
-        self._early = OrderedDict((k, early) for k, early in self._early.items() if early.link != link)
+        for attempt in [key for key, early in self._early.items() if early.link == link]:
+            self._pop_early(attempt)
         self._forget_expected(link)
+        self._unanswered = {attempt: waiting for attempt, waiting in self._unanswered.items() if waiting.link != link}
         effects: list[LeaseEffect] = []
         for attempt in [key for key, incarnation in self._outlived.items() if incarnation == reader.incarnation]:
             effects += self._reads_over(attempt)
         for lease in self._leases_of(reader.incarnation):
             effects += self._advance(lease, LeaseEvent.LINK_LOST, "link lost")
-            lease.deadline = self._clock.monotonic() + self._times.grace_s
+            self._wait(_Wait.LEASE, lease.attempt, self._times.grace_s)
         return effects
 
     def reader_gone(self, incarnation: str) -> list[LeaseEffect]:
@@ -290,6 +332,9 @@ class LeaseBook:
                 return self._subscribed(link, attempt, first_block)
             case ReadProgress(attempt, blocks_read):
                 lease = self._read_by(reader, attempt, "read_progress")
+                if lease is not None and blocks_read > len(lease.block_ids):
+                    self.counters["read_progress_bad"] += 1
+                    return []
                 return [Recorded("read_progress", attempt, blocks_read)] if lease else []
             case ConfirmRead(attempt):
                 return self._confirm(link, reader, attempt)
@@ -300,31 +345,19 @@ class LeaseBook:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, on the clock's monotonic time."""
-        waits = [lease.deadline for lease in self._leases.values() if lease.deadline is not None]
-        waits += [early.deadline for early in self._early.values()]
-        waits += [expected.deadline for expected in self._expected.values() if expected.deadline is not None]
-        return min(waits, default=None)
+        return self._deadlines.first()
 
     def tick(self) -> list[LeaseEffect]:
         """Carry out what is due."""
-        now = self._clock.monotonic()
         effects: list[LeaseEffect] = []
-        for lease in list(self._leases.values()):
-            if lease.deadline is None or lease.deadline > now:
-                continue
-            # A suspect whose link lives has no deadline of its own: the link's liveness is the bound.
-            lease.deadline = None
-            suspect = lease.machine.state is LeaseState.SUSPECT
-            event, why = (LeaseEvent.GRACE_OVER, "grace over") if suspect else (LeaseEvent.DEADLINE, "deadline")
-            effects += self._advance(lease, event, why)
-        for attempt, early in list(self._early.items()):
-            if early.deadline <= now:
-                del self._early[attempt]
-                effects.append(TellReader(early.link, OfferLost(attempt, "the request never came")))
-        for attempt, expected in list(self._expected.items()):
-            if expected.deadline is not None and expected.deadline <= now:
-                del self._expected[attempt]
-                effects.append(TellReader(expected.link, OfferLost(attempt, "the request never came")))
+        for wait, attempt in self._deadlines.take_due(self._clock.monotonic()):
+            if wait is _Wait.LEASE:
+                effects += self._lease_due(self._leases[attempt])
+            else:
+                early = self._early.pop(attempt, None) if wait is _Wait.EARLY else None
+                link = early.link if early is not None else self._expected.pop(attempt)
+                never = OfferLost(attempt, "the request never came", TransferCause.DEADLINE)
+                effects.append(TellReader(link, never))
         return effects
 
     # What others may know.
@@ -342,8 +375,14 @@ class LeaseBook:
         """For the node's load report and metrics."""
         states = Counter(lease.machine.state for lease in self._leases.values())
         oldest = min((lease.granted_at for lease in self._leases.values()), default=None)
-        age = self._clock.monotonic() - oldest if oldest is not None else 0.0
-        return LeaseStats(states[LeaseState.GRANTED], states[LeaseState.READING], states[LeaseState.SUSPECT], age)
+        suspects = [lease for lease in self._leases.values() if lease.machine.state is LeaseState.SUSPECT]
+        return LeaseStats(
+            granted=states[LeaseState.GRANTED],
+            reading=states[LeaseState.READING],
+            suspect=len(suspects),
+            suspect_blocks=sum(map(_num_blocks, suspects)),
+            oldest_s=self._clock.monotonic() - oldest if oldest is not None else 0.0,
+        )
 
     def open_handoffs(self) -> list[OpenHandoff]:
         """Every lease that is not over, for operators."""
@@ -355,13 +394,33 @@ class LeaseBook:
                 state=lease.machine.state.name,
                 peer=lease.reader_node,
                 peer_incarnation=lease.reader or "",
-                num_blocks=sum(block != NULL_BLOCK for block in lease.block_ids),
+                num_blocks=_num_blocks(lease),
                 age_s=now - lease.granted_at,
             )
             for lease in self._leases.values()
         ]
 
     # Steps.
+
+    def _lease_due(self, lease: _Lease) -> list[LeaseEffect]:
+        # A suspect whose link lives has no deadline of its own: the link's liveness is the bound.
+        if lease.machine.state is LeaseState.SUSPECT:
+            return self._advance(lease, LeaseEvent.GRACE_OVER, "grace over")
+        return self._advance(lease, LeaseEvent.DEADLINE, "deadline")
+
+    def _wait(self, wait: _Wait, attempt: AttemptKey, seconds: float) -> None:
+        self._deadlines.set((wait, attempt), self._clock.monotonic() + seconds)
+
+    def _wait_no_more(self, wait: _Wait, attempt: AttemptKey) -> None:
+        self._deadlines.clear((wait, attempt))
+
+    def _pop_early(self, attempt: AttemptKey) -> _Early | None:
+        self._wait_no_more(_Wait.EARLY, attempt)
+        return self._early.pop(attempt, None)
+
+    def _pop_expected(self, attempt: AttemptKey) -> int | None:
+        self._wait_no_more(_Wait.EXPECTED, attempt)
+        return self._expected.pop(attempt, None)
 
     def _expect(self, link: int, attempt: AttemptKey) -> list[LeaseEffect]:
         if attempt in self._over:
@@ -372,31 +431,29 @@ class LeaseBook:
             return []
         if len(self._expected) >= self._times.max_early:
             self.counters["early_refused"] += 1
-            return [TellReader(link, OfferLost(attempt, "too many readers wait for their requests"))]
-        self._expected[attempt] = _Expected(link, self._clock.monotonic() + self._times.early_s)
+            return [_refused(link, attempt, "too many readers wait for their requests")]
+        self._expected[attempt] = link
         if lease is None and attempt not in self._begun:
+            self._wait(_Wait.EXPECTED, attempt, self._times.early_s)
             return []
-        if lease is not None:
-            lease.deadline = None
+        self._wait_no_more(_Wait.LEASE, attempt)
         return self._tell_begun(attempt)
 
     def _tell_begun(self, attempt: AttemptKey) -> list[LeaseEffect]:
-        expected = self._expected.get(attempt)
-        if expected is None:
-            return []
-        expected.deadline = None
-        return [TellReader(expected.link, Begun(attempt))]
+        self._wait_no_more(_Wait.EXPECTED, attempt)
+        link = self._expected.get(attempt)
+        return [TellReader(link, Begun(attempt))] if link is not None else []
 
     def _forget_expected(self, link: int) -> None:
         """Its link has ended: what is computed for nobody has a deadline."""
-        for attempt in [key for key, expected in self._expected.items() if expected.link == link]:
-            del self._expected[attempt]
+        for attempt in [key for key, expected in self._expected.items() if expected == link]:
+            self._pop_expected(attempt)
             lease = self._leases.get(attempt)
             if lease is not None and lease.closing is not None and lease.machine.state is LeaseState.GRANTED:
-                lease.deadline = self._clock.monotonic() + self._times.unclaimed_s
+                self._wait(_Wait.LEASE, attempt, self._times.unclaimed_s)
 
     def _subscribed(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
-        self._expected.pop(attempt, None)
+        self._pop_expected(attempt)
         lease = self._leases.get(attempt)
         if lease is not None:
             return self._subscribe(lease, link, first_block)
@@ -405,24 +462,29 @@ class LeaseBook:
         early = self._early.get(attempt)
         if early is not None:
             self.counters["duplicate_subscribe"] += 1
-            return [] if early.link == link else [TellReader(link, OfferLost(attempt, "it has another reader"))]
+            return [] if early.link == link else [_refused(link, attempt, "it has another reader")]
         if len(self._early) >= self._times.max_early:
             self.counters["early_refused"] += 1
-            return [TellReader(link, OfferLost(attempt, "too many subscriptions wait for their request"))]
-        self._early[attempt] = _Early(link, first_block, self._clock.monotonic() + self._times.early_s)
+            return [_refused(link, attempt, "too many subscriptions wait for their request")]
+        self._early[attempt] = _Early(link, first_block)
+        self._wait(_Wait.EARLY, attempt, self._times.early_s)
         return []
 
     def _subscribe(self, lease: _Lease, link: int, first_block: int) -> list[LeaseEffect]:
         if lease.machine.state is not LeaseState.GRANTED:
             self.counters["duplicate_subscribe"] += 1
             same = lease.reader == self._links[link].incarnation
-            return [] if same else [TellReader(link, OfferLost(lease.attempt, "it has another reader"))]
+            return [] if same else [_refused(link, lease.attempt, "it has another reader")]
         lease.reader, lease.reader_node = self._links[link].incarnation, self._links[link].node_id
         lease.first_block = first_block
-        lease.deadline = self._clock.monotonic() + self._times.lease_s
+        self._wait(_Wait.LEASE, lease.attempt, self._times.lease_s)
         return self._advance(lease, LeaseEvent.SUBSCRIBE) + self._tell_blocks(lease, first_block)
 
     def _tell_blocks(self, lease: _Lease, first_block: int) -> list[LeaseEffect]:
+        if lease.closing is not None and lease.first_block > len(lease.block_ids):
+            story = f"it was asked for from block {lease.first_block} on, and has {len(lease.block_ids)}"
+            refused = self._tell(lease, OfferLost(lease.attempt, story, TransferCause.REFUSED))
+            return [*refused, *self._advance(lease, LeaseEvent.ABANDON, story)]
         block_ids = tuple(lease.block_ids[first_block:])
         if not block_ids and lease.closing is None:
             return []
@@ -439,14 +501,22 @@ class LeaseBook:
         held = complete and lease.kept
         event = LeaseEvent.CONFIRM if complete else LeaseEvent.ABANDON
         ended = self._advance(lease, event, "confirmed" if held else "not held")
-        digests = tuple(lease.digests[lease.first_block :]) if held else ()
-        return [TellReader(link, ReadConfirmed(attempt, held, digests)), *ended]
+        if not held:
+            return [TellReader(link, ReadConfirmed(attempt, held=False)), *ended]
+        if self._all_digested(lease):
+            return [_held(link, lease), *ended]
+        self._unanswered[attempt] = _Unanswered(link, lease)
+        return ended
+
+    def _all_digested(self, lease: _Lease) -> bool:
+        return not self._digest_every or len(lease.digests) == len(lease.block_ids)
 
     def _abandon(self, link: int, reader: _Reader, attempt: AttemptKey, reads: bool) -> list[LeaseEffect]:
-        waiting = self._early.get(attempt) or self._expected.get(attempt)
-        if waiting is not None and waiting.link == link:
-            self._early.pop(attempt, None)
-            self._expected.pop(attempt, None)
+        early = self._early.get(attempt)
+        waiting = early.link if early is not None else self._expected.get(attempt)
+        if waiting == link:
+            self._pop_early(attempt)
+            self._pop_expected(attempt)
             lease = self._leases.get(attempt)
             if lease is not None:
                 return self._advance(lease, LeaseEvent.WITHDRAW, "abandoned")
@@ -459,7 +529,7 @@ class LeaseBook:
             return self._reads_go_on(attempt, reader) if reads else []
         if reads:
             # Its link's end may have set one, but here it is, on a new link.
-            lease.deadline = None
+            self._wait_no_more(_Wait.LEASE, attempt)
         event = LeaseEvent.ABANDON_READING if reads else LeaseEvent.ABANDON
         return self._advance(lease, event, "abandoned")
 
@@ -480,7 +550,7 @@ class LeaseBook:
     def _renew(self, reader: _Reader) -> list[LeaseEffect]:
         for lease in self._leases_of(reader.incarnation):
             if self._feed(lease, LeaseEvent.RENEW) and lease.machine.state is LeaseState.READING:
-                lease.deadline = self._clock.monotonic() + self._times.lease_s
+                self._wait(_Wait.LEASE, lease.attempt, self._times.lease_s)
         return []
 
     def _read_by(self, reader: _Reader, attempt: AttemptKey, kind: str) -> _Lease | None:
@@ -520,13 +590,14 @@ class LeaseBook:
             case LeaseState.READING:
                 effects.append(self._opened(+1))
             case LeaseState.SUSPECT:
-                lease.deadline = None
+                self._wait_no_more(_Wait.LEASE, attempt)
                 effects.append(Recorded("lease_suspect", attempt, blocks, why))
             case LeaseState.RELEASED | LeaseState.EXPIRED as final:
                 effects.append(Recorded(f"lease_{final.name.lower()}", attempt, blocks, why))
                 if before is not LeaseState.GRANTED:
                     effects.append(self._opened(-1))
                 del self._leases[attempt]
+                self._wait_no_more(_Wait.LEASE, attempt)
                 self._remember(attempt)
                 if lease.ended:
                     effects.append(Released(attempt))
@@ -536,3 +607,7 @@ class LeaseBook:
         self._over[attempt] = None
         while len(self._over) > self._times.max_remembered:
             self._over.popitem(last=False)
+
+
+def _held(link: int, lease: _Lease) -> TellReader:
+    return TellReader(link, ReadConfirmed(lease.attempt, True, tuple(lease.digests[lease.first_block :])))

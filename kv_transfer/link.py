@@ -103,6 +103,9 @@ class LinkStream(Generic[Out, In]):
             await asyncio.sleep(self._heartbeat_s)
             self._missed += 1
             if self._missed == MISSED_HEARTBEATS - 1:
+                if self._asked is not None:
+                    # It has said something since it was asked the last time.
+                    self._asked.cancel()
                 self._asked = asyncio.ensure_future(self._is_running())
             elif self._missed >= MISSED_HEARTBEATS and not await self._is_only_busy():
                 break

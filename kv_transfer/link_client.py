@@ -12,9 +12,9 @@ import grpc
 
 from baton.engine.request import KVSource
 from baton.errors import TransferCause, TransferFailed
-from baton.rpc.channel import CHANNEL_OPTIONS
+from baton.rpc.credentials import PLAIN
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
-from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
+from kv_transfer.layout import LinkIdentity, refusal
 from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
 from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
@@ -22,11 +22,6 @@ from kv_transfer.liveness import IsRunning, is_running
 
 _log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel without TLS."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 class LinkClientHandler(Protocol):
@@ -51,7 +46,7 @@ class LinkClient:
         handler: LinkClientHandler,
         heartbeat_s: float = HEARTBEAT_S,
         handshake_s: float = HANDSHAKE_S,
-        make_channel: Callable[[str], grpc.aio.Channel] = open_channel,
+        make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
         is_running: IsRunning = is_running,
     ) -> None:
         self._identity = identity
@@ -127,7 +122,7 @@ class LinkClient:
         """Hello and welcome; raises TransferFailed when the sender can't be used."""
         ours, source = self._identity, self._source
         hello = LinkHello(
-            PROTOCOL_VERSION,
+            ours.protocol,
             ours.cluster,
             ours.node_id,
             ours.incarnation,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from baton.rpc.codec_node import attempt_from_pb, attempt_to_pb
+from baton.errors import TransferCause
+from baton.ids import SCOPED_ID_PATTERN
+from baton.rpc.codec_node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
 from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
@@ -22,6 +24,7 @@ from kv_transfer.link_messages import (
     ReadProgress,
     SenderMessage,
     Subscribe,
+    request_of,
 )
 
 
@@ -46,7 +49,17 @@ def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
 
 
 def read_reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
-    """None for a message that is unknown here, or that has no place after the hello."""
+    """None for a message that is unknown here, that has no place after the hello, or about what can be no request."""
+    message = _reader_message(request)
+    return message if isinstance(message, Heartbeat) or _is_sound(message) else None
+
+
+def _is_sound(message: ReaderMessage | None) -> bool:
+    """Senders remember what readers ask for, and a name of any length would be remembered at that length."""
+    return message is not None and SCOPED_ID_PATTERN.match(request_of(message)) is not None
+
+
+def _reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
     match request.WhichOneof("message"):
         case "expect":
             return Expect(attempt_from_pb(request.expect.attempt))
@@ -74,10 +87,9 @@ def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
         case ReadConfirmed(attempt, held, digests):
             confirmed = kv_link_pb2.ReadConfirmed(attempt=attempt_to_pb(attempt), held=held, digests=digests)
             return kv_link_pb2.OpenResponse(read_confirmed=confirmed)
-        case OfferLost(attempt, cause):
-            return kv_link_pb2.OpenResponse(
-                offer_lost=kv_link_pb2.OfferLost(attempt=attempt_to_pb(attempt), cause=cause)
-            )
+        case OfferLost(attempt, story, cause):
+            lost = kv_link_pb2.OfferLost(attempt=attempt_to_pb(attempt), story=story, cause=transfer_cause_to_pb(cause))
+            return kv_link_pb2.OpenResponse(offer_lost=lost)
         case Heartbeat(seq):
             return kv_link_pb2.OpenResponse(heartbeat=kv_link_pb2.Heartbeat(seq=seq))
 
@@ -93,7 +105,9 @@ def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | N
             answer = response.read_confirmed
             return ReadConfirmed(attempt_from_pb(answer.attempt), answer.held, tuple(answer.digests))
         case "offer_lost":
-            return OfferLost(attempt_from_pb(response.offer_lost.attempt), response.offer_lost.cause)
+            lost = response.offer_lost
+            cause = transfer_cause_from_pb(lost.cause) or TransferCause.LEASE_LOST
+            return OfferLost(attempt_from_pb(lost.attempt), lost.story, cause)
         case "heartbeat":
             return Heartbeat(response.heartbeat.seq)
         case _:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.outputs import TokenLogprobs
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from kv_transfer.layout import LayoutFingerprint
 
@@ -124,7 +125,8 @@ class OfferLost:
     """Sender: I can't (any longer) provide it."""
 
     attempt: AttemptKey
-    cause: str
+    story: str
+    cause: TransferCause = TransferCause.LEASE_LOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import grpc
 from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.backends.base import PeerMemory
-from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity, refusal
+from kv_transfer.layout import LinkIdentity, refusal
 from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
 from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
@@ -134,10 +134,10 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         ours = self._identity
         if self._closed:
             return TransferCause.REFUSED, f"{ours.node_id} stops"
-        if hello.protocol_version != PROTOCOL_VERSION:
+        if hello.protocol_version != ours.protocol:
             return (
                 TransferCause.REFUSED,
-                f"link protocols differ: {ours.node_id} {PROTOCOL_VERSION}, {hello.node_id} {hello.protocol_version}",
+                f"link protocols differ: {ours.node_id} {ours.protocol}, {hello.node_id} {hello.protocol_version}",
             )
         if hello.cluster != ours.cluster:
             return (

@@ -47,7 +47,7 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
-from kv_transfer.read_totals import ReadTotals
+from kv_transfer.read_histograms import ReadHistograms
 from kv_transfer.sampling import is_digested
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
@@ -228,13 +228,19 @@ class TransferBook:
     """All transfers of one receiver. One thread calls it; every method returns at once with the effects, in order."""
 
     def __init__(
-        self, max_quarantined_blocks: int = 1024, *, digest_every: int = 1, clock: Clock | None = None
+        self,
+        max_quarantined_blocks: int = 1024,
+        *,
+        digest_every: int = 1,
+        clock: Clock | None = None,
+        vocab_size: int = 1 << 32,
     ) -> None:
         """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
 
         `digest_every`: one block in how many is compared with its sender's digest, if that has one; 0: none. `clock`
-        tells how old a transfer is, and nothing else.
+        tells how old a transfer is, and nothing else. `vocab_size`: of this node's model, which gets the first tokens.
         """
+        self._vocab_size = vocab_size
         self._digest_every = digest_every
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
@@ -247,7 +253,7 @@ class TransferBook:
         self._last_read_id = 0
         self.failures: Counter[tuple[str, TransferCause]] = Counter()
         """Transfers that failed, by sender and cause."""
-        self.totals: defaultdict[str, ReadTotals] = defaultdict(ReadTotals)
+        self.reads: defaultdict[str, ReadHistograms] = defaultdict(ReadHistograms)
         """What its reads took, by sender."""
         self._outcomes: Counter[tuple[str, str]] = Counter()
         """How transfers ended, by sender."""
@@ -358,8 +364,8 @@ class TransferBook:
                 return self._offered(transfer, message)
             case ReadConfirmed() if state is TransferState.CONFIRMING and transfer.answer is None:
                 return self._answered(transfer, message)
-            case OfferLost(_, cause) if transfer.answer is None and state not in _UNPROMISED:
-                return self._fail(transfer, TransferCause.LEASE_LOST, cause)
+            case OfferLost(_, story, cause) if transfer.answer is None and state not in _UNPROMISED:
+                return self._fail(transfer, cause, story)
             case _:
                 self.counters[f"{kind}_in_{state.name.lower()}"] += 1
                 return []
@@ -377,7 +383,7 @@ class TransferBook:
         transfer.num_blocks += transfer.reads.pop(read_id)
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
-        self.totals[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
+        self.reads[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
         transfer.machine.feed(TransferEvent.READ_DONE)
         effects: list[TransferEffect] = [Recorded("read_done", transfer.plan.attempt, num_bytes)]
         if transfer.machine.state is TransferState.QUARANTINED:
@@ -469,8 +475,8 @@ class TransferBook:
         match message:
             case Begun(attempt):
                 return [MayPlan(attempt)]
-            case OfferLost(attempt, cause):
-                return self._fail_expected(attempt, TransferCause.LEASE_LOST, cause)
+            case OfferLost(attempt, story, cause):
+                return self._fail_expected(attempt, cause, story)
             case _:
                 self.counters[f"{type(message).__name__}_expected"] += 1
                 return []
@@ -533,7 +539,13 @@ class TransferBook:
                 f"prompt of {closing.num_prompt_tokens} tokens in {end} blocks offered, "
                 f"expected {plan.num_prompt_tokens} in {total}"
             )
-        return None if closing.first_token_ids else "no first token"
+        return self._token_objection(closing.first_token_ids)
+
+    def _token_objection(self, token_ids: Sequence[int]) -> str | None:
+        if not token_ids:
+            return "no first token"
+        unknown = [token for token in token_ids if not 0 <= token < self._vocab_size]
+        return f"first token {unknown[0]} of a vocabulary of {self._vocab_size}" if unknown else None
 
     def _read(self, transfer: _Transfer, ranges: list[ReadRange], offer: Offer) -> list[TransferEffect]:
         self._last_read_id += 1

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from baton.config import NodeConfig
 from baton.engine.runner.block_digests import block_digests
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
-from baton.node.process import run_node
 from baton.node.role import NodeRole, RoleContext, Servicer
-from baton.observe.metrics import Figure, by_label
+from baton.observe.metrics import Figure
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
-from kv_transfer.figures import refusal_figures
-from kv_transfer.layout import LayoutFingerprint, LinkIdentity
+from kv_transfer.figures import lease_figures, refusal_figures
+from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
+from kv_transfer.liveness import is_running
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import MoverEvent
 from prefill_node.handoff import HandOff, OfferConnector
@@ -25,10 +26,17 @@ from prefill_node.handoff import HandOff, OfferConnector
 class PrefillRole:
     """Leases and offers behind the engine; KvLink in front of the decode nodes."""
 
-    def __init__(self, context: RoleContext, make_backend: Callable[[RoleContext], TransferBackend]) -> None:
+    def __init__(
+        self,
+        context: RoleContext,
+        make_backend: Callable[[RoleContext], TransferBackend],
+        protocol: int = PROTOCOL_VERSION,
+    ) -> None:
+        """`protocol`: of links, as an older or a newer version of this speaks it."""
         runner, config = context.runner, context.config
         layout = LayoutFingerprint.of(runner.model, runner.layout, NixlBackend.name)
-        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address)
+        identity = LinkIdentity(config.cluster, config.node_id, context.incarnation, layout, context.address, protocol)
+        self._identity = identity
 
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
             return Mover(lambda: make_backend(context), deliver, context.clock)
@@ -44,12 +52,19 @@ class PrefillRole:
             context.clock,
             digests=digests,
             digest_every=every,
+            is_running=partial(is_running, dialer=context.dialer),
         )
-        self._connector = OfferConnector(self.handoff, runner.layout, context.post_after_step, context.post)
+        self._connector = OfferConnector(
+            self.handoff, runner.layout, context.post_after_step, context.post, context.after_step
+        )
 
     @property
     def connector(self) -> OfferConnector:
         return self._connector
+
+    @property
+    def link_protocol(self) -> int:
+        return self._identity.protocol
 
     @property
     def servicers(self) -> Sequence[Servicer]:
@@ -62,19 +77,13 @@ class PrefillRole:
         await self.handoff.stop()
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
-        self.handoff.withdraw(attempt, "aborted")
+        self.handoff.withdraw(attempt, "aborted", TransferCause.CANCELLED)
 
     def transfer_figures(self, attempt: AttemptKey) -> TransferFigures | None:
         return None
 
     def figures(self) -> Sequence[Figure]:
-        stats = self.handoff.stats()
-        leases = {"granted": stats.granted, "reading": stats.reading, "suspect": stats.suspect}
-        return [
-            *by_label("kv_leases", "Leases that are out, by state.", "state", leases),
-            Figure("kv_lease_age_seconds", "Age of the oldest lease; 0: none is out.", stats.oldest_s, {}),
-            *refusal_figures(self.handoff.report()),
-        ]
+        return [*lease_figures(self.handoff.stats()), *refusal_figures(self.handoff.report())]
 
     def handoff_report(self) -> HandoffReport:
         return self.handoff.report()
@@ -83,8 +92,3 @@ class PrefillRole:
 def make_role(context: RoleContext) -> NodeRole:
     """A prefill role over NIXL."""
     return PrefillRole(context, lambda c: NixlBackend(c.incarnation, c.runner.memory))
-
-
-def main(config: NodeConfig) -> int:
-    """Run a prefill node until it is told to stop; returns the exit code."""
-    return run_node(config, make_role)

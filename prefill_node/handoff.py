@@ -124,20 +124,30 @@ class HandOff:
         first_block: int,
         block_ids: Sequence[int],
         closing: Closing | None = None,
-        digests: Sequence[int] = (),
     ) -> None:
-        """Prompt blocks from `first_block` on are computed, with `closing` they are the last; `digests` says theirs."""
+        """Prompt blocks from `first_block` on are computed, with `closing` they are the last."""
         failpoint("offer" if closing is None else "closing-offer", attempt.request_id)
         try:
-            effects = self._book.offer(attempt, first_block, block_ids, closing, digests)
+            effects = self._book.offer(attempt, first_block, block_ids, closing)
         except ValueError:
             _log.exception("%s: an offer that does not follow the one before", attempt)
             effects = self._book.withdraw(attempt, "inconsistent offers", promise_broken=True)
         self._carry_out(effects)
 
-    def withdraw(self, attempt: AttemptKey, cause: str, promise_broken: bool = False) -> None:
+    def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> None:
+        """What `digests` said of the blocks that were offered next."""
+        self._carry_out(self._book.digested(attempt, digests))
+
+    def withdraw(
+        self,
+        attempt: AttemptKey,
+        story: str,
+        cause: TransferCause = TransferCause.LEASE_LOST,
+        *,
+        promise_broken: bool = False,
+    ) -> None:
         """The attempt will not be (fully) offered, or is given up by the router. Idempotent."""
-        self._carry_out(self._book.withdraw(attempt, cause, promise_broken=promise_broken))
+        self._carry_out(self._book.withdraw(attempt, story, cause, promise_broken=promise_broken))
 
     def ended(self, attempt: AttemptKey) -> None:
         """The engine keeps the blocks of this ended request until it is told `released`."""
@@ -145,12 +155,17 @@ class HandOff:
 
     # From the engine's thread.
 
+    @property
+    def has_digests(self) -> bool:
+        """Readers get digests."""
+        return self._digests is not None
+
     def digests(
         self, attempt: AttemptKey, first_block: int, block_ids: Sequence[int], names: Sequence[BlockName]
     ) -> Sequence[int]:
-        """What `offer` says of these prompt blocks, which nobody writes to any more; empty if readers get none."""
+        """Of these prompt blocks, which nobody writes to any more; only while `has_digests`."""
         if self._digests is None:
-            return ()
+            raise RuntimeError("readers get no digests")
         every = self._digest_every
         wanted = [
             block if is_digested(attempt, index, every) else NULL_BLOCK
@@ -258,13 +273,16 @@ class OfferConnector:
         layout: KVLayout,
         post: Callable[[Callable[[], None]], None],
         post_now: Callable[[Callable[[], None]], None],
+        after_step: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Both run a callable on the loop, in order: `post` when the tokens of the step are on their way, `post_now` at
-        once, since the other node can reserve its blocks while the step computes."""
+        """The first two run a callable on the loop, in order: `post` when the tokens of the step are on their way,
+        `post_now` at once, since the other node can reserve its blocks while the step computes. `after_step` calls one
+        right here when all that has been posted, before anything else is computed."""
         self._handoff = handoff
         self._layout = layout
         self._post = post
         self._post_now = post_now
+        self._after_step = after_step
         self._offered: dict[str, _Offered] = {}
 
     @property
@@ -311,8 +329,10 @@ class OfferConnector:
             self._offer(request, offered.num_blocks, tuple(block_ids[offered.num_blocks :]), _closing(request))
             self._post(lambda: self._handoff.ended(attempt))
             return BlockFate.LEASED
-        cause = request.error or f"the request ended {request.status.name} on the prefill node"
-        self._post(lambda: self._handoff.withdraw(attempt, cause))
+        story = request.error or f"the request ended {request.status.name} on the prefill node"
+        aborted = request.status is RequestStatus.ABORTED
+        cause = TransferCause.CANCELLED if aborted else TransferCause.LEASE_LOST
+        self._post(lambda: self._handoff.withdraw(attempt, story, cause))
         if not offered.num_blocks:
             return BlockFate.FREE
         self._post(lambda: self._handoff.ended(attempt))
@@ -320,18 +340,25 @@ class OfferConnector:
 
     def _offer(self, request: Request, first: int, block_ids: Sequence[int], closing: Closing | None = None) -> None:
         attempt, handoff = AttemptKey.parse(request.request_id), self._handoff
-        names = block_names(request, self._layout, first, len(block_ids))
+        self._post(lambda: handoff.offer(attempt, first, block_ids, closing))
+        if handoff.has_digests:
+            # The reader asks for them when it has read everything: nobody waits for them yet.
+            self._after_step(lambda: self._digest(request, attempt, first, block_ids))
+
+    def _digest(self, request: Request, attempt: AttemptKey, first: int, block_ids: Sequence[int]) -> None:
+        handoff = self._handoff
         try:
+            names = block_names(request, self._layout, first, len(block_ids))
             digests = handoff.digests(attempt, first, block_ids, names)
         except Exception as error:
             # Nobody could tell whether what is read is right.
             _log.exception("%s: no digests", attempt)
             why = f"no digests: {error!r}"
-            self._post(lambda: handoff.withdraw(attempt, why, promise_broken=True))
+            self._post_now(lambda: handoff.withdraw(attempt, why, promise_broken=True))
             if (offered := self._offered.get(request.request_id)) is not None:
                 offered.withdrawn = True
         else:
-            self._post(lambda: handoff.offer(attempt, first, block_ids, closing, digests))
+            self._post_now(lambda: handoff.digested(attempt, digests))
 
     def _follow(self, request: Request) -> _Offered:
         """What was offered of the request; withdrawn if it lost its blocks since (they may hold anything now)."""

@@ -5,9 +5,9 @@ node. So the router hands a node little more than it can run and keeps the rest 
 
 1. A full node gets no newcomer. Full is a node that has a headroom beyond what it runs at once, so that it never falls
    idle between two reports. Nodes that don't say how much they run are never full.
-2. Whoever finds no node, or full ones only, waits; there is one queue for both. First come those who have been placed
-   before and lost their nodes: their clients are in mid-stream. Then priority classes, in which waiting makes up for
-   priority as on the nodes, so that nobody starves.
+2. Whoever finds no node, or full ones only, waits; there is one queue for both (but one of text, and one of embeddings,
+   see `waiting_room`). First come those who have been placed before and lost their nodes: their clients are in
+   mid-stream. Then priority classes, in which waiting makes up for priority as on the nodes, so that nobody starves.
 3. The queue is bounded. When it is full the lowest class gives way to a better one, the newest of it first.
 4. A request that would be too late for its deadline, or for the first token that it hopes for, is refused at once: the
    client has its time for something else. Only what measurements say of this very router counts, and of those the best.
@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass
 from random import Random
 from typing import Generic, TypeVar
 
 from baton.errors import QueueFull, WouldBeLate
 from baton.rpc.messages import NodeDescription
+from baton.values import value
 
 _QUEUED_STEPS = 16
 """So many steps' worth of uncomputed prompts fill a node, however few its sequences are."""
@@ -50,7 +50,7 @@ def is_full(node: NodeDescription, sequences: float, waiting: int, uncomputed_to
     return bool(step) and uncomputed_tokens >= _QUEUED_STEPS * step
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Hope:
     """What a request must be in time for; None where it does not matter."""
 

@@ -39,13 +39,15 @@ class _Sequence:
 class Answer:
     """What one client gets. Events are to be sent in the order in which the methods return them."""
 
-    __slots__ = ("_is_choice", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences")
+    __slots__ = ("_is_choice", "_keeps_logprobs", "_num_returned", "_ranked", "_sequences", "may_be_cut")
 
     def __init__(self, codec: TextCodec | None, request: ValidRequest) -> None:
         params = request.sampling_params
         self._num_returned = request.num_returned
         self._keeps_logprobs = request.wants_logprobs
         self._is_choice = request.num_returned < params.n
+        self.may_be_cut = bool(request.stop)
+        """There are stop strings: `found` may have one."""
         self._sequences = [_Sequence(TextStream(codec, request.stop, params.min_tokens)) for _ in range(params.n)]
         self._ranked: Sequence[_Sequence] = self._sequences
 

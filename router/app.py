@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import signal
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -21,39 +22,59 @@ from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import Draining, ExitCode
 from baton.ids import new_incarnation
+from baton.node.name_claim import Asks, require_first, require_free_name
+from baton.observe.logs import log_also
 from baton.observe.metrics import render
 from baton.observe.ready import Ready, announce
+from baton.observe.tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.flights import LIFETIME_S, FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
-from baton.registry.registry import Registry
+from baton.registry.registry import Registry, with_authority
 from baton.rpc import generation_service, operator_service
+from baton.rpc.credentials import Dialer
+from baton.rpc.door import Door
 from baton.rpc.event_loop import RpcEventLoop, warn_if_unrecognised
+from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.forced_end import end_within
 from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import ModelCard
+from baton.rpc.messages import ModelCard, NodeDescription
 from baton.rpc.node_client import NodeClient
+from baton.rpc.operator_client import OperatorStub
 from baton.rpc.operator_service import OperatorServicer
-from baton.rpc.server import RpcServer, join_address
+from baton.rpc.server import RpcServer, join_address, reached_as, streaming_server
+from baton.security.binds import check_bind
+from baton.security.keys import KeyRing
+from baton.security.matrix import CallerRole
+from baton.security.pages import PageDoor
+from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from router.dispatcher import Dispatcher
+from router.event_ring import EventRing
 from router.flight_journal import FlightJournal
+from router.flight_table import AttemptCause
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
+from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
 from router.limits import DispatchLimits
+from router.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
 from router.metrics import figures
 from router.node_links import LinkTimes, NodeLinks
 from router.placer import PlacementSettings, Placer, Policy
+from router.request_spans import RequestSpans
+from router.steering import Steering
+from router.tenants import Tenants
 from router.timers import LoopTimers, sleep_until
 from router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-_WILDCARDS = ("", "0.0.0.0", "::")
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +89,8 @@ class RouterConfig:
     """As the nodes' records have it."""
     host: str = "127.0.0.1"
     grpc_port: int = 50051
+    has_own_grpc_server: bool = True
+    """The public service is not on grpcio's server but on one that is made for many streams; see `baton.rpc.http2`."""
     http_port: int = 8000
     operator_port: int = 0
     advertise_host: str = ""
@@ -82,6 +105,11 @@ class RouterConfig:
     """How long the registry keeps a crashed router."""
     flight_record_s: float = LIFETIME_S
     """How long what another router needs to go on with a request is kept in the registry; 0: not at all."""
+    tls: TlsFiles | None = None
+    """Its certificate on every port, and towards the nodes; None: clear text."""
+    api_keys: Path | None = None
+    """The file of the keys of which callers must show one; None: they need none."""
+    allowed_hosts: str = ""
     limits: DispatchLimits = field(default_factory=DispatchLimits)
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     link_times: LinkTimes = field(default_factory=LinkTimes)
@@ -103,13 +131,20 @@ class _Cards:
     def __init__(self, known: ModelCard, view: ClusterView) -> None:
         self._view = view
         self._known = known
+        self._of: Sequence[NodeDescription] = ()
+        """Whose word it is."""
 
     def __call__(self) -> ModelCard:
-        nodes = [node for node in self._view.descriptions() if node.model == self._known.name]
+        descriptions = self._view.descriptions()
+        if descriptions is self._of:
+            return self._known  # asked for by every request
+        self._of = descriptions
+        nodes = [node for node in descriptions if node.model == self._known.name]
         if nodes:
             longest = max(node.max_model_len for node in nodes)
             vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
-            self._known = ModelCard(self._known.name, longest, vocab_size, has_end)
+            width = max(node.embedding_size for node in nodes)
+            self._known = ModelCard(self._known.name, longest, vocab_size, has_end, width)
         return self._known
 
 
@@ -124,24 +159,39 @@ class _Router:
         codec: Tokenizer | None,
         template: ChatTemplate | None,
         card: ModelCard,
+        asks: Asks,
     ) -> None:
+        """`asks`: who answers at a record's address, for a router of its name that started at the same moment."""
         rng, clock = Random(), SystemClock()
         self._config = config
         self._clock = clock
         self._membership = membership
+        self._asks = asks
         self._timers = LoopTimers()
         self._view = ClusterView()
         incarnation = new_incarnation(config.router_id, rng)
-        self._links = NodeLinks(NodeClient, config.router_id, self._timers, rng, config.link_times, incarnation)
+        tls = config.tls.live() if config.tls is not None else None
+        keys = KeyRing(config.api_keys) if config.api_keys is not None else None
+        connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
+        self._links = NodeLinks(connect, config.router_id, self._timers, rng, config.link_times, incarnation)
         cards = _Cards(card, self._view)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
         placer = Placer(config.placement)
+        self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)
+        spans = RequestSpans(self._tracer) if self._tracer is not None else None
         self._dispatcher = Dispatcher(
-            self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer
+            self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer, spans
         )
-        self._public = RpcServer((generation_service.SERVICE_NAME,))
-        self._private = RpcServer((operator_service.SERVICE_NAME,))
-        handler = GenerationHandler(self._dispatcher, codec, cards)
+        public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(door=Door(keys))
+        own = config.has_own_grpc_server
+        self._public = streaming_server(public, barrier, config.tls) if own else RpcServer(public, barrier, tls)
+        # With certificates an operator shows his own, and without them a key.
+        operators = Door(keys) if tls is None else Door(cluster=config.cluster)
+        private = FaultBarrier(door=operators)
+        self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
+        self._tenants = Tenants()
+        handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
+        self._live = LiveFeed(self._picture)
         self._http = HttpServer(
             HttpFront(
                 handler,
@@ -150,10 +200,13 @@ class _Router:
                 self._metrics,
                 clock,
                 rng,
+                door=PageDoor(config.host, config.allowed_hosts, keys),
+                more=live_pages(self._live),
             ),
             config.limits.stall_s,
+            config.tls,
         )
-        host = config.advertise_host or (config.host if config.host not in _WILDCARDS else socket.gethostname())
+        host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(
             name=config.router_id,
             role="router",
@@ -167,9 +220,14 @@ class _Router:
             lease_s=config.lease_s,
             model=config.model_name,
         )
+        self._events = EventRing(incarnation, clock.wall)
+        self._dispatcher.on_retry = self._retried
+        self._steering = Steering(
+            self._view, membership, placer, self._timers, self._events, connect, config.model_name
+        )
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
-        GenerationServicer(handler).add_to_server(self._public.server)
-        OperatorServicer(self._operator).add_to_server(self._private.server)
+        GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
+        OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
         self._lease: Lease | None = None
         self._is_draining = False
         self._awaited = asyncio.Event()
@@ -182,6 +240,8 @@ class _Router:
         health = asyncio.create_task(self._publish_health(), name="router-health")
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
         awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
+        steering = asyncio.create_task(self._steering.watch(), name="router-steering")
+        looking = asyncio.create_task(self._steering.look_around(), name="router-look")
         try:
             await self._public.start()
             await self._private.start()
@@ -190,18 +250,22 @@ class _Router:
             # Nodes may have come while the servers started, and starting says "not ready".
             self._dispatcher.changed.set()
             self._lease = await self._membership.lease(record)
-            await asyncio.wait((awaited, watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await require_first(self._membership, record, self._asks)
+            running = (watching, health, steering, looking, stopping)
+            await asyncio.wait((awaited, *running), return_when=asyncio.FIRST_COMPLETED)
             if awaited.done():
                 addresses = (record.address, record.operator_address, record.http_address)
                 ready(RouterAddresses(record.incarnation, *addresses))
-            done, _ = await asyncio.wait((watching, health, stopping), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopping}:
                 task.result()
             await self._drain(health)
         finally:
-            for task in (watching, health, stopping, awaited):
+            tasks = (watching, health, steering, looking, stopping, awaited)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(watching, health, stopping, awaited, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._steering.close()
             await self._shut_down()
 
     async def _watch(self) -> None:
@@ -209,14 +273,19 @@ class _Router:
             nodes = [record for record in snapshot.values() if record.role != "router"]
             self._view.registered(nodes)
             self._links.update(nodes)
-            self._operator.registered_routers([r for r in snapshot.values() if r.role == "router"])
+            routers = [record for record in snapshot.values() if record.role == "router"]
+            self._operator.registered_routers(routers)
+            self._steering.registered_routers({record.incarnation: record.name for record in routers})
+            self._steering.look()
 
     async def _publish_health(self) -> None:
         while True:
             await self._dispatcher.changed.wait()
             self._dispatcher.changed.clear()
             await self._public.set_ready(not self._why_not_ready())
-            if len(self._view.candidates()) >= self._config.await_nodes:
+            self._steering.look()
+            # Those that take no requests now are there, too.
+            if len(self._view.descriptions()) >= self._config.await_nodes:
                 self._awaited.set()
 
     async def _drain(self, health: asyncio.Task[None]) -> None:
@@ -238,6 +307,9 @@ class _Router:
             bound.cancel()
             await asyncio.gather(idle, bound, return_exceptions=True)
 
+    def _retried(self, request_id: str, attempt: int, cause: str) -> None:
+        self._events.record("Failover", request_id=request_id, detail=f"attempt {attempt}: {cause}")
+
     def _why_not_ready(self) -> str:
         if self._is_draining:
             return "this router is shutting down"
@@ -246,16 +318,37 @@ class _Router:
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
         found = figures(self._dispatcher, self._view, self._timers.monotonic(), self._clock.wall())
-        return render(found, labels)
+        return render([*found, *self._tenants.figures()], labels)
+
+    def _picture(self) -> bytes:
+        """For the live page."""
+        dispatcher, operator = self._dispatcher, self._operator
+        counters = dispatcher.counters
+        attempts = counters.attempts.total() - counters.attempts[AttemptCause.FIRST]
+        totals = {
+            "tokens": counters.served.num_tokens + dispatcher.num_live_tokens,
+            "requests": counters.accepted,
+            "retried": attempts,
+            "failed": counters.failed,
+            "running": dispatcher.num_live - dispatcher.num_waiting,
+            "waiting": dispatcher.num_waiting,
+        }
+        running, ended = operator.running(MAX_RUNNING), operator.ended(MAX_REMEMBERED)
+        wall = self._clock.wall()
+        drawn = picture(operator.status(), running, ended, self._events.after(0), totals, self._record.name, wall)
+        return json.dumps(drawn, separators=(",", ":")).encode()
 
     async def _shut_down(self) -> None:
         if self._dispatcher.num_live:
             _log.warning("%d requests did not end in time", self._dispatcher.num_live)
         self._dispatcher.end_all(Draining("this router is shutting down"))
+        self._live.close()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
         await self._links.close()
         if self._lease is not None:
             await self._lease.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 async def run_router(
@@ -282,7 +375,24 @@ async def run_router(
                 )
                 stack.push_async_callback(records.close)
         await require(membership)
-        await _Router(config, membership, records, codec, template, card).run(ready, stop)
+        asks = _asks_with(config)
+        await require_free_name(membership, config.router_id, asks)
+        await _Router(config, membership, records, codec, template, card, asks).run(ready, stop)
+
+
+def _asks_with(config: RouterConfig) -> Asks:
+    """Ask the router at a record's address who it is."""
+    dialer = Dialer.to_role(CallerRole.ROUTER, config.cluster, config.tls.read() if config.tls is not None else None)
+
+    def ask(address: str) -> str:
+        with contextlib.closing(OperatorStub(address, dialer)) as stub:
+            # Itself comes first.
+            return stub.status(_ANSWER_S).nodes[0].incarnation
+
+    async def asks(record: NodeRecord) -> str:
+        return await asyncio.to_thread(ask, record.operator_address or record.address)
+
+    return asks
 
 
 def _card_without_nodes(config: RouterConfig) -> ModelCard:
@@ -299,13 +409,8 @@ def main(config: ProcessConfig) -> int:
     """
 
     def ready(addresses: RouterAddresses) -> None:
-        _log.info(
-            "ready: %s, gRPC on %s, operators on %s, HTTP on %s",
-            addresses.incarnation,
-            addresses.grpc,
-            addresses.operator,
-            addresses.http,
-        )
+        log_also(incarnation=addresses.incarnation, role="router")
+        _log.info("ready: gRPC on %s, operators on %s, HTTP on %s", addresses.grpc, addresses.operator, addresses.http)
         warn_if_unrecognised(asyncio.get_running_loop())
         gc.collect()
         gc.freeze()
@@ -316,6 +421,7 @@ def main(config: ProcessConfig) -> int:
 
         def on_signal() -> None:
             if stop.is_set() and running is not None:
+                end_within()
                 running.cancel()
             stop.set()
 
@@ -323,6 +429,7 @@ def main(config: ProcessConfig) -> int:
             loop.add_signal_handler(number, on_signal)
         await run_router(_router_config(config), ready, stop)
 
+    check_bind(config.host, config.protection, needs_keys=True)
     raise_file_limit()
     # A collection of all objects stops the router for as long as it takes to look at those of every open stream; what
     # streams leave behind is freed without it.
@@ -335,13 +442,14 @@ def main(config: ProcessConfig) -> int:
 def _router_config(config: ProcessConfig) -> RouterConfig:
     simulated = SimulatedSpec() if config.runner == "simulated" else None
     return RouterConfig(
-        registry_url=config.registry,
+        registry_url=with_authority(config.registry, config.tls_ca),
         cluster=config.cluster,
         router_id=config.router_id,
         model_dir=config.model,
         model_name=config.model_name or (simulated.name if simulated else config.served_model_name),
         host=config.host,
         grpc_port=config.grpc_port,
+        has_own_grpc_server=config.grpc_server == "own",
         http_port=config.http_port,
         operator_port=config.operator_port,
         advertise_host=config.advertise_host,
@@ -350,6 +458,9 @@ def _router_config(config: ProcessConfig) -> RouterConfig:
         drain_s=config.drain_s,
         lease_s=config.lease_s,
         flight_record_s=config.flight_record_s,
+        tls=config.tls,
+        api_keys=config.api_keys,
+        allowed_hosts=config.allowed_hosts,
         limits=DispatchLimits(
             min_priority=config.min_priority,
             priority_ageing_s=config.priority_ageing_s,

@@ -16,7 +16,8 @@ find a longer prefix than is told here; nobody is told to have one that it has n
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ import numpy.typing as npt
 from baton.engine.block_hash import KEY_BYTES
 
 Words = npt.NDArray[np.uint64]
+Some = list[int] | Words
+"""Words: a few as a list, many as an array."""
 Places = npt.NDArray[np.int64]
 
 NODES_PER_BANK = 64
@@ -36,6 +39,8 @@ _MOVED_PER_CHANGE = 512
 """Slots: tens of microseconds."""
 _WORDS = 4
 _BUCKET = 2 * _WORDS
+_FIRST_WORD = struct.Struct(f"<Q{KEY_BYTES - 8}x")
+"""Of a key."""
 _OFFSETS = np.arange(_WORDS, _BUCKET)
 """Of the masks in a bucket."""
 
@@ -60,7 +65,7 @@ class BlockIndex:
     def add(self, node: str, keys: Sequence[bytes]) -> None:
         """The node has these now."""
         words = _words(keys)
-        if words.size:
+        if len(words):
             bank = self._bank_of.get(node) or self._join(node)
             bank.add(node, words)
 
@@ -145,18 +150,18 @@ class _Bank:
         if len(self._free) < NODES_PER_BANK // 4:
             self._begin_move()
 
-    def add(self, node: str, words: Words) -> None:
-        self._make_room(words.size)
+    def add(self, node: str, words: Some) -> None:
+        self._make_room(len(words))
         bit = 1 << self._bits[node]
         if self._old is not None:
             # It must count once, and leave both at once.
-            self._move(max(self._moved_per_change, 8 * words.size))
+            self._move(max(self._moved_per_change, 8 * len(words)))
         known = self._old.remove(words, bit) if self._old is not None else 0
         new = self._table.add(words, bit) - known
         self._counts[node] += new
         self.num_keys += new
 
-    def remove(self, node: str, words: Words) -> None:
+    def remove(self, node: str, words: Some) -> None:
         bit = 1 << self._bits[node]
         gone = self._table.remove(words, bit)
         if self._old is not None:
@@ -165,9 +170,9 @@ class _Bank:
         self._counts[node] -= gone
         self.num_keys -= gone
 
-    def leading(self, words: Words, found: dict[str, int]) -> None:
-        if words.size <= _FEW:
-            self._leading_few(words.tolist(), found)
+    def leading(self, words: Some, found: dict[str, int]) -> None:
+        if isinstance(words, list):
+            self._leading_few(words, found)
         elif self._mask(int(words[0])):
             self._leading_many(words, found)
 
@@ -260,19 +265,19 @@ class _Table:
         self._buckets = self._flat.reshape(-1, _BUCKET)
         self._view = memoryview(self._flat)  # type: ignore[arg-type]
 
-    def add(self, words: Words, bit: int) -> int:
+    def add(self, words: Some, bit: int) -> int:
         """Set the bit of each word; returns of how many it was not set."""
-        if words.size <= _FEW:
-            return self._add_few(words.tolist(), bit)
+        if isinstance(words, list):
+            return self._add_few(words, bit)
         places, mask = self._claim(np.unique(words)), np.uint64(bit)
         masks = self._flat[places]
         self._flat[places] = masks | mask
         return int(np.count_nonzero((masks & mask) == 0))
 
-    def remove(self, words: Words, bit: int) -> int:
+    def remove(self, words: Some, bit: int) -> int:
         """Clear the bit of each word; returns of how many it was set."""
-        if words.size <= _FEW:
-            return self._remove_few(words.tolist(), bit)
+        if isinstance(words, list):
+            return self._remove_few(words, bit)
         places, mask = self._find(np.unique(words)), np.uint64(bit)
         masks = self._flat[places]
         self._flat[places] = masks & ~mask
@@ -308,19 +313,18 @@ class _Table:
     def _add_few(self, words: list[int], bit: int) -> int:
         view, last, new = self._view, self._last, 0
         for word in words:
-            bucket = word & last
-            place = -1
-            while place < 0:
-                first = bucket * _BUCKET
-                for slot in range(first, first + _WORDS):
-                    found = view[slot]
-                    if found == 0:
-                        view[slot] = word
-                        self.num_used += 1
-                    if found in (0, word):
-                        place = slot + _WORDS
-                        break
-                bucket = (bucket + 1) & last
+            slot = (word & last) * _BUCKET
+            end = slot + _WORDS
+            while (found := view[slot]) != word:
+                if found == 0:
+                    view[slot] = word
+                    self.num_used += 1
+                    break
+                slot += 1
+                if slot == end:
+                    slot = (slot + _WORDS) % self._nowhere
+                    end = slot + _WORDS
+            place = slot + _WORDS
             mask = view[place]
             if not mask & bit:
                 view[place] = mask | bit
@@ -330,14 +334,13 @@ class _Table:
     def _remove_few(self, words: list[int], bit: int) -> int:
         view, last, gone = self._view, self._last, 0
         for word in words:
-            bucket, found = word & last, -1
-            while found not in (0, word):
-                first = bucket * _BUCKET
-                for slot in range(first, first + _WORDS):
-                    found = view[slot]
-                    if found in (0, word):
-                        break
-                bucket = (bucket + 1) & last
+            slot = (word & last) * _BUCKET
+            end = slot + _WORDS
+            while (found := view[slot]) != word and found:
+                slot += 1
+                if slot == end:
+                    slot = (slot + _WORDS) % self._nowhere
+                    end = slot + _WORDS
             place = slot + _WORDS
             if found and view[place] & bit:
                 view[place] ^= bit
@@ -394,8 +397,15 @@ def _zeros(count: int) -> Words:
     return np.frombuffer(memory, dtype=np.uint64)
 
 
-def _words(keys: Iterable[bytes]) -> Words:
+def _words(keys: Sequence[bytes]) -> Some:
     """The first eight bytes of each key of the first group; 0, which marks an empty slot, is 1."""
+    if len(keys) <= _FEW:
+        joined = b"".join(keys)
+        if len(joined) != KEY_BYTES * len(keys):
+            # Of other groups; theirs are longer.
+            joined = b"".join([key for key in keys if len(key) == KEY_BYTES])
+        few = [word for (word,) in _FIRST_WORD.iter_unpack(joined)]
+        return [word or 1 for word in few] if 0 in few else few
     joined = b"".join([key for key in keys if len(key) == KEY_BYTES])
     words = np.frombuffer(joined, dtype="<u8")[:: KEY_BYTES // 8].astype(np.uint64)
     words[words == 0] = 1

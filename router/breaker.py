@@ -157,6 +157,10 @@ class Breakers(Generic[K]):
             self._breakers[key] = Breaker(str(key), self._failures)
         self._breakers[key].failed(now)
 
+    def open_ones(self, now: float) -> list[K]:
+        """Those that are not closed."""
+        return [key for key, breaker in self._breakers.items() if breaker.state(now) is not BreakerState.CLOSED]
+
     def num_open(self, now: float) -> int:
         """How many are not closed."""
-        return sum(1 for breaker in self._breakers.values() if breaker.state(now) is not BreakerState.CLOSED)
+        return len(self.open_ones(now))

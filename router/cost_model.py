@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from baton.rpc.messages import NodeDescription, Role
+from baton.values import value
 from router.placement import Candidate, Demand, KVWords, kv_words
 from router.rates import StepRates
 
@@ -45,7 +46,7 @@ _SAME_SHARE = 0.02
 """Costs that differ by less are alike."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ServiceLevel:
     """What a request hopes for, in milliseconds from now."""
 
@@ -86,7 +87,7 @@ class NodeCosts:
         return -(-tokens // self.chunk) * self.step_ms + tokens * self.token_ms
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Terms:
     """The parts of one way's cost."""
 
@@ -137,20 +138,21 @@ def node_costs(
     queue_ms = (
         math.ceil(queued / chunk) * step_ms + queued * rates.token_ms if queued else step_ms / 2 * (candidate.load > 0)
     )
+    # Positional, as this is made for many nodes in every choice.
     return NodeCosts(
         candidate,
         node,
-        queue_ms=queue_ms,
-        step_ms=step_ms,
-        token_ms=rates.token_ms,
-        chunk=chunk,
-        streams=streams,
-        decode_ms=step_ms + rates.sequence_ms,
-        ms_per_byte=ms_per_byte,
-        kv_token_ms=ms_per_byte * node.block_bytes / node.block_size,
-        kv=kv or kv_words(node),
-        pending_tokens=pending_tokens,
-        share=share,
+        queue_ms,
+        step_ms,
+        rates.token_ms,
+        chunk,
+        streams,
+        step_ms + rates.sequence_ms,
+        ms_per_byte,
+        ms_per_byte * node.block_bytes / node.block_size,
+        kv or kv_words(node),
+        pending_tokens,
+        share,
     )
 
 
@@ -159,7 +161,7 @@ def newcomers_share(age_s: float) -> float:
     return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, int(age_s / _NEWCOMER_S * _SHARES) / _SHARES)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Question:
     """One request and all that is known when its nodes are chosen."""
 
@@ -220,7 +222,7 @@ class Question:
 
     @property
     def output_tokens(self) -> int:
-        return min(self.demand.max_tokens, _OUTPUT_TOKENS)
+        return 0 if self.demand.embeds else min(self.demand.max_tokens, _OUTPUT_TOKENS)
 
     def _cached(self, node: NodeCosts, at_most: int | None = None) -> int:
         """The last token of a prompt is computed in any case: the first one of the output follows from it."""
@@ -234,7 +236,7 @@ def _handoff_ms(decode: NodeCosts, tokens: int, last_chunk: int, prefill_ms: flo
     return HANDOFF_MS + max(at_least, in_all - prefill_ms)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Found:
     """The cheapest way."""
 
@@ -249,6 +251,8 @@ def cheapest(question: Question) -> Found | None:
     """None when there is no node at all. Who is passed over is taken when there is nobody else of its kind."""
     prefills = _allowed(question, Role.PREFILL)
     decodes = _allowed(question, Role.DECODE)
+    if question.demand.embeds:
+        return _cheapest_alone(question, prefills or decodes, False)
     pair = _cheapest_pair(question, prefills, decodes)
     alone = _cheapest_alone(question, decodes or prefills, pair is not None)
     if pair is None or alone is None:
@@ -261,6 +265,8 @@ def ways_beside(question: Question, found: Found) -> list[Terms]:
     """The way that was found, and for every other node the one that has it in place of one of those."""
     prefills = [cost for cost in question.costs if cost.node.role is Role.PREFILL]
     decodes = [cost for cost in question.costs if cost.node.role is Role.DECODE]
+    if question.demand.embeds:
+        return sorted(map(question.alone_terms, prefills or decodes), key=lambda terms: terms.total_ms)
     prefill = found.prefill or (_cheapest_pair(question, prefills, decodes) or found).prefill
     decode = found.decode
     pairs = {(cost.node.node_id, decode.node.node_id): (cost, decode) for cost in prefills}
@@ -315,18 +321,21 @@ def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bo
 # one expression each, since this is most of the time that a choice takes. `Terms` has the same sums in their parts.
 
 
-def _uncached(question: Question, costs: Sequence[NodeCosts]) -> list[int]:
-    """Tokens of the prompt that each node would compute."""
+def _uncached(question: Question, costs: Sequence[NodeCosts], at_least: int = 1) -> list[int]:
+    """Tokens of the prompt that each node has yet to compute, or to be given."""
     tokens, cached = question.demand.num_prompt_tokens, question.cached
     if not cached:
         return [tokens] * len(costs)
-    return [max(1, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
+    return [max(at_least, tokens - cached.get(cost.node.incarnation, 0)) for cost in costs]
 
 
 def _prefill_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
-    most_ms = question.level.first_token_ms
+    most_ms, work = question.level.first_token_ms, 1 + _WORK_SHARE
     return [
-        (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > most_ms, cost.queue_ms + (1 + _WORK_SHARE) * work_ms)
+        (
+            cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms,
+            cost.queue_ms + work * work_ms,
+        )
         for cost, left in zip(costs, _uncached(question, costs), strict=True)
     ]
 
@@ -334,15 +343,15 @@ def _prefill_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[
 def _decode_keys(
     question: Question, costs: Sequence[NodeCosts], last_chunk: int, prefill_ms: float
 ) -> list[tuple[int, float]]:
-    tokens, cached, outputs = question.demand.num_prompt_tokens, question.cached, question.output_tokens
-    most_ms = question.level.token_ms
+    most_ms, outputs = question.level.token_ms, question.output_tokens
     return [
         (
             cost.decode_ms > most_ms,
             outputs * cost.decode_ms
-            + _handoff_ms(cost, max(0, tokens - cached.get(cost.node.incarnation, 0)), last_chunk, prefill_ms),
+            + HANDOFF_MS
+            + max(min(left, last_chunk) * cost.kv_token_ms, left * cost.kv_token_ms - prefill_ms),
         )
-        for cost in costs
+        for cost, left in zip(costs, _uncached(question, costs, at_least=0), strict=True)
     ]
 
 

@@ -79,13 +79,16 @@ class DecisionLog:
     """The latest decisions by request, and totals of all."""
 
     def __init__(self, kept: int = _KEPT) -> None:
+        """`kept`: requests; 0: nobody asks, and nothing is recorded."""
         self._kept = kept
         self._by_request: OrderedDict[str, list[Decision]] = OrderedDict()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._regrets_s = Histogram(_REGRET_BUCKETS_S)
 
     def record(self, decision: Decision) -> None:
-        """One more."""
+        """One more; nothing where none are kept."""
+        if not self._kept:
+            return
         self._counts[decision.decision, reason_code(decision.reason)] += 1
         attempts = self._by_request.setdefault(decision.request_id, [])
         if attempts and attempts[-1].attempt >= decision.attempt:
@@ -95,6 +98,11 @@ class DecisionLog:
         self._by_request.move_to_end(decision.request_id)
         if len(self._by_request) > self._kept:
             self._by_request.popitem(last=False)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is recorded."""
+        return self._kept > 0
 
     def of(self, request_id: str) -> Sequence[Decision]:
         """The decisions of a request, in order; none if it is unknown or long ago."""

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import TypeVar
@@ -27,7 +28,8 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
-from baton.ids import REQUEST_ID_PATTERN
+from baton.ids import SCOPED_ID_PATTERN, unscoped
+from baton.observe.logs import of_attempt
 from baton.rpc.messages import (
     Accepted,
     Finished,
@@ -37,6 +39,7 @@ from baton.rpc.messages import (
     NodeDescription,
     RequestDelta,
     StepReport,
+    TakeChunk,
     WatchKVCache,
 )
 from router.answer import Answer
@@ -68,10 +71,12 @@ from router.node_links import NodeLinks
 from router.placement import Placement
 from router.placer import PlacementSettings, Placer, Policy
 from router.request import ValidRequest
+from router.request_spans import RequestSpans
 from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
 from router.run import Run
 from router.schemas import SchemaCheck
 from router.text_stream import TextCodec
+from router.timeline import TimelineLog
 from router.timers import Timers
 from router.turns import Turns
 from router.validation import validate
@@ -81,6 +86,11 @@ from router.waiting_room import WaitingRoom
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def _about(run: Run, **more: str | float) -> dict[str, str | float]:
+    """What a line of the log says of a request."""
+    return {**of_attempt(run.flight.key), **more}
 
 
 class Dispatcher:
@@ -97,11 +107,13 @@ class Dispatcher:
         limits: DispatchLimits | None = None,
         journal: FlightJournal | None = None,
         placer: Placer | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
         """Without a journal no other router can go on with a flight of this one, nor this one with another's. Without a
-        placer the least loaded nodes are taken.
+        placer the least loaded nodes are taken, without `spans` nothing is traced.
         """
         self._journal = journal
+        self._spans = spans
         self.placer = placer or Placer(PlacementSettings(Policy.LEAST_LOADED))
         self._view = view
         self._links = links
@@ -131,6 +143,9 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self.counters = DispatchCounters()
+        self.timelines = TimelineLog()
+        self.on_retry: Callable[[str, int, str], None] = lambda request_id, attempt, cause: None
+        """Called when a request gets another attempt: its number, and why."""
         self.changed = asyncio.Event()
         """Set when nodes came, went or began to drain; whoever waits for it clears it."""
         links.listen(self)
@@ -150,32 +165,56 @@ class Dispatcher:
         """Requests that are on nodes, or whose client still reads what came from them."""
         return self._waiting.num_placed
 
-    def generate(self, raw: GenerateRequest, timeout_s: float | None = None) -> AsyncGenerator[GenerateEvent, None]:
+    @property
+    def num_live_tokens(self) -> int:
+        """Tokens given out of them so far."""
+        return sum(run.flight.num_output_tokens for run in self._runs.values())
+
+    def runs(self) -> Iterator[Run]:
+        """Of the same requests, the latest first; for looking only."""
+        return reversed(self._runs.values())
+
+    def run_of(self, request_id: str) -> Run | None:
+        """One of them, by its id."""
+        return self._runs.get(request_id)
+
+    def generate(
+        self, raw: GenerateRequest, timeout_s: float | None = None, take: TakeChunk | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished; any end that is not a Finished is a BatonError. Closing it cancels the request.
 
-        `timeout_s` counts from the first step of the generator. Who is turned away at once hears no Accepted.
+        `timeout_s` counts from the first step of the generator. Who is turned away at once hears no Accepted. Chunks
+        that `take` takes while the generator is waited for are not among its events.
         """
-        return self._answer(lambda started: self._admit(raw, started, timeout_s))
+        return self._answer(lambda started: self._admit(raw, started, timeout_s), take)
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None = None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None = None,
+        take: TakeChunk | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions (`Chunk.next_position`, one for each sequence), Finished.
 
         For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
         Raises RequestNotFound when nobody knows the request: the same request with the same seed gives the same.
         """
-        return self._answer(lambda started: self._come_back(request_id, next_token_index, started, timeout_s))
+        return self._answer(lambda started: self._come_back(request_id, next_token_index, started, timeout_s), take)
 
-    async def _answer(self, enter: Callable[[float], Awaitable[Run]]) -> AsyncGenerator[GenerateEvent, None]:
+    async def _answer(
+        self, enter: Callable[[float], Awaitable[Run]], take: TakeChunk | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         run = await enter(self._timers.monotonic())
         queue, request = run.queue, run.request
+        queue.hand_to(take)
         try:
             if run.begin is not None:
                 begin, run.begin = run.begin, None
                 self._guarded(run, begin)
             if run.finish is not None or not run.flight.is_over:
-                yield Accepted(request.request_id, request.sampling_params.seed, len(request.prompt_token_ids))
+                name = unscoped(request.request_id)
+                yield Accepted(name, request.sampling_params.seed, len(request.prompt_token_ids))
             while (event := await queue.get()) is not None:
                 self._ease_stall(run)
                 yield event
@@ -189,9 +228,9 @@ class Dispatcher:
             if self._draining:
                 raise self._closing()
             # Before anything is done for it.
-            self._waiting.check_room(raw.priority)
+            self._waiting.check_room(raw.priority, embeds=raw.embeds)
             request = await self._validated(raw)
-            return self._open(request, Answer(self._codec, request), started, timeout_s)
+            return self._open(request, Answer(self._codec, request), started, timeout_s, raw.traceparent)
 
     async def _come_back(
         self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None
@@ -202,7 +241,9 @@ class Dispatcher:
             # Somebody may have been quicker.
             run = self._runs.get(request_id)
             if run is None and record is None:
-                raise RequestNotFound(f"nobody knows a request {request_id[:80]!r}")
+                raise RequestNotFound(f"nobody knows a request {unscoped(request_id)[:80]!r}")
+        if run is not None and run.request.embeds:
+            raise RequestNotFound(f"request {unscoped(request_id)[:80]!r} is for an embedding, which is no stream")
         self.counters.resumed += 1
         if run is None and record is not None:
             return self._reopen(record, positions, started, timeout_s)
@@ -210,7 +251,7 @@ class Dispatcher:
         return self._take_over(run, positions, started, timeout_s)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
-        if self._journal is None or not REQUEST_ID_PATTERN.match(request_id):
+        if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):
             return None
         return await self._journal.find(request_id, self._card())
 
@@ -218,7 +259,7 @@ class Dispatcher:
         """A flight that another router began, or this one before its client went away."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
-        run = self._open(record.request, answer, started, timeout_s)
+        run = self._open(record.request, answer, started, timeout_s, record.traceparent)
         placement = where_it_runs(record, positions, {node.incarnation: node for node in self._view.descriptions()})
         if placement is None:
             run.begin = partial(run.flight.start, record.attempt)
@@ -229,9 +270,10 @@ class Dispatcher:
     def _adopt(self, run: Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
         self.counters.adopted += 1
         self.placer.adopted(run.request, record.key.attempt, placement, self._timers.monotonic())
-        self._waiting.placed(run, run.started)
+        self._waiting.placed(run, run.admitted_at)
+        run.placed_last_at = run.placed_at
         self._adopting.add(run)
-        run.is_noted = True
+        run.is_noted = run.is_adopted = True
         return run.flight.adopt(record.key, placement, record.num_given)
 
     def _take_over(self, run: Run, positions: Sequence[int], started: float, timeout_s: float | None) -> Run:
@@ -259,7 +301,7 @@ class Dispatcher:
         """End a live request; its generator raises Cancelled. Raises RequestNotFound."""
         run = self._runs.get(request_id)
         if run is None or run.flight.is_over:
-            raise RequestNotFound(f"no live request {request_id[:80]!r}")
+            raise RequestNotFound(f"no live request {unscoped(request_id)[:80]!r}")
         self._feed(run, Cancel("cancelled by the client"))
 
     def drain(self) -> None:
@@ -293,12 +335,13 @@ class Dispatcher:
             if run is None:
                 self.counters.late_deltas += 1
             elif run.flight.takes_next(incarnation, delta):
+                self._heard(run, delta.sequence_index, now)
                 self._relay(run, delta)
             else:
                 self._feed(run, Delta(incarnation, delta))
         if self._adopting:
             self._settle(incarnation, report)
-        self._view.reported(incarnation, report.load, now)
+        self._view.reported(incarnation, report.load)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
         if report.load.draining:
@@ -355,13 +398,19 @@ class Dispatcher:
             self.counters.rejections[type(error).__name__] += 1
             raise
 
-    def _open(self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None) -> Run:
+    def _open(
+        self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None, traceparent: str = ""
+    ) -> Run:
         if self._draining:
             raise self._closing()
         if request.request_id in self._runs:
-            raise DuplicateRequest(f"request {request.request_id!r} is live")
+            raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
         run = Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started)
+        run.admitted_at = self._timers.monotonic()
         self._set_deadline(run, started, timeout_s)
+        if self._spans is not None:
+            run.span = self._spans.begin(request, traceparent, started)
+        run.traceparent = run.span.traceparent if run.span is not None else traceparent
         self._runs[request.request_id] = run
         self._idle.clear()
         self.counters.accepted += 1
@@ -407,7 +456,7 @@ class Dispatcher:
             self._fault(run, fault)
 
     def _fault(self, run: Run, fault: Exception) -> None:
-        _log.exception("request %s: %s", run.request.request_id, run.flight.story)
+        _log.exception("the router failed at a request", extra=_about(run, story=run.flight.story))
         error = BatonError(f"the router failed at this request: {fault}")
         if not run.flight.is_over:
             self._perform(run, run.flight.handle(GiveUp(error)))
@@ -421,6 +470,8 @@ class Dispatcher:
                 case Place() as place:
                     pending.extend(self._place(run, place))
                 case SubmitLeg(incarnation, submit):
+                    if run.span is not None:
+                        submit = replace(submit, traceparent=run.span.traceparent)
                     self._view.dispatched(incarnation, submit.attempt, submit.num_sequences)
                     if not self._links.send(incarnation, submit):
                         pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
@@ -441,6 +492,8 @@ class Dispatcher:
                     self._finish(run, finish)
                 case Fail(error):
                     self.counters.failed += 1
+                    how = logging.DEBUG if isinstance(error, Cancelled) else logging.INFO
+                    _log.log(how, "request failed: %s", error, extra=_about(run, error=type(error).__name__))
                     if run.first_token_at is None and isinstance(error, Overloaded | InvalidRequest):
                         self.counters.rejections[type(error).__name__] += 1
                     self._end(run, error)
@@ -450,23 +503,18 @@ class Dispatcher:
                     self._end(run, error)
 
     def _place(self, run: Run, place: Place) -> Sequence[FlightEffect]:
-        """Find nodes, or wait for some; `wanted` stays set meanwhile."""
-        if run.flight.is_over:
-            return ()
-        run.wanted = place
-        try:
-            choice = self._waiting.find_nodes(run, place)
-        except (InvalidRequest, Overloaded) as error:
-            return run.flight.handle(GiveUp(error))
+        """Find nodes, or wait for some."""
+        choice = self._waiting.seat(run, place)
         if choice is None:
             return ()
-        run.wanted = None
-        self.placer.placed(choice, self._timers.monotonic())
+        if isinstance(choice, GiveUp):
+            return run.flight.handle(choice)
         self.counters.attempts[place.cause] += 1
         if place.attempt > 1:
-            _log.info("request %s: attempt %d, %s", run.request.request_id, place.attempt, run.flight.story)
+            _log.info("another attempt", extra=_about(run, cause=place.cause.value, story=run.flight.story))
+            self.on_retry(run.request.request_id, place.attempt, place.cause.value)
+        run.placed_last_at = now = self._timers.monotonic()
         if run.placed_at is None:
-            now = self._timers.monotonic()
             self._waiting.placed(run, now)
             self.counters.queue_time.observe(now - run.started)
         effects = run.flight.handle(Placed(choice.placement))
@@ -475,8 +523,8 @@ class Dispatcher:
 
     def _note(self, run: Run, placement: Placement) -> None:
         """Leave word of the running attempt, for another router."""
-        if self._journal is not None:
-            self._journal.placed(run.request, run.flight.key, placement, run.flight.num_given)
+        if self._journal is not None and not run.request.embeds:
+            self._journal.placed(run.request, run.flight.key, placement, run.flight.num_given, run.traceparent)
             run.is_noted = True
 
     def _relay(self, run: Run, delta: RequestDelta) -> None:
@@ -492,19 +540,33 @@ class Dispatcher:
                 self._guarded(run, lambda: effects)
 
     def _emit(self, run: Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
-        if run.first_token_at is None:
-            run.first_token_at = self._timers.monotonic()
+        now = self._timers.monotonic()
+        self._heard(run, tokens.sequence_index, now)
+        self._heard_first(run, now)
         if run.logprobs:
             run.logprobs[tokens.sequence_index] += tokens.logprobs
         return self._give(run, run.answer.push(tokens), tokens.sequence_index)
 
+    def _heard_first(self, run: Run, now: float) -> None:
+        """What its client waits for came, if it is the first of it."""
+        if run.first_token_at is None:
+            run.first_token_at = now
+            run.first = (run.placed_last_at, run.flight.measured())
+
+    def _heard(self, run: Run, sequence_index: int, now: float) -> None:
+        """Tokens of this sequence came."""
+        told_at, run.told_at[sequence_index] = run.told_at[sequence_index], now
+        if told_at:
+            self.counters.served.gaps.observe(now - told_at)
+
     def _give(self, run: Run, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
         run.queue.put_all(events)
-        if run.queue.backlog > self._limits.max_backlog_tokens and run.stall is None:
+        if run.stall is not None:
+            self._ease_stall(run)
+        elif run.queue.backlog > self._limits.max_backlog_tokens:
             until = self._timers.monotonic() + self._limits.stall_s
-            error = SlowReader(f"{run.queue.backlog} tokens were left unread for {self._limits.stall_s:g} s")
-            run.stall = self._timers.call_at(until, lambda: self._feed(run, GiveUp(error)))
-        found = run.answer.found(sequence_index) if run.request.stop else None
+            run.stall = self._timers.call_at(until, lambda: self._on_stall(run))
+        found = run.answer.found(sequence_index) if run.answer.may_be_cut else None
         return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
 
     def _ease_stall(self, run: Run) -> None:
@@ -512,9 +574,18 @@ class Dispatcher:
             run.stall.cancel()
             run.stall = None
 
+    def _on_stall(self, run: Run) -> None:
+        self._ease_stall(run)
+        if run.stall is not None:
+            unread = run.queue.backlog
+            error = SlowReader(f"{unread} tokens were left unread for {self._limits.stall_s:g} s")
+            self._feed(run, GiveUp(error))
+
     def _finish(self, run: Run, finish: Finish) -> None:
         run.queue.put_all(run.answer.finish(finish))
         now = self._timers.monotonic()
+        if finish.embedding:
+            self._heard_first(run, now)
         first = now if run.first_token_at is None else run.first_token_at
         timings = finish.timings
         finished = Finished(
@@ -530,17 +601,26 @@ class Dispatcher:
             total_ms=(now - run.started) * 1e3,
             kv_bytes=timings.kv_bytes,
             path=finish.path,
+            embedding=finish.embedding,
         )
+        if _log.isEnabledFor(logging.DEBUG):
+            first_ms, total_ms = round(finished.ttft_ms, 3), round(finished.total_ms, 3)
+            _log.debug("request finished", extra=_about(run, ttft_ms=first_ms, total_ms=total_ms))
         run.finish = (finish, finished)
         run.queue.put(finished)
         self.counters.finished += 1
         self.counters.served.ended(finished)
         self.placer.finished(run.request.request_id, timings, finished.ttft_ms, now)
         self._waiting.ended(run, first)
-        self._end(run, None)
+        self._end(run, None, now)
 
-    def _end(self, run: Run, error: BatonError | None) -> None:
+    def _end(self, run: Run, error: BatonError | None, at: float | None = None) -> None:
         """The flight is over: nothing of it may fire any more, though its client may still read."""
+        ended_at = self._timers.monotonic() if at is None else at
+        traced = run.traced(ended_at, error)
+        self.timelines.record(traced)
+        if self._spans is not None and run.span is not None:
+            self._spans.end(run.span, traced)
         run.wanted = None
         self._waiting.leave(run)
         self.placer.over(run.request.request_id)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from itertools import islice
 
 from baton.errors import BatonError
-from baton.rpc.messages import Chunk, GenerateEvent
+from baton.rpc.messages import Chunk, GenerateEvent, TakeChunk
 from router.turns import Turns
 
 MAX_JOINED_TOKENS = 256
@@ -17,16 +18,22 @@ class EventQueue:
 
     Chunks that wait are taken as one: a reader that falls behind gets fewer and larger ones, so it costs less the more
     there is to do. Chunks without tokens (text that was held back until the end) stay by themselves.
+
+    Waking a reader that is a chain of generators costs several times what its message does. So while it waits in `get`
+    it may be spared that: chunks go to its `take`, until that can't take one, or something else comes.
     """
 
-    __slots__ = ("_error", "_events", "_is_over", "_turns", "_waiter", "backlog")
+    __slots__ = ("_error", "_events", "_is_due", "_is_over", "_take", "_turns", "_waiter", "backlog")
 
     def __init__(self, turns: Turns | None = None) -> None:
         """`turns` are those of all queues of a router."""
+        self._take: TakeChunk | None = None
         self._turns = turns or Turns()
         self._events: list[GenerateEvent] = []
         """Few, since chunks are taken together; a deque would be 700 bytes for each stream."""
         self._waiter: asyncio.Future[None] | None = None
+        self._is_due = False
+        """Our turn will come."""
         self._is_over = False
         self._error: BatonError | None = None
         self.backlog = 0
@@ -55,6 +62,10 @@ class EventQueue:
         """What it ends with, if that is an error."""
         return self._error
 
+    def hand_to(self, take: TakeChunk | None) -> None:
+        """The reader's way to take chunks while it waits in `get`; called on the event loop, and must not wait."""
+        self._take = take
+
     async def get(self) -> GenerateEvent | None:
         """The next event, None after the last one; raises the error of the end. For one reader."""
         if not self._events or not self._turns.may_go():
@@ -63,17 +74,22 @@ class EventQueue:
             if self._error is not None:
                 raise self._error
             return None
-        event = self._events.pop(0)
+        return self._next()
+
+    def _next(self) -> GenerateEvent:
+        event = self._events[0]
         if isinstance(event, Chunk):
-            if self._events and event.token_ids:
-                event = self._joined(event)
+            event = self._joined(event)
             self.backlog -= len(event.token_ids)
+        del self._events[0]
         return event
 
     def _joined(self, first: Chunk) -> Chunk:
-        """The chunk with those of its sequence that follow it at once."""
+        """The first event with the chunks of its sequence that follow it at once; in their place from now on."""
+        if len(self._events) == 1 or not first.token_ids:
+            return first
         chunks, num_tokens = [first], len(first.token_ids)
-        for following in self._events:
+        for following in islice(self._events, 1, None):
             if num_tokens >= MAX_JOINED_TOKENS or not isinstance(following, Chunk) or not following.token_ids:
                 break
             if following.sequence_index != first.sequence_index:
@@ -82,28 +98,55 @@ class EventQueue:
             num_tokens += len(following.token_ids)
         if len(chunks) == 1:
             return first
-        del self._events[: len(chunks) - 1]
-        return Chunk(
+        whole = Chunk(
             first.first_index,
             tuple(token for chunk in chunks for token in chunk.token_ids),
             "".join(chunk.text for chunk in chunks),
             tuple(position for chunk in chunks for position in chunk.logprobs),
             first.sequence_index,
         )
+        self._events[: len(chunks)] = [whole]
+        return whole
 
     async def _turn(self) -> None:
         """Return when there is something, or nothing more will come, and it is our turn."""
-        waiter = self._turns.future()
+        waiter = self._waiter = self._turns.future()
         if self._events or self._is_over:
-            self._turns.wake(waiter)
-        else:
-            self._waiter = waiter
+            self._wake()
         try:
             await waiter
         finally:
             self._waiter = None
 
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            self._turns.wake(waiter)
+        if self._waiter is not None and not self._is_due:
+            self._is_due = True
+            self._turns.serve(self._go)
+
+    def _go(self) -> bool:
+        """It is our turn. False: the reader has given up, or was woken already, or has already taken what there was."""
+        self._is_due = False
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not (self._events or self._is_over):
+            return False
+        if self._take is None or not self._hand_over(self._take):
+            waiter.set_result(None)
+        return True
+
+    def _hand_over(self, take: TakeChunk) -> bool:
+        """Whether the reader has all there is without being woken."""
+        events = self._events
+        while events:
+            event = events[0]
+            if not isinstance(event, Chunk):
+                return False
+            event = self._joined(event)
+            try:
+                is_taken = take(event)
+            except Exception:  # the reader meets it too, and can say so
+                self._take, is_taken = None, False
+            if not is_taken:
+                return False
+            del events[0]
+            self.backlog -= len(event.token_ids)
+        return not self._is_over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
 from baton.errors import NodeLost
 from baton.rpc.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
@@ -15,34 +15,49 @@ class FakeStream:
     def __init__(self, node: FakeNode) -> None:
         self.welcome = node.description
         self.is_closed = False
+        """Nothing can be sent."""
+        self._is_deaf = False
+        """The router has closed it, and hears nothing more."""
         self._node = node
         self._reports: asyncio.Queue[StepReport | NodeLost] = asyncio.Queue()
+        self._on_report: Callable[[StepReport], None] | None = None
+        self._on_lost: Callable[[NodeLost], None] | None = None
 
-    async def send(self, message: RouterMessage) -> None:
+    def listen(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None:
+        self._on_report, self._on_lost = on_report, on_lost
+        self._tell()
+
+    def send(self, message: RouterMessage) -> None:
         if self.is_closed:
             raise NodeLost(f"node {self.welcome.node_id} is gone: the stream is closed")
         if self._node.send_error is not None:
             raise self._node.send_error
         self._node.inbox.put_nowait(message)
 
-    async def __aiter__(self) -> AsyncIterator[StepReport]:
-        while True:
-            report = await self._reports.get()
-            if isinstance(report, NodeLost):
-                raise report
-            yield report
-            self._reports.task_done()
-
     async def close(self) -> None:
-        self.is_closed = True
+        self.is_closed = self._is_deaf = True
 
     def put(self, report: StepReport | NodeLost) -> None:
-        """What the router reads next."""
+        """What the router hears next, in another turn of the loop."""
         self._reports.put_nowait(report)
+        asyncio.get_running_loop().call_soon(self._tell)
 
     async def all_read(self) -> None:
         """Return once the router has dealt with everything put so far."""
         await self._reports.join()
+
+    def _tell(self) -> None:
+        if self._on_report is None or self._on_lost is None:
+            return
+        while not self._reports.empty():
+            report = self._reports.get_nowait()
+            if self._is_deaf:
+                pass
+            elif isinstance(report, NodeLost):
+                self._on_lost(report)
+            else:
+                self._on_report(report)
+            self._reports.task_done()
 
 
 class FakeNode:

@@ -16,6 +16,7 @@ The rules:
    it cost none of the budget. An attempt that another router adopted is no longer ours: nothing is retried or aborted.
 7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
    of it, and the node that still works on it is told.
+8. An embedding takes one leg on one node. It is a function of the prompt alone, so another attempt is the same again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.engine.request import Leg
-from baton.errors import AttemptsExhausted, BatonError, Cancelled, EngineFault, InvalidRequest, StreamDiverged
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    Cancelled,
+    EngineFault,
+    InvalidRequest,
+    StreamDiverged,
+    TransferCause,
+    TransferFailed,
+)
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.rpc.messages import Abort, Adopt, NodeDescription, Outcome, Path, RequestDelta, StageTimings, Submit
-from router.flight_leg import FlightLeg
+from baton.rpc.messages import (
+    ENDED_WELL,
+    Abort,
+    Adopt,
+    NodeDescription,
+    Outcome,
+    Path,
+    RequestDelta,
+    StageTimings,
+    Submit,
+)
+from router.flight_leg import FlightLeg, Measured
 from router.flight_sequence import FlightSequence
 from router.flight_table import (
     FLIGHT_TABLE,
@@ -58,6 +78,7 @@ from router.request import ValidRequest
 
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
+_ENDS_WELL = frozenset({Outcome.STOP, Outcome.LENGTH})
 
 
 class Flight:
@@ -79,6 +100,9 @@ class Flight:
         self._exclude: set[str] = set()
         self._placement: Placement | None = None
         self._legs: dict[str, FlightLeg] = {}
+        self._flow: tuple[str, AttemptKey] | None = None
+        """Who brings tokens that simply follow, and as whose; None: that is to be looked at again."""
+        self._max_tokens = request.sampling_params.max_tokens
         self._decode_flows = False
         self._given: Sequence[int] = ()
         """Tokens that the running attempt is given with the prompt."""
@@ -87,6 +111,7 @@ class Flight:
         """Not all has been told of the attempt that another router began."""
         self._unless_it_flows = ""
         """Why that attempt is lost if its decode leg has no token yet."""
+        self._embedding = b""
 
     @property
     def state(self) -> FlightState:
@@ -121,6 +146,18 @@ class Flight:
         """The running attempt's name."""
         return self._key
 
+    def measured(self) -> Measured:
+        """What the nodes of the running attempt have said of it so far."""
+        found = Measured()
+        for leg in self._legs.values():
+            name, has_ended = leg.node.node_id, leg.outcome is not None
+            if leg.leg is Leg.DECODE:
+                found = found._replace(decode_node=name, decode=leg.timings, is_complete=has_ended)
+            else:
+                is_all = leg.leg is not Leg.PREFILL
+                found = found._replace(prompt_node=name, prompt=leg.timings, is_complete=is_all and has_ended)
+        return found
+
     def start(self, attempts: int = 0) -> list[FlightEffect]:
         """The first effect, after so many attempts of other flights. Call once."""
         self._attempt = attempts
@@ -147,6 +184,7 @@ class Flight:
 
         A decode node that has no token may wait for a prefill node that never heard of the request.
         """
+        self._flow = None
         leg = self._legs.get(incarnation)
         if not self.is_adopting or leg is None or not leg.taken or leg.leg is Leg.PREFILL:
             return []
@@ -157,6 +195,7 @@ class Flight:
 
     def handle(self, event: FlightEvent) -> list[FlightEffect]:
         """Take an event. Raises IllegalEvent, and changes nothing, for one that can't happen now."""
+        self._flow = None
         if self.is_over:
             self.stale_events += 1
             return []
@@ -178,22 +217,31 @@ class Flight:
     def takes_next(self, incarnation: str, delta: RequestDelta) -> bool:
         """Take a delta that brings the tokens which follow and nothing else, as nearly all do: they are for the client.
 
-        False, and nothing changed, for any other one: it is an event for `handle`, whose only effect would be an
+        False, and nothing taken, for any other one: it is an event for `handle`, whose only effect would be an
         EmitTokens for those that are taken here.
         """
+        if delta.outcome is not None or delta.timings is not None or not delta.token_ids:
+            return False
+        # A flight's objects are many, and have left the processor's cache since its last token: look at few of them.
+        flow = self._flow
+        flows = flow is not None and delta.attempt is flow[1] and incarnation == flow[0]
+        if not flows and not self._begin_flow(incarnation, delta.attempt):
+            return False
+        index = delta.sequence_index
+        if index >= len(self._sequences) or delta.first_index + len(delta.token_ids) > self._max_tokens:
+            return False
+        return self._sequences[index].takes_next(delta)
+
+    def _begin_flow(self, incarnation: str, key: AttemptKey) -> bool:
+        """From now on, until the next event, tokens of this node and attempt are for the client as they come. False:
+        they are not.
+        """
         leg = self._legs.get(incarnation)
-        if leg is None or delta.outcome is not None or delta.timings is not None or delta.attempt != self._key:
-            return False
-        if self._machine.state is not FlightState.STREAMING or leg.outcome is not None or leg.lost:
-            return False
-        if not delta.token_ids or delta.sequence_index >= len(self._sequences):
-            return False
-        if delta.first_index + len(delta.token_ids) > self.request.sampling_params.max_tokens:
-            return False
-        if not self._sequences[delta.sequence_index].takes_next(delta):
+        if leg is None or not leg.is_running or key != self._key or self.state is not FlightState.STREAMING:
             return False
         leg.taken = True
         self._decode_flows = self._decode_flows or leg.leg is Leg.DECODE
+        self._flow = incarnation, key
         return True
 
     def _place(self, cause: AttemptCause) -> Place:
@@ -222,7 +270,7 @@ class Flight:
         self._is_adopting = False
         prefill, decode, num_sequences = placement.prefill, placement.decode, len(self._sequences)
         pair = [FlightLeg(prefill, Leg.PREFILL, 1), FlightLeg(decode, Leg.DECODE, num_sequences)] if prefill else []
-        legs = pair or [FlightLeg(decode, Leg.WHOLE, num_sequences)]
+        legs = pair or [FlightLeg(decode, Leg.EMBED if self.request.embeds else Leg.WHOLE, num_sequences)]
         self._legs = {leg.node.incarnation: leg for leg in legs}
         return legs
 
@@ -247,6 +295,9 @@ class Flight:
         leg.taken = True
         if delta.timings is not None:
             leg.timings = delta.timings
+        if self.request.embeds and (delta.token_ids or (delta.outcome in _ENDS_WELL and not delta.embedding)):
+            return self._give_up(EngineFault(f"node {leg.node.node_id} did not embed what it was to embed"))
+        self._embedding = delta.embedding
         if delta.sequence_index >= len(self._sequences):
             return self._give_up(EngineFault(f"node {leg.node.node_id} sent a sequence that nobody asked for"))
         sequence = self._sequences[delta.sequence_index]
@@ -256,7 +307,7 @@ class Flight:
             effects += self._tell_over(leg, sequence) if delta.outcome is None else []
         else:
             last = delta.first_index + len(delta.token_ids)
-            if delta.token_ids and last > self.request.sampling_params.max_tokens:
+            if delta.token_ids and last > self._max_tokens:
                 return self._give_up(EngineFault(f"node {leg.node.node_id} sent a token {last - 1} nobody asked for"))
             try:
                 tokens = sequence.take(delta)
@@ -281,7 +332,8 @@ class Flight:
             case Outcome.KV_LOST:
                 source = self._placement.prefill if self._placement and self._placement.prefill else node
                 why = f"KV of {source.node_id} was lost: {delta.error}"
-                return self._lose(self._legs.get(source.incarnation, leg), why, AttemptCause.KV_LOST)
+                lost = self._legs.get(source.incarnation, leg)
+                return self._lose(lost, why, AttemptCause.KV_LOST, delta.transfer_cause)
             case Outcome.REFUSED:
                 return self._refused(node, delta.error)
             case Outcome.IGNORED:
@@ -296,7 +348,7 @@ class Flight:
             case Outcome.MOVED:
                 return self._on_moved()
             case Outcome.ERROR:
-                return self._give_up(EngineFault(delta.error or f"node {node.node_id} failed the request"))
+                return self._give_up(_fault(node, delta))
             case _:
                 return []
 
@@ -341,10 +393,12 @@ class Flight:
     def _has_all_of_prefill(self) -> bool:
         return self._decode_flows and self._sequences[0].num_tokens > self._num_given
 
-    def _lose(self, leg: FlightLeg, why: str, cause: AttemptCause) -> list[FlightEffect]:
+    def _lose(
+        self, leg: FlightLeg, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
+    ) -> list[FlightEffect]:
         if leg.taken:
-            return self._retry(leg.node.incarnation, why, cause)
-        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, why, cause)
+            return self._retry(leg.node.incarnation, why, cause, kv_cause)
+        return self._not_taken(leg.node.incarnation, FlightStep.LEG_LOST, why, cause, kv_cause)
 
     def _refused(self, node: NodeDescription, error: str) -> list[FlightEffect]:
         why = f"node {node.node_id} refused: {error}"
@@ -353,17 +407,26 @@ class Flight:
     def _not_kept(self, why: str) -> list[FlightEffect]:
         return self._not_taken(None, FlightStep.LEG_LOST, why, AttemptCause.NOT_KEPT)
 
-    def _not_taken(self, exclude: str | None, step: FlightStep, why: str, cause: AttemptCause) -> list[FlightEffect]:
+    def _not_taken(
+        self,
+        exclude: str | None,
+        step: FlightStep,
+        why: str,
+        cause: AttemptCause,
+        kv_cause: TransferCause | None = None,
+    ) -> list[FlightEffect]:
         self._refusals += 1
         if self._refusals > MAX_REFUSALS:
-            return self._give_up(AttemptsExhausted(f"taken by none of {self._refusals} nodes; the last: {why}"))
+            return self._give_up(_exhausted(f"taken by none of {self._refusals} nodes; the last: {why}", kv_cause))
         self._machine.feed(step)
         return self._next_attempt(exclude, why, cause)
 
-    def _retry(self, failed: str, why: str, cause: AttemptCause) -> list[FlightEffect]:
+    def _retry(
+        self, failed: str, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
+    ) -> list[FlightEffect]:
         self._failures += 1
         if self._failures >= MAX_ATTEMPTS:
-            return self._give_up(AttemptsExhausted(f"{self._failures} attempts failed; the last: {why}"))
+            return self._give_up(_exhausted(f"{self._failures} attempts failed; the last: {why}", kv_cause))
         self._machine.feed(FlightStep.LEG_LOST)
         return self._next_attempt(failed, why, cause)
 
@@ -411,9 +474,10 @@ class Flight:
 
     def _finish(self) -> list[FlightEffect]:
         handed_over = self._decode_flows
-        effects = self._end_legs("finished", spare_handed_off=handed_over)
+        effects = self._end_legs(ENDED_WELL, spare_handed_off=handed_over)
         first = self._sequences[0]
-        return [*effects, Finish(first.finish_reason, first.stop_reason, self._timings(), self._path())]
+        how = first.finish_reason, first.stop_reason
+        return [*effects, Finish(*how, self._timings(), self._path(), self._embedding)]
 
     def _give_up(self, error: BatonError) -> list[FlightEffect]:
         self._machine.feed(FlightStep.GAVE_UP)
@@ -443,7 +507,7 @@ class Flight:
         """Prefill's figures from the node that computed the prompt, the transfer's from the one that pulled it."""
         nothing = StageTimings()
         by_leg = {leg.leg: leg.timings or nothing for leg in self._legs.values()}
-        prompt = by_leg.get(Leg.PREFILL) or by_leg.get(Leg.WHOLE, nothing)
+        prompt = by_leg.get(Leg.PREFILL) or by_leg.get(Leg.WHOLE) or by_leg.get(Leg.EMBED, nothing)
         pulled = by_leg.get(Leg.DECODE, nothing)
         return StageTimings(
             queue_ms=prompt.queue_ms,
@@ -460,3 +524,14 @@ class Flight:
             return Path("", "", self._attempt, "")
         prefill = placement.prefill.node_id if placement.prefill else ""
         return Path(prefill, placement.decode.node_id, self._attempt, placement.reason)
+
+
+def _fault(node: NodeDescription, delta: RequestDelta) -> BatonError:
+    """The error of a node that wants no other attempt."""
+    why = delta.error or f"node {node.node_id} failed the request"
+    return EngineFault(why) if delta.transfer_cause is None else TransferFailed(delta.transfer_cause, why)
+
+
+def _exhausted(story: str, kv_cause: TransferCause | None) -> BatonError:
+    """Why nothing more is tried; `kv_cause`: the last attempt failed because KV did not come."""
+    return AttemptsExhausted(story) if kv_cause is None else TransferFailed(kv_cause, story)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from baton.ids import AttemptKey
 from baton.registry.flights import FlightRecords
 from baton.rpc.messages import ModelCard
-from router.flight_record import FlightRecord, read_record
+from router.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
 from router.placement import Placement
 from router.request import ValidRequest
 
@@ -21,7 +21,9 @@ class FlightJournal:
         self._router = router
         self._wall = wall
 
-    def placed(self, request: ValidRequest, key: AttemptKey, placement: Placement, num_given: int = 0) -> None:
+    def placed(
+        self, request: ValidRequest, key: AttemptKey, placement: Placement, num_given: int = 0, traceparent: str = ""
+    ) -> None:
         """An attempt begins on these nodes, which were given so many tokens of the output."""
         record = FlightRecord(
             request=request,
@@ -32,6 +34,8 @@ class FlightJournal:
             num_given=num_given,
             router=self._router,
             written_at=self._wall(),
+            # One that is longer is none.
+            traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
         )
         self._records.put(request.request_id, record.to_json())
 

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.engine.request import Leg
 from baton.rpc.messages import NodeDescription, Outcome, StageTimings
 
 _OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
+
+
+class Measured(NamedTuple):
+    """What the nodes of an attempt have said of it."""
+
+    prompt_node: str = ""
+    """Where the prompt is computed."""
+    prompt: StageTimings | None = None
+    """None where it has said nothing; so is the next one."""
+    decode_node: str = ""
+    """Empty where the same node decodes."""
+    decode: StageTimings | None = None
+    is_complete: bool = False
+    """Whether the node that decodes has said how it ended there."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from baton.ids import AttemptKey
 from baton.rpc.messages import ModelCard
 from router.request import ValidRequest
 
+MAX_TRACEPARENT = 64
 _VERSION: Literal[1] = 1
 
 
@@ -34,6 +35,8 @@ class FlightRecord:
     """Incarnation of the router that wrote it."""
     written_at: float
     """Wall clock, seconds; for people."""
+    traceparent: Annotated[str, Field(max_length=MAX_TRACEPARENT)] = ""
+    """What spans of it are children of; empty: it is not traced."""
     version: Literal[1] = _VERSION
 
     @property

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.errors import StreamDiverged
 from baton.rpc.messages import Outcome, RequestDelta
+from baton.values import value
 from router.flight_table import EmitTokens
 from router.output_merge import OutputMerge
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SequenceEnd:
     """What the node said of the output's end; it may be known before all tokens are."""
 

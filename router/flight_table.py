@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import BatonError
 from baton.ids import AttemptKey
 from baton.rpc.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit
+from baton.values import value
 from router.placement import Placement
 
 
@@ -34,6 +34,8 @@ class FlightState(enum.Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup of the table
+
 
 class FlightStep(enum.Enum):
     """What moves a flight on; the events below come down to these."""
@@ -46,6 +48,8 @@ class FlightStep(enum.Enum):
     STOP_STRING = enum.auto()
     GAVE_UP = enum.auto()
     CANCEL = enum.auto()
+
+    __hash__ = object.__hash__
 
 
 _S, _E = FlightState, FlightStep
@@ -71,14 +75,14 @@ FLIGHT_TABLE: Final[dict[tuple[FlightState, FlightStep], FlightState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Placed:
     """Nodes were chosen: the answer to `Place`."""
 
     placement: Placement
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Delta:
     """A node's message about one attempt."""
 
@@ -86,7 +90,7 @@ class Delta:
     delta: RequestDelta
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NodeGone:
     """An incarnation died or fell silent."""
 
@@ -94,7 +98,7 @@ class NodeGone:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StopStringFound:
     """The text of a sequence's tokens given out so far contains a stop string."""
 
@@ -102,14 +106,14 @@ class StopStringFound:
     sequence_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Cancel:
     """The client went away or asked to stop."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class GiveUp:
     """The router ends the flight: deadline, nobody to serve it, a reader that does not read, shutdown."""
 
@@ -134,7 +138,7 @@ class AttemptCause(enum.Enum):
     """... or are, and have nothing of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Place:
     """Choose nodes for this attempt, none of `exclude`."""
 
@@ -143,7 +147,7 @@ class Place:
     cause: AttemptCause = AttemptCause.FIRST
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SubmitLeg:
     """Send a leg to a node."""
 
@@ -151,7 +155,7 @@ class SubmitLeg:
     submit: Submit
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AdoptLeg:
     """Tell a node that an attempt which another router began is ours from now on."""
 
@@ -160,7 +164,7 @@ class AdoptLeg:
     num_sequences: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class AbortLeg:
     """Tell a node that the attempt is over."""
 
@@ -168,7 +172,7 @@ class AbortLeg:
     abort: Abort
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LegEnded:
     """The node no longer has this leg: it counts no more towards the node's load."""
 
@@ -176,7 +180,7 @@ class LegEnded:
     attempt: AttemptKey
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EmitTokens:
     """Give these tokens to the client."""
 
@@ -188,7 +192,7 @@ class EmitTokens:
     sequence_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SequenceEnded:
     """One of several sequences ended well. A flight of one sequence only finishes."""
 
@@ -197,7 +201,7 @@ class SequenceEnded:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Finish:
     """The flight ended well; the reasons are those of sequence 0."""
 
@@ -205,16 +209,18 @@ class Finish:
     stop_reason: int | str | None
     timings: StageTimings
     path: Path
+    embedding: bytes = b""
+    """Of a request that embeds."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Fail:
     """The flight ended with this error."""
 
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class MovedAway:
     """The flight goes on at another router; here it ended with this error."""
 

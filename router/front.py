@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
+from baton.ids import scoped
 from baton.registry import Membership, NodeRecord
 from baton.rpc.explanations import PlacementDecision
-from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role
+from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role, TakeChunk
+from baton.rpc.request_rows import RequestRow
+from baton.rpc.timelines import Timeline
+from baton.security.callers import current_caller
 from router.dispatcher import Dispatcher
 from router.explained import explained
+from router.request_rows import ended_rows, running_rows
+from router.tenants import Tenants
 from router.text_stream import TextCodec
+from router.timeline import timeline
 from router.validation import MAX_PROMPT_BYTES, check_model, check_text, check_token_ids
 from router.view import ClusterView
 
@@ -22,24 +30,45 @@ _STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining
 class GenerationHandler:
     """Serves clients; see `baton.rpc.generation_service.GenerationHandler`."""
 
-    def __init__(self, dispatcher: Dispatcher, codec: TextCodec | None, card: Callable[[], ModelCard]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        codec: TextCodec | None,
+        card: Callable[[], ModelCard],
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._tenants = tenants or Tenants()
         self._dispatcher = dispatcher
         self._codec = codec
         self._card = card
 
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, Chunks, Finished. Closing the generator cancels the request."""
-        return self._dispatcher.generate(request, timeout_s)
+        caller = current_caller.get()
+        if not caller.tenant:
+            return self._dispatcher.generate(request, timeout_s, take)
+        owned = replace(request, tenant=caller.tenant)
+        return self._tenants.counted(caller, lambda: self._dispatcher.generate(owned, timeout_s, take))
+
+    def most_at_once(self) -> int | None:
+        """How many requests whoever asks may have running; None: any number."""
+        return current_caller.get().max_concurrent
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
-        return self._dispatcher.resume(request_id, next_token_index, timeout_s)
+        caller = current_caller.get()
+        if not caller.tenant:
+            return self._dispatcher.resume(request_id, next_token_index, timeout_s, take)
+        name = scoped(caller.tenant, request_id)
+        return self._tenants.counted(caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take))
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; raises RequestNotFound."""
-        self._dispatcher.cancel(request_id)
+        self._dispatcher.cancel(scoped(current_caller.get().tenant, request_id))
 
     async def tokenize(self, model: str, text: str) -> Sequence[int]:
         """The token ids that `generate` would see; raises InvalidRequest."""
@@ -102,6 +131,26 @@ class OperatorHandler:
         health, detail = self._health()
         return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
 
+    def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
+        """Those that run and those that are over; see `baton.rpc.operator_service.OperatorHandler`."""
+        if not request_id:
+            return [*self.running(limit or None), *self.ended(limit)]
+        name, now = self._own.name, self._clock.monotonic()
+        run, traced = self._dispatcher.run_of(request_id), self._dispatcher.timelines.of(request_id)
+        if run is not None:
+            return list(running_rows([run], name, now))
+        return list(ended_rows([traced], name, now)) if traced is not None else []
+
+    def running(self, limit: int | None) -> list[RequestRow]:
+        """Requests that this router serves, the latest first."""
+        runs = islice(self._dispatcher.runs(), limit)
+        return list(running_rows(runs, self._own.name, self._clock.monotonic()))
+
+    def ended(self, limit: int) -> list[RequestRow]:
+        """Requests that are over, as far as they are remembered, the latest first."""
+        latest = islice(self._dispatcher.timelines.latest(), limit)
+        return list(ended_rows(latest, self._own.name, self._clock.monotonic()))
+
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
         """Why a request went where it went; raises RequestNotFound for one that is unknown or long ago."""
         now = self._clock.monotonic()
@@ -110,6 +159,15 @@ class OperatorHandler:
             raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
         return [explained(explanation, now) for explanation in found]
 
+    def timeline(self, request_id: str) -> Timeline:
+        """Where a request's time went; raises RequestNotFound for one that is unknown, not over or long ago."""
+        traced = self._dispatcher.timelines.of(request_id)
+        if traced is None and self._dispatcher.run_of(request_id) is not None:
+            raise RequestNotFound(f"request {request_id[:80]!r} is not over yet: its timeline is known at its end")
+        if traced is None:
+            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
+        return timeline(traced, self._own.name, self._clock.monotonic())
+
     def _health(self) -> tuple[str, str]:
         candidates = self._view.candidates()
         why = self._dispatcher.placer.why_not_ready(candidates, self._own.model)
@@ -117,6 +175,8 @@ class OperatorHandler:
             return "unavailable", why
         roles = {candidate.node.role for candidate in candidates}
         notes = [f"no {role.value} node is up" for role in (Role.PREFILL, Role.DECODE) if role not in roles]
+        if cordoned := self._view.cordoned:
+            notes.append(f"cordoned: {', '.join(cordoned)}")
         if not self._membership.healthy:
             notes.insert(0, "the registry does not answer; serving goes on with the last view")
             return "degraded", "; ".join(notes)

@@ -22,7 +22,7 @@ class DispatchLimits:
     queue_wait_s: float = 120.0
     """How long a request waits for nodes that are there but full."""
     max_queue: int = 1024
-    """New requests that may wait."""
+    """New requests that may wait, of text and of embeddings each."""
     max_running: int = 16_384
     """Requests on nodes; more wait."""
     priority_ageing_s: float = 60.0

@@ -36,7 +36,8 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
     yield from counters.served.figures()
     yield from dispatcher.placer.figures(now)
     for status in view.statuses(now, wall):
-        labels = {"node": status.name, "node_role": status.role}
+        # Not this process's own name and role, which its other figures have.
+        labels = {"node": status.name, "role": status.role}
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -30,9 +29,11 @@ class NodeStream(Protocol):
     @property
     def welcome(self) -> NodeDescription: ...
 
-    async def send(self, message: RouterMessage) -> None: ...
+    def listen(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None: ...
 
-    def __aiter__(self) -> AsyncIterator[StepReport]: ...
+    def send(self, message: RouterMessage) -> None:
+        """Never waits; raises NodeLost."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -167,18 +168,18 @@ class NodeLinks:
 
 
 class _Link:
-    """One incarnation's stream and its two tasks: the runner, and while attached the writer."""
+    """One incarnation's stream and its task, which opens it, and opens it again when it is lost."""
 
     def __init__(self, owner: NodeLinks, record: NodeRecord) -> None:
         self.registered = True
         self._owner = owner
         self._record = record
         self._stream: NodeStream | None = None
-        self._outbox: deque[RouterMessage] = deque()
-        self._outbox_filled = asyncio.Event()
         self._last_message = 0.0
         self._heard = False
         """The stream has brought a report."""
+        self._loss: asyncio.Future[str] | None = None
+        """Why the stream is lost, once it is."""
         self._task = asyncio.create_task(self._run(), name=f"link-{record.incarnation}")
 
     @property
@@ -192,8 +193,12 @@ class _Link:
     def send(self, message: RouterMessage) -> bool:
         if self._stream is None:
             return False
-        self._outbox.append(message)
-        self._outbox_filled.set()
+        try:
+            self._stream.send(message)
+        except BatonError as error:
+            self._lose(str(error))
+        except Exception as fault:
+            self._fail(fault)
         return True
 
     def stop(self) -> None:
@@ -203,17 +208,20 @@ class _Link:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        client = self._owner.client(self._record.address)
+        client, timers = self._owner.client(self._record.address), self._owner.timers
         failures = 0
         try:
             while self.registered:
                 if failures:
-                    await sleep_until(self._owner.timers, self._owner.retry_at(failures))
+                    await sleep_until(timers, self._owner.retry_at(failures))
                 try:
                     self._heard = False
-                    await self._serve(await self._owner.attach(client, self._record))
-                    # A stream that never brought anything is no better than none.
-                    failures = 0 if self._heard else failures + 1
+                    stream = await self._owner.attach(client, self._record)
+                    began = timers.monotonic()
+                    await self._serve(stream)
+                    # One that brought nothing, or broke at once, is no better than none: it may go so for ever.
+                    is_good = self._heard and timers.monotonic() - began >= self._owner.times.silence_s
+                    failures = 0 if is_good else failures + 1
                 except BatonError:
                     failures += 1
                 except Exception:
@@ -224,54 +232,48 @@ class _Link:
             await client.close()
 
     async def _serve(self, stream: NodeStream) -> None:
-        """Read until the stream is lost. The listener hears of the loss before anything is awaited."""
+        """Hear it until it is lost. The listener hears of the loss before anything is awaited."""
         timers, listener, incarnation = self._owner.timers, self._owner.listener, self._record.incarnation
-        self._outbox.clear()
         self._stream = stream
         self._last_message = timers.monotonic()
+        self._loss = asyncio.get_running_loop().create_future()
         listener.on_attached(stream.welcome)
-        reading = asyncio.create_task(self._read(stream), name=f"link-read-{incarnation}")
-        writing = asyncio.create_task(self._write(stream), name=f"link-write-{incarnation}")
+        stream.listen(self._on_report, lambda loss: self._lose(str(loss)))
         silence = asyncio.create_task(self._await_silence(), name=f"link-silence-{incarnation}")
-        tasks = (reading, writing, silence)
         reason = "the router let go of it"
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            reason = next(task.result() for task in tasks if task in done)
-        except Exception as fault:
-            reason = f"the router failed at it: {fault}"
-            raise
+            reason = await self._loss
         finally:
             self._stream = None
             listener.on_lost(incarnation, reason)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            silence.cancel()
+            # First: whoever stops the link meanwhile would leave it open.
             with contextlib.suppress(BatonError):
                 await stream.close()
+            await asyncio.gather(silence, return_exceptions=True)
 
-    async def _read(self, stream: NodeStream) -> str:
-        listener, timers, incarnation = self._owner.listener, self._owner.timers, self._record.incarnation
+    def _on_report(self, report: StepReport) -> None:
+        if self._loss is None or self._loss.done():
+            return
+        self._heard = True
+        self._last_message = self._owner.timers.monotonic()
         try:
-            async for report in stream:
-                self._heard = True
-                self._last_message = timers.monotonic()
-                listener.on_report(incarnation, report)
-        except BatonError as error:
-            return str(error)
-        return f"node {self._record.name} ended the stream"
+            self._owner.listener.on_report(self._record.incarnation, report)
+        except Exception as fault:
+            self._fail(fault)
 
-    async def _write(self, stream: NodeStream) -> str:
-        try:
-            while True:
-                while self._outbox:
-                    await stream.send(self._outbox.popleft())
-                self._outbox_filled.clear()
-                await self._outbox_filled.wait()
-        except BatonError as error:
-            return str(error)
+    def _fail(self, fault: Exception) -> None:
+        """The router's own fault; it must not be met again at once, for ever."""
+        _log.error("link to %s", self._record.incarnation, exc_info=fault)
+        self._heard = False
+        self._lose(f"the router failed at it: {fault}")
 
-    async def _await_silence(self) -> str:
+    def _lose(self, reason: str) -> None:
+        """Only the first reason counts."""
+        if self._loss is not None and not self._loss.done():
+            self._loss.set_result(reason)
+
+    async def _await_silence(self) -> None:
         timers, bound = self._owner.timers, self._owner.times.silence_s
         while True:
             deadline = self._last_message + bound
@@ -282,7 +284,8 @@ class _Link:
                 # We woke late: it was this process that slept, and what the node said meanwhile is still unread.
                 self._last_message = timers.monotonic() - bound / 2
                 continue
-            return f"node {self._record.name} said nothing for {bound:g} s"
+            self._lose(f"node {self._record.name} said nothing for {bound:g} s")
+            return
 
 
 def _cancel(future: asyncio.Future[NodeStream]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import StreamDiverged
+from baton.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TokenRun:
     """Tokens that follow the output so far without a gap."""
 

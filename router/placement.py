@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription, Role
+from baton.values import value
 
-_KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size")
+_KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size", "link_protocol")
 """Of a description: what two nodes must have in common before one may use the other's KV."""
 
-KVWords = tuple[str, str, str, int]
+KVWords = tuple[str, str, str, int, int]
 """Their values."""
 
 
@@ -36,16 +37,28 @@ class Candidate:
     """Seconds on the router's clock."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Demand:
     """What of a request decides where it fits."""
 
     model: str
     num_prompt_tokens: int
     max_tokens: int
+    embeds: bool = False
+    """It generates nothing: an embedding is wanted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output."""
+        return self.num_prompt_tokens if self.embeds else self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Of those whose KV is stored: the last one of an output is never fed back."""
+        return self.num_tokens if self.embeds else self.num_tokens - 1
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Placement:
     """The nodes of one attempt. Without a prefill node, `decode` runs the whole request."""
 
@@ -65,6 +78,8 @@ def choose(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str] = 
     fitting = fitting_nodes(candidates, demand, exclude)
     prefills = sorted((c for c in fitting if c.node.role is Role.PREFILL), key=_order)
     decodes = sorted((c for c in fitting if c.node.role is Role.DECODE), key=_order)
+    if demand.embeds:
+        return Placement(None, (prefills or decodes)[0].node, why_embedded(candidates, prefills, decodes, exclude))
     best_prefill = _best_by_kv(prefills)
     best_decode = _best_by_kv(decodes)
     pairs = [(best_prefill[words], decode) for words, decode in best_decode.items() if words in best_prefill]
@@ -83,19 +98,21 @@ def take_turns(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str
 
 def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[str]) -> list[Candidate]:
     """Nodes on which the request fits, but for those in `exclude` unless there is nobody else; raises as `choose`."""
-    tokens = demand.num_prompt_tokens + demand.max_tokens
-    # The last token is never fed back, so its KV is never stored.
-    stored, model = tokens - 1, demand.model
+    tokens, stored, model = demand.num_tokens, demand.num_stored_tokens, demand.model
     able = [
         c
         for c in candidates
         if (n := c.node).model == model and tokens <= n.max_model_len and stored <= n.num_blocks * n.block_size
     ]
+    if demand.embeds:
+        # Those of an older version give none.
+        able = [c for c in able if c.node.embedding_size]
     if able:
         return [c for c in able if c.node.incarnation not in exclude] or able if exclude else able
-    if any(c.node.model == model for c in candidates):
-        raise InvalidRequest("prompt", f"with max_tokens comes to {tokens} tokens, more than any node's KV cache holds")
-    raise NoCapacity(f"no node that serves {demand.model} is up")
+    if any(c.node.model == model and (c.node.embedding_size or not demand.embeds) for c in candidates):
+        whole = "comes" if demand.embeds else "with max_tokens comes"
+        raise InvalidRequest("prompt", f"{whole} to {tokens} tokens, more than any node's KV cache holds")
+    raise NoCapacity(f"no node that {'embeds with' if demand.embeds else 'serves'} {demand.model} is up")
 
 
 def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVWords, Candidate]:
@@ -108,7 +125,7 @@ def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVWords, Candidate]:
 
 def kv_words(node: NodeDescription) -> KVWords:
     """What two nodes must agree on to exchange KV."""
-    return (node.model_fingerprint, node.numerics, node.dtype, node.block_size)
+    return (node.model_fingerprint, node.numerics, node.dtype, node.block_size, node.link_protocol)
 
 
 def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> str:
@@ -129,6 +146,16 @@ def disagreement(node: NodeDescription, others: Sequence[NodeDescription]) -> st
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:
     return (candidate.load, candidate.last_chosen, candidate.node.incarnation)
+
+
+def why_embedded(
+    candidates: Sequence[Candidate],
+    prefills: Sequence[Candidate],
+    decodes: Sequence[Candidate],
+    exclude: Set[str],
+) -> str:
+    """Why an embedding is computed where it is: a prefill node does it while there is one."""
+    return "an embedding takes one node" if prefills else why_alone(candidates, prefills, decodes, exclude)
 
 
 def why_alone(

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from baton.errors import BatonError, NoCapacity
 from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from baton.values import value
 from router.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.cache_view import CacheView, PromptKeys, cache_keys_of, milestones
+from router.cache_view import CacheKeys, CacheView, PromptKeys, cache_keys_of, milestones
 from router.cost_model import (
     Found,
     NodeCosts,
@@ -38,6 +39,7 @@ from router.placement import (
     kv_words,
     take_turns,
     why_alone,
+    why_embedded,
 )
 from router.rates import FleetRates
 from router.request import ValidRequest
@@ -73,7 +75,7 @@ class PlacementSettings:
     """The cost model lets a decode node compute at most so many tokens of a prompt while there are prefill nodes."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Choice:
     """A placement and what it was made from."""
 
@@ -107,7 +109,7 @@ class Placer:
     ) -> None:
         self._settings = settings or PlacementSettings()
         self._prompt_keys = prompt_keys
-        self.log = log or DecisionLog()
+        self.log = log if log is not None else DecisionLog()
         self._rates = FleetRates()
         self._caches = CacheView()
         self._nodes = Breakers[str](FAILURES)
@@ -177,6 +179,8 @@ class Placer:
         prefill, decode = live.placement.prefill, live.placement.decode
         pair = (prefill.node_id, decode.node_id) if prefill is not None else None
         match delta.outcome:
+            case Outcome.ERROR if pair is not None and delta.transfer_cause is not None:
+                self._pairs.failed(pair, now)
             case Outcome.REFUSED | Outcome.ERROR:
                 if not live.has_failed:
                     live.has_failed = True
@@ -207,13 +211,15 @@ class Placer:
 
         Raises NoCapacity with the reason when there is nobody, InvalidRequest when nobody is large enough.
         """
-        demand = Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
+        max_tokens = request.sampling_params.max_tokens
+        demand = Demand(request.model, len(request.prompt_token_ids), max_tokens, request.embeds)
         if self._predicts:
             choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
         else:
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else take_turns
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
-        self._check_kind(choice.placement)
+        if not request.embeds:
+            self._check_kind(choice.placement)
         return choice
 
     def why_not_ready(self, candidates: Sequence[Candidate], model: str) -> str:
@@ -247,7 +253,8 @@ class Placer:
             self._pending.setdefault(incarnation, {})[request.request_id, choice.attempt] = left
             self._known.pop(incarnation, None)
             live.expected = self._expect(request, placement)
-        self.log.record(_decision(choice, self._settings.policy, now))
+        if self.log.is_kept:
+            self.log.record(_decision(choice, self._settings.policy, now))
 
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt runs there already, for another router: what it has yet to compute is in its nodes' reports."""
@@ -276,6 +283,11 @@ class Placer:
     def explain(self, request_id: str, now: float) -> Sequence[Explanation]:
         """Why a request went where it went, attempt by attempt; nothing for one that is unknown or long ago."""
         return [self._explain(decision, now) for decision in self.log.of(request_id)]
+
+    def open_breakers(self, now: float) -> frozenset[str]:
+        """Of nodes by their names, of pairs by both."""
+        pairs = (f"{prefill}->{decode}" for prefill, decode in self._pairs.open_ones(now))
+        return frozenset((*self._nodes.open_ones(now), *pairs))
 
     @property
     def is_idle(self) -> bool:
@@ -307,7 +319,8 @@ class Placer:
         found = cheapest(question)
         if found is None:
             raise NoCapacity(f"no node that serves {demand.model} is up")
-        reason = found.reason or why_alone(candidates, *_by_role(fitting), exclude)
+        why = why_embedded if demand.embeds else why_alone
+        reason = found.reason or why(candidates, *_by_role(fitting), exclude)
         placement = Placement(found.prefill.node if found.prefill else None, found.decode.node, reason)
         return Choice(placement, request, attempt, question, found)
 
@@ -325,7 +338,7 @@ class Placer:
         prefills_only = len(roles) > 1
         return Question(
             demand=demand,
-            costs=[self._costs(candidate, now, prefills_only) for candidate in fitting],
+            costs=self._all_costs(fitting, now, prefills_only),
             cached=self._caches.cached_tokens(prompt, nodes),
             level=_level(request, waited_s),
             alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
@@ -333,19 +346,31 @@ class Placer:
             pairs_passed_over=self._pairs.not_allowed(now),
         )
 
+    def _all_costs(self, fitting: Sequence[Candidate], now: float, prefills_only: bool) -> list[NodeCosts]:
+        """Put together anew only where something has changed: most nodes say nothing between two requests."""
+        found = []
+        known = self._known
+        for candidate in fitting:
+            costs = known.get(candidate.node.incarnation)
+            # A share only grows, and is whole in the end.
+            if (
+                costs is None
+                or costs.candidate is not candidate
+                or (costs.share < 1.0 and costs.share != newcomers_share(now - candidate.attached_at))
+            ):
+                costs = self._costs(candidate, now, prefills_only)
+            found.append(costs)
+        return found
+
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
-        """Put together anew only when something of it has changed: most nodes say nothing between two requests."""
         incarnation = candidate.node.incarnation
-        known, share = self._known.get(incarnation), newcomers_share(now - candidate.attached_at)
-        if known is not None and known.candidate is candidate and known.share == share:
-            return known
         pending = self._pending.get(incarnation)
         costs = self._known[incarnation] = node_costs(
             candidate,
             sum(pending.values()) if pending else 0,
             self._rates.steps(incarnation, now),
             self._rates.ms_per_byte(incarnation, now),
-            share,
+            newcomers_share(now - candidate.attached_at),
             prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
             kv=self._kv.get(incarnation) or self._kv.setdefault(incarnation, kv_words(candidate.node)),
         )
@@ -360,12 +385,17 @@ class Placer:
         # It is not kept: there may be thousands of requests, and few are placed once more.
         prompt = self._prompts.pop(request.request_id, None)
         expected: list[tuple[str, Sequence[bytes]]] = []
+        if prompt is None or len(self._names) <= 2:
+            return expected
+        known: tuple[CacheKeys, Sequence[bytes]] | None = None
         for node in (placement.prefill, placement.decode):
             fields = cache_keys_of(node) if node is not None else None
-            if node is not None and fields is not None and prompt is not None and len(self._names) > 2:
-                keys = milestones(prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields)))))
-                self._caches.expect(node.incarnation, keys)
-                expected.append((node.incarnation, keys))
+            if node is not None and fields is not None:
+                if known is None or known[0] != fields:
+                    first = prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields))))
+                    known = (fields, milestones(first))
+                self._caches.expect(node.incarnation, known[1])
+                expected.append((node.incarnation, known[1]))
         return expected
 
     def _release(self, request_id: str) -> None:
@@ -422,8 +452,9 @@ def _by_role(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Can
     )
 
 
-def _incarnations(placement: Placement) -> list[str]:
-    return [node.incarnation for node in (placement.prefill, placement.decode) if node is not None]
+def _incarnations(placement: Placement) -> tuple[str, ...]:
+    prefill, decode = placement.prefill, placement.decode
+    return (decode.incarnation,) if prefill is None else (prefill.incarnation, decode.incarnation)
 
 
 def _level(request: ValidRequest, waited_s: float) -> ServiceLevel:

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.rpc.messages import StageTimings, StepFigures
+from baton.values import value
 
 _DECAY = 0.998
 """Of a step's weight with each later one."""
@@ -37,6 +38,8 @@ _FLEETS_SHARE = 8
 """One step of so many is enough for the fleet's rates."""
 _HOLD = 0.5
 """How many steps the fit before weighs."""
+_AGES = _DECAY ** np.arange(_AT_ONCE - 1, -1, -1)
+"""Weights of steps that are fitted together; of fewer, the last ones."""
 _HUBER = 3.0
 """Mean relative errors, beyond which a step counts less."""
 _CHANGED = 2.0
@@ -51,11 +54,12 @@ _HALF_LIFE_S = 5.0
 _AGES_PER_S = 4.0
 """It fades in steps, between which nothing has to be computed anew."""
 _NEVER = 1 << 30
+_FIRST, _SECOND, _THIRD = itemgetter(0), itemgetter(1), itemgetter(2)
 
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepRates:
     """Milliseconds of each part of a step."""
 
@@ -82,7 +86,8 @@ class StepLearner:
         self.num_steps = 0
         self.num_prompt_steps = 0
         """Of them, those that computed something of a prompt."""
-        self._rates = prior
+        self._fitted = prior
+        """As of the last fit."""
         self._new: list[tuple[float, float, float, float, float]] = []
         self._moments: Floats = np.zeros((4, 4))
         self._products: Floats = np.zeros(4)
@@ -105,31 +110,37 @@ class StepLearner:
         """As of the last fit; a node's first steps count soon."""
         if self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps > 0:
             self._fit()
-        return self._rates
+        return self._fitted
 
     def _fit(self) -> None:
         seen = np.array(self._new)
         self._new = []
-        before = np.array([*_values(self._rates)])
+        before = np.array([*_values(self._fitted)])
         # In units of what was expected, so that no step has more to say than the others, however long it took.
         expected = np.maximum(seen[:, 1:] @ before, 1e-3)
-        factor = float(np.median(seen[:, 0] / expected))
+        factor = _median(seen[:, 0] / expected)
         if not 1 / _CHANGED < factor < _CHANGED:
             # Most are far off: it is the node that has changed, and what it was tells little.
             before, expected = before * factor, expected * factor
             self._moments, self._products = self._moments * _KEPT_OF_BEFORE, self._products * _KEPT_OF_BEFORE
         rows, times = seen[:, 1:] / expected[:, np.newaxis], seen[:, 0] / expected
-        ages = _DECAY ** np.arange(len(rows) - 1, -1, -1)
+        ages, decay = _AGES[_AT_ONCE - len(rows) :], _DECAY ** len(rows)
         errors = np.abs(times - 1.0)
         for _ in range(2):
             weights = ages * np.minimum(1.0, _HUBER * self._error / np.maximum(errors, 1e-9))
-            moments = self._moments * _DECAY ** len(rows) + (rows.T * weights) @ rows
-            products = self._products * _DECAY ** len(rows) + rows.T @ (weights * times)
+            moments = self._moments * decay + (rows.T * weights) @ rows
+            products = self._products * decay + rows.T @ (weights * times)
             rates = _solve(moments, products, before)
             errors = np.abs(times - rows @ rates)
-        self._moments, self._products, self._rates = moments, products, StepRates(*rates.tolist())
-        self._error += 0.1 * (min(float(np.median(errors)) * 1.5, 1.0) - self._error)
+        self._moments, self._products, self._fitted = moments, products, StepRates(*rates.tolist())
+        self._error += 0.1 * (min(_median(errors) * 1.5, 1.0) - self._error)
         self._error = max(self._error, 0.02)
+
+
+def _median(values: Floats) -> float:
+    """numpy's own costs ten times as much for as few as these."""
+    ordered, middle = np.sort(values), len(values) // 2
+    return float(ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
 
 
 def _values(rates: StepRates) -> tuple[float, float, float, float]:
@@ -140,7 +151,11 @@ def _solve(moments: Floats, products: Floats, before: Floats) -> Floats:
     """The rates that fit best and are not negative."""
     hold = _HOLD / np.maximum(before, _LEAST) ** 2
     moments, products = moments + np.diag(hold), products + hold * before
-    rates, positive = np.zeros(4), np.ones(4, dtype=bool)
+    rates: Floats = np.asarray(np.linalg.solve(moments, products), np.float64)
+    positive = rates >= 0
+    if positive.all():
+        return rates
+    rates = np.zeros(4)
     while positive.any():
         found = np.linalg.solve(moments[np.ix_(positive, positive)], products[positive])
         if (found >= 0).all():
@@ -154,17 +169,25 @@ class TransferLearner:
     """How fast KV comes into one node: bytes and time of the last transfers, but for the slowest."""
 
     def __init__(self, prior_ms_per_byte: float = _GUESSED_MS_PER_BYTE) -> None:
-        prior = (prior_ms_per_byte * _PRIOR_BYTES, _PRIOR_BYTES)
-        self._last: deque[tuple[float, int]] = deque([prior], maxlen=_TRANSFERS)
-        self.ms_per_byte = prior_ms_per_byte
+        prior = (prior_ms_per_byte, prior_ms_per_byte * _PRIOR_BYTES, _PRIOR_BYTES)
+        self._last: deque[tuple[float, float, int]] = deque([prior], maxlen=_TRANSFERS)
+        """Milliseconds per byte, milliseconds and bytes of each."""
+        self._ms_per_byte: float | None = prior_ms_per_byte
+        """None: nobody has asked since the last transfer."""
+
+    @property
+    def ms_per_byte(self) -> float:
+        if self._ms_per_byte is None:
+            usual = sorted(self._last, key=_FIRST)[: (3 * len(self._last) + 3) // 4]
+            self._ms_per_byte = sum(map(_SECOND, usual)) / sum(map(_THIRD, usual))
+        return self._ms_per_byte
 
     def observe(self, timings: StageTimings) -> None:
         """A transfer ended. The first ones between two nodes take long, and small ones tell of other things."""
         if timings.kv_bytes <= 0 or not 0.0 < timings.transfer_ms < math.inf:
             return
-        self._last.append((timings.transfer_ms, timings.kv_bytes))
-        usual = sorted(self._last, key=lambda one: one[0] / one[1])[: (3 * len(self._last) + 3) // 4]
-        self.ms_per_byte = sum(time_ms for time_ms, _ in usual) / sum(num_bytes for _, num_bytes in usual)
+        self._last.append((timings.transfer_ms / timings.kv_bytes, timings.transfer_ms, timings.kv_bytes))
+        self._ms_per_byte = None
 
 
 class _Node:
@@ -173,16 +196,17 @@ class _Node:
     def __init__(self, fleet: StepLearner) -> None:
         self.learner = StepLearner(fleet.rates)
         self.step_at = self.prompt_at = 0.0
-        self._blended: tuple[tuple[StepRates, StepRates, int, int], StepRates] | None = None
-        """What was made of what."""
+        self._blended: tuple[StepRates, StepRates, int, int, StepRates] | None = None
+        """Four things, and what was made of them."""
 
     def beside(self, fleet: StepRates, now: float) -> StepRates:
         """Its rates as far as it has shown them of late, and the fleet's."""
         learner = self.learner
         own, age = learner.rates, int((now - self.step_at) * _AGES_PER_S)
         prompt_age = int((now - self.prompt_at) * _AGES_PER_S) if learner.num_prompt_steps else _NEVER
-        parts = (own, fleet, age, prompt_age)
-        if self._blended is None or self._blended[0] != parts:
+        known = self._blended
+        # Rates are new ones when anything of them is: nobody compares them by their values here.
+        if known is None or known[0] is not own or known[1] is not fleet or known[2] != age or known[3] != prompt_age:
             fresh, prompts = _freshness(age / _AGES_PER_S), _freshness(prompt_age / _AGES_PER_S)
             blend = StepRates(
                 step_ms=_between(fleet.step_ms, own.step_ms, fresh),
@@ -190,8 +214,8 @@ class _Node:
                 sequence_ms=_between(fleet.sequence_ms, own.sequence_ms, fresh),
                 context_ms=_between(fleet.context_ms, own.context_ms, fresh),
             )
-            self._blended = (parts, blend)
-        return self._blended[1]
+            known = self._blended = (own, fleet, age, prompt_age, blend)
+        return known[4]
 
 
 class FleetRates:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import PlainSerializer
 
 from baton.engine.request import SamplingParams
+from baton.values import value
+
+_TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]
+"""Of a sequence, whatever its kind, pydantic would write one item after the other in Python: four times as slow."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ValidRequest:
     """What the router serves. Its output is a function of this value alone."""
 
     request_id: str
     model: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: _TokenIds
     sampling_params: SamplingParams
     stop: Sequence[str] = ()
     priority: int = 0
@@ -26,3 +32,5 @@ class ValidRequest:
     """The longest that the first token may take, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
     """The longest mean time per output token after the first."""
+    embeds: bool = False
+    """Its prompt's embedding is wanted, and nothing generated."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from baton.engine.outputs import TokenLogprobs
-from baton.errors import NoCapacity, Overloaded
+from baton.errors import BatonError, NoCapacity, Overloaded
+from baton.observe.tracing import Span
 from baton.rpc.messages import Finished
 from router.admission import Hope, Ticket
 from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight import Flight
+from router.flight_leg import Measured
 from router.flight_table import Finish, FlightEffect, Place
 from router.request import ValidRequest
+from router.timeline import Moments, Traced
 from router.timers import TimerHandle
 
 
@@ -28,9 +31,21 @@ class Run:
         self.answer = answer
         self.queue = queue
         self.started = started
+        self.admitted_at = started
+        """When it had passed every check."""
         self.first_token_at: float | None = None
         self.placed_at: float | None = None
-        """When nodes were found for the first time."""
+        """When nodes were found for the first time..."""
+        self.placed_last_at: float | None = None
+        """... and for the attempt that runs."""
+        self.span: Span | None = None
+        """None: it is not traced."""
+        self.traceparent = ""
+        """Whose children spans of it are, at whatever router: those of its own span, or of its caller's."""
+        self.told_at = [0.0] * request.sampling_params.n
+        """When tokens of each sequence came last; 0: none have."""
+        self.first: tuple[float | None, Measured] = (None, Measured())
+        """When the attempt that brought the first token had its nodes, and what those had said by then."""
         self.wanted: Place | None = None
         """Waits for nodes."""
         self.ticket: Ticket[Run] | None = None
@@ -51,6 +66,8 @@ class Run:
         """How it ended, if it ended well."""
         self.is_noted = False
         """There is a record of it."""
+        self.is_adopted = False
+        """Another router began its first attempt here."""
 
     def hope(self) -> Hope:
         """What it must be in time for."""
@@ -60,6 +77,32 @@ class Run:
             deadline=self.deadline_at,
             first_token_by=None if slo_ms is None else self.started + slo_ms / 1e3,
             least_tokens=max(1, params.min_tokens) if may_stop else params.max_tokens,
+        )
+
+    def traced(self, ended: float, error: BatonError | None) -> Traced:
+        """What is kept of it when it is over."""
+        placed_for_first, first = self.first
+        moments = Moments(
+            received=self.started,
+            admitted=self.admitted_at,
+            placed=self.placed_at,
+            placed_last=self.placed_last_at,
+            placed_for_first=placed_for_first,
+            first_token=self.first_token_at,
+        )
+        return Traced(
+            request_id=self.request.request_id,
+            moments=moments,
+            ended=ended,
+            state=self.flight.state.value,
+            detail=self.answer.finish_reason if error is None else str(error),
+            attempts=self.flight.key.attempt,
+            is_adopted=self.is_adopted,
+            first=first,
+            last=self.flight.measured(),
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=self.answer.num_tokens,
+            trace_id=self.span.trace_id if self.span is not None else "",
         )
 
     def cancel_timers(self) -> None:

@@ -24,11 +24,13 @@ class TextCodec(Protocol):
 class TextStream:
     """One request's text. Works token by token, so that the result does not depend on how tokens were grouped."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_search", "num_tokens")
+    __slots__ = ("_detokenizer", "_min_tokens", "_plain", "_search", "num_tokens")
 
     def __init__(self, codec: TextCodec | None, stop: Sequence[str], min_tokens: int) -> None:
         self._detokenizer = codec.detokenizer() if codec is not None else None
         self._search = StopStrings(stop)
+        self._plain = self._detokenizer if self._search.is_off else None
+        """Where text goes out as it comes."""
         self._min_tokens = min_tokens
         self.num_tokens = 0
         """Tokens up to now, or up to the one that completed a stop string."""
@@ -47,12 +49,12 @@ class TextStream:
         ends_with_stop_token: bool = False,
     ) -> Chunk:
         """The chunk for these tokens; none of those behind a stop string, and no text of a stop token at the end."""
-        detokenizer = self._detokenizer
-        if self._search.is_off and detokenizer is not None and not ends_with_stop_token:
+        if self._plain is not None and not ends_with_stop_token:
             self.num_tokens += len(token_ids)
-            push = detokenizer.push
+            push = self._plain.push
             piece = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
             return Chunk(first_index, token_ids, piece, logprobs)
+        detokenizer = self._detokenizer
         text = []
         taken = 0
         for offset, token in enumerate(token_ids):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 PER_TURN = 64
 
@@ -21,7 +22,7 @@ class Turns:
         self._per_turn = per_turn
         self._left = per_turn
         """Of this turn of the loop."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[Callable[[], bool]] = deque()
         self._ends: asyncio.Handle | None = None
 
     def future(self) -> asyncio.Future[None]:
@@ -31,19 +32,18 @@ class Turns:
         return self._loop.create_future()
 
     def may_go(self) -> bool:
-        """Whether a reader that has something may take it now; who may not waits with `wake`."""
+        """Whether a reader that has something may take it now; who may not asks with `serve`."""
         if not self._left or self._waiting:
             return False
         self._take_one()
         return True
 
-    def wake(self, waiter: asyncio.Future[None]) -> None:
-        """Set the future's result when it is its turn; one that is done by then loses nothing."""
-        if self._left and not self._waiting:
+    def serve(self, go: Callable[[], bool]) -> None:
+        """Call it when it is its turn, perhaps at once. It returns whether it had any use for it."""
+        if not self._left or self._waiting:
+            self._waiting.append(go)
+        elif go():
             self._take_one()
-            waiter.set_result(None)
-        else:
-            self._waiting.append(waiter)
 
     def _take_one(self) -> None:
         self._left -= 1
@@ -55,7 +55,5 @@ class Turns:
         self._ends = None
         self._left = self._per_turn
         while self._waiting and self._left:
-            waiter = self._waiting.popleft()
-            if not waiter.done():
+            if self._waiting.popleft()():
                 self._take_one()
-                waiter.set_result(None)

@@ -12,7 +12,7 @@ from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
-from baton.ids import REQUEST_ID_PATTERN, new_request_id
+from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.rpc.messages import GenerateRequest, ModelCard
 from baton.text.grammar import MAX_SCHEMA_BYTES
 from router.request import ValidRequest
@@ -63,6 +63,8 @@ def validate(
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
     check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
+    if raw.embeds:
+        return _for_embedding(raw, card, encode, request_id)
     stop = _stop(raw.stop, encode is not None)
     sampling = _sampling(raw, card, rng)
     n = _integer("n", 1 if raw.n is None else raw.n, 1, MAX_SEQUENCES)
@@ -72,22 +74,37 @@ def validate(
     if best_of > n and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # they are compared by them
     sampling = _with_beams(replace(sampling, n=best_of), raw, n)
-    prompt = _prompt(raw.prompt, card, encode)
+    prompt = _prompt(raw.prompt, card, encode, card.max_model_len - 1)
     sampling = _with_lengths(sampling, raw, card.max_model_len - len(prompt))
     if raw.json_schema:
         sampling = _with_grammar(sampling, raw.json_schema, card, has_text=encode is not None)
     return ValidRequest(
-        request_id=request_id,
+        request_id=scoped(raw.tenant, request_id),
         model=card.name,
         prompt_token_ids=prompt,
         sampling_params=sampling,
         stop=stop,
         priority=raw.priority,
-        cache_salt=raw.cache_salt,
+        cache_salt=scoped(raw.tenant, raw.cache_salt),
         num_returned=n,
         wants_logprobs=raw.logprobs is not None,
         ttft_slo_ms=ttft_slo_ms,
         tpot_slo_ms=tpot_slo_ms,
+    )
+
+
+def _for_embedding(
+    raw: GenerateRequest, card: ModelCard, encode: Callable[[str], list[int]] | None, request_id: str
+) -> ValidRequest:
+    """What says how to generate is not looked at: nothing is."""
+    return ValidRequest(
+        request_id=scoped(raw.tenant, request_id),
+        model=card.name,
+        prompt_token_ids=_prompt(raw.prompt, card, encode, card.max_model_len),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1),
+        priority=raw.priority,
+        cache_salt=scoped(raw.tenant, raw.cache_salt),
+        embeds=True,
     )
 
 
@@ -125,9 +142,8 @@ def _request_id(request_id: str, rng: Random) -> str:
 
 
 def _prompt(
-    prompt: str | Sequence[int] | None, card: ModelCard, encode: Callable[[str], list[int]] | None
+    prompt: str | Sequence[int] | None, card: ModelCard, encode: Callable[[str], list[int]] | None, longest: int
 ) -> tuple[int, ...]:
-    longest = card.max_model_len - 1
     if not prompt:
         raise InvalidRequest("prompt", "is empty")
     if isinstance(prompt, str):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from baton.ids import AttemptKey
-from baton.registry import NodeRecord
+from baton.registry import DesiredState, NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
 from router.admission import is_full
 from router.placement import Candidate, disagreement
@@ -21,9 +21,12 @@ class NodeState(enum.Enum):
 
     STARTING = "Starting"
     READY = "Ready"
+    CORDONED = "Cordoned"
     DRAINING = "Draining"
     SUSPECT = "Suspect"
     LOST = "Lost"
+    INCOMPATIBLE = "Incompatible"
+    """Only shown: it is there, but exchanges KV with nobody who does the other half."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class _Node:
     """One incarnation."""
 
     record: NodeRecord
+    cordoned: bool = False
+    """An operator wants no new requests on it."""
     registered: bool = True
     description: NodeDescription | None = None
     attached: bool = False
@@ -45,7 +50,6 @@ class _Node:
     candidate: Candidate | None = None
     """What placement sees of it; None while that is to be put together anew."""
     last_chosen: int = 0
-    last_message: float = 0.0
     lost_at: float | None = None
     detail: str = ""
     """Why it is lost."""
@@ -64,7 +68,11 @@ class ClusterView:
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
         self._ordered: list[_Node] | None = None
+        self._described: tuple[NodeDescription, ...] | None = None
         self._chosen = 0
+        self._desired = DesiredState()
+        self.on_cordoned_work: Callable[[], None] = lambda: None
+        """Called when a node that takes no new requests said how much it has left, or is gone."""
 
     def registered(self, records: Iterable[NodeRecord]) -> None:
         """These are the records in the registry now. Who is attached stays, whatever the registry says."""
@@ -72,7 +80,7 @@ class ClusterView:
         for incarnation, record in current.items():
             node = self._nodes.get(incarnation)
             if node is None:
-                self._nodes[incarnation] = _Node(record)
+                self._nodes[incarnation] = _Node(record, record.name in self._desired.cordoned)
             else:
                 node.record = record
                 node.registered = True
@@ -83,7 +91,14 @@ class ClusterView:
         for incarnation, node in list(self._nodes.items()):
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
-        self._ordered = None
+        self._ordered = self._described = None
+
+    def desired(self, desired: DesiredState) -> None:
+        """This is what operators want of nodes now."""
+        self._desired = desired
+        for node in self._nodes.values():
+            node.cordoned = node.record.name in desired.cordoned
+            node.candidate = None
 
     def attached(self, description: NodeDescription, now: float) -> None:
         """The stream to this incarnation is open."""
@@ -93,7 +108,8 @@ class ClusterView:
             return
         node.description = description
         node.attached = True
-        node.last_message = node.attached_at = now
+        self._described = None
+        node.attached_at = now
         node.lost_at = None
         node.detail = node.notice = ""
         node.forget_ours()
@@ -101,7 +117,7 @@ class ClusterView:
         node.others = 0
         node.candidate = None
 
-    def reported(self, incarnation: str, load: LoadReport, now: float) -> None:
+    def reported(self, incarnation: str, load: LoadReport) -> None:
         """The node said how busy it is."""
         node = self._nodes.get(incarnation)
         if node is None:
@@ -109,8 +125,9 @@ class ClusterView:
         node.load = load
         # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
-        node.last_message = now
         node.candidate = None
+        if node.cordoned:
+            self.on_cordoned_work()
 
     def noticed(self, incarnation: str, notice: str) -> None:
         """The node has something to say to operators; empty: no more."""
@@ -124,11 +141,14 @@ class ClusterView:
         if node is None:
             return
         node.attached = False
+        self._described = None
         node.candidate = None
         node.forget_ours()
         node.detail = reason
         if node.lost_at is None:
             node.lost_at = now
+        if node.cordoned:
+            self.on_cordoned_work()
 
     def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
         """A leg that computes so many sequences at once was sent there."""
@@ -147,6 +167,8 @@ class ClusterView:
         if node is not None and attempt in node.in_flight:
             node.ours -= node.in_flight.pop(attempt)
             node.candidate = None
+            if node.cordoned:
+                self.on_cordoned_work()
 
     def forget_lost(self, now: float) -> None:
         """Drop nodes that are neither registered nor attached and have been shown long enough."""
@@ -155,7 +177,7 @@ class ClusterView:
                 continue
             if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
                 del self._nodes[incarnation]
-                self._ordered = None
+                self._ordered = self._described = None
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
@@ -193,8 +215,11 @@ class ClusterView:
         return is_full(description, node.others + node.ours, load.waiting, load.uncomputed_tokens)
 
     def descriptions(self) -> tuple[NodeDescription, ...]:
-        """Every attached node."""
-        return tuple(n.description for n in self._nodes.values() if n.attached and n.description is not None)
+        """Every attached node; the same tuple until one comes or goes."""
+        if self._described is None:
+            attached = (node for node in self._nodes.values() if node.attached)
+            self._described = tuple(node.description for node in attached if node.description is not None)
+        return self._described
 
     def state(self, incarnation: str) -> NodeState | None:
         """The word for one incarnation; None for a stranger."""
@@ -216,17 +241,22 @@ class ClusterView:
     @staticmethod
     def _state(node: _Node) -> NodeState:
         if node.attached:
-            return NodeState.DRAINING if node.load.draining or node.record.state == "draining" else NodeState.READY
+            if node.load.draining or node.record.state == "draining":
+                return NodeState.DRAINING
+            return NodeState.CORDONED if node.cordoned else NodeState.READY
         if node.lost_at is None:
             return NodeState.STARTING
         return NodeState.SUSPECT if node.registered else NodeState.LOST
 
     def _status(self, node: _Node, wall: float) -> NodeStatus:
         record, load = node.record, node.load
+        state, disagreement = self._state(node), self._disagreement(node)
+        if state is NodeState.READY and disagreement:
+            state = NodeState.INCOMPATIBLE
         return NodeStatus(
             name=record.name,
             role=record.role,
-            status=self._state(node).value,
+            status=state.value,
             incarnation=record.incarnation,
             address=record.address,
             pid=record.pid,
@@ -240,6 +270,26 @@ class ClusterView:
             free_blocks=load.free_blocks,
             leased_blocks=load.leased_blocks,
             quarantined_blocks=load.quarantined_blocks,
-            detail=node.detail or node.notice or self._disagreement(node),
+            detail=node.detail or self._change(node) or node.notice or disagreement,
             bit_exact=record.bit_exact,
+            cordoned=node.cordoned,
+            desired_role=self._desired.role_of(record.name) or "",
+            in_flight=len(node.in_flight),
         )
+
+    def _change(self, node: _Node) -> str:
+        role = self._desired.role_of(node.record.name)
+        is_changing = node.attached and role not in (None, node.record.role)
+        return f"becomes a {role} node when its work is done" if is_changing else ""
+
+    @property
+    def cordoned(self) -> list[str]:
+        """Names of the nodes that are there and take no new requests."""
+        return sorted({node.record.name for node in self._nodes.values() if node.cordoned and node.attached})
+
+    def looks(self) -> Iterator[tuple[str, tuple[str, str, str, NodeState, str, str, bool]]]:
+        """Every incarnation, and of it name, role, address, state, why it is lost, its notice, whether it drained."""
+        for incarnation, node in self._nodes.items():
+            record, state = node.record, self._state(node)
+            drained = node.load.draining or record.state == "draining"
+            yield incarnation, (record.name, record.role, record.address, state, node.detail, node.notice, drained)

@@ -5,12 +5,12 @@ Who waits in which order is `admission`'s, where requests go `placer`'s; here is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
-from router.admission import AdmissionQueue, Hope, Ticket
-from router.flight_table import Place
+from router.admission import AdmissionQueue, Ticket
+from router.flight_table import GiveUp, Place
 from router.limits import DispatchLimits
 from router.placement import Candidate
 from router.placer import Choice, Placer
@@ -19,8 +19,27 @@ from router.timers import Timers
 from router.view import ClusterView
 
 
+class _Line:
+    """Those that wait for the same: text, or embeddings, which fewer nodes may give and one alone does. What embeddings
+    take says nothing of what text will, so each line has its own count and times.
+    """
+
+    def __init__(self, limits: DispatchLimits, rng: Random) -> None:
+        self.queue: AdmissionQueue[Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
+        self.num_placed = 0
+
+    @property
+    def retry_after_s(self) -> float:
+        """What to tell somebody who is turned away now."""
+        return self.queue.retry_after_s(self.num_placed)
+
+
 class WaitingRoom:
-    """The requests of one router that wait for nodes, and how many have some."""
+    """The requests of one router that wait for nodes, and how many have some.
+
+    Text and embeddings wait in lines of their own: whoever is first in one holds up nobody in the other. Room that both
+    could use goes to whoever comes first by the rules of `admission`.
+    """
 
     def __init__(
         self,
@@ -39,20 +58,54 @@ class WaitingRoom:
         self._limits = limits
         self._place = place
         self._give_up = give_up
-        self._queue: AdmissionQueue[Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
-        self.num_placed = 0
-        """Requests that are on nodes, or whose client still reads what came from them."""
+        self._text, self._embeddings = _Line(limits, rng), _Line(limits, rng)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._text.queue) + len(self._embeddings.queue)
 
-    def check_room(self, priority: int) -> None:
+    @property
+    def num_placed(self) -> int:
+        """Requests that are on nodes, or whose client still reads what came from them."""
+        return self._text.num_placed + self._embeddings.num_placed
+
+    def check_room(self, priority: int, *, embeds: bool = False) -> None:
         """Raises QueueFull if a newcomer of this priority could not even wait."""
-        if self._queue:
-            self._queue.check_room(priority, self.num_placed)
+        line = self._embeddings if embeds else self._text
+        if line.queue:
+            line.queue.check_room(priority, line.num_placed)
 
-    def find_nodes(self, run: Run, place: Place) -> Choice | None:
-        """Nodes for an attempt. None: it waits now.
+    def seat(self, run: Run, place: Place) -> Choice | GiveUp | None:
+        """Nodes for an attempt, which goes there. None: it is over, or waits now, and `wanted` stays set meanwhile."""
+        if run.flight.is_over:
+            return None
+        run.wanted = place
+        try:
+            self._check_anybody_embeds(run, place)
+            choice = self._find_nodes(run, place)
+        except (InvalidRequest, Overloaded) as error:
+            return GiveUp(error)
+        if choice is not None:
+            run.wanted = None
+            self._placer.placed(choice, self._timers.monotonic())
+        return choice
+
+    def _check_anybody_embeds(self, run: Run, place: Place) -> None:
+        """Raises NoCapacity for an embedding where nodes are up and none gives any: that won't change soon.
+
+        One whose node was lost waits for that as everybody does.
+        """
+        if not run.request.embeds or place.attempt > 1:
+            return
+        model = run.request.model
+        sizes = [one.node.embedding_size for one in self._view.candidates() if one.node.model == model]
+        if sizes and not any(sizes):
+            raise NoCapacity(f"no node that embeds with {model} is up", self._embeddings.retry_after_s)
+
+    def _line(self, run: Run) -> _Line:
+        return self._embeddings if run.request.embeds else self._text
+
+    def _find_nodes(self, run: Run, place: Place) -> Choice | None:
+        """None: it waits now.
 
         Raises InvalidRequest when no node is large enough, WouldBeLate when its time is too short, QueueFull.
         """
@@ -70,23 +123,24 @@ class WaitingRoom:
     def placed(self, run: Run, at: float) -> None:
         """It has nodes, for the first time."""
         run.placed_at = at
-        self.num_placed += 1
+        self._line(run).num_placed += 1
 
     def gone(self, run: Run) -> None:
         """Its client is served, or went away."""
         self.leave(run)
-        self.num_placed -= run.placed_at is not None
+        self._line(run).num_placed -= run.placed_at is not None
 
     def ended(self, run: Run, first_token_at: float) -> None:
         """It ended well, now: what it took says what others will take."""
         if run.placed_at is not None:
             service_s = self._timers.monotonic() - run.placed_at
-            self._queue.times.ended(first_token_at - run.placed_at, service_s, run.flight.num_output_tokens)
+            times = self._line(run).queue.times
+            times.ended(first_token_at - run.placed_at, service_s, run.flight.num_output_tokens)
 
     def leave(self, run: Run) -> None:
         """It does not wait any more. Idempotent."""
         if run.ticket is not None:
-            self._queue.leave(run.ticket)
+            self._line(run).queue.leave(run.ticket)
             run.ticket = None
         if run.patience is not None:
             run.patience.cancel()
@@ -94,12 +148,18 @@ class WaitingRoom:
 
     def serve(self) -> None:
         """There may be room: let whoever can be placed be, in their order."""
-        while (ticket := self._queue.first()) is not None:
+        tried: set[Ticket[Run]] = set()
+        while (ticket := self._next(tried)) is not None:
+            tried.add(ticket)
             run = ticket.item
             if run.wanted is not None:
                 self._place(run, run.wanted)
-            if self._queue.first() is ticket:
-                break
+
+    def _next(self, tried: Set[Ticket[Run]]) -> Ticket[Run] | None:
+        """The first of a line, unless it was tried: then nobody of its line is next."""
+        firsts = (self._text.queue.first(), self._embeddings.queue.first())
+        ready = [first for first in firsts if first is not None and first not in tried]
+        return min(ready, key=lambda ticket: ticket.order_key, default=None)
 
     def _nodes_for(self, ticket: Ticket[Run], place: Place) -> Choice:
         """Raises Overloaded, too, when there is no node or all are full."""
@@ -107,27 +167,31 @@ class WaitingRoom:
         if ticket.is_retry:
             # Its client is in mid-stream: whatever a node has to do, this comes first.
             return self._choose(candidates, run, place)
-        if (first := self._queue.first()) is not None and not self._queue.is_next(ticket):
+        queue = self._line(run).queue
+        if (first := queue.first()) is not None and not queue.is_next(ticket):
             raise _again(first.item.why_waiting)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
+        with_room = _with_room(candidates)
         try:
-            choice = self._choose(_with_room(candidates), run, place)
+            choice = self._choose(with_room, run, place)
         except (InvalidRequest, NoCapacity):
             choice = self._choose(candidates, run, place)
-        placement = choice.placement
-        chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
-        if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
-            raise Overloaded("every node is full")
-        self._check_in_time(ticket.hope, choice)
+        if with_room is not candidates:
+            placement = choice.placement
+            chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
+            if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
+                raise Overloaded("every node is full")
+        self._check_in_time(ticket, choice)
         return choice
 
-    def _check_in_time(self, hope: Hope, choice: Choice) -> None:
+    def _check_in_time(self, ticket: Ticket[Run], choice: Choice) -> None:
         terms = choice.found.terms if choice.found is not None else None
         # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
         if terms is not None and terms.queue_ms > 0.0:
             first_s, each_s = terms.first_token_ms / 1e3, terms.token_ms / 1e3
-            self._queue.check_in_time(hope, self._timers.monotonic(), first_s, each_s, self.num_placed)
+            line, now = self._line(ticket.item), self._timers.monotonic()
+            line.queue.check_in_time(ticket.hope, now, first_s, each_s, line.num_placed)
 
     def _choose(self, candidates: Sequence[Candidate], run: Run, place: Place) -> Choice:
         now = self._timers.monotonic()
@@ -135,7 +199,7 @@ class WaitingRoom:
 
     def _new_ticket(self, run: Run, place: Place) -> Ticket[Run]:
         is_retry = place.attempt > 1
-        return self._queue.ticket(run, run.started, run.request.priority, run.hope(), is_retry=is_retry)
+        return self._line(run).queue.ticket(run, run.started, run.request.priority, run.hope(), is_retry=is_retry)
 
     def _wait(self, ticket: Ticket[Run], why: Overloaded) -> None:
         """Raises QueueFull or WouldBeLate when it can't."""
@@ -143,12 +207,13 @@ class WaitingRoom:
         run.why_waiting = why
         if run.ticket is not None:
             return
-        displaced = self._queue.offer(ticket, now, self.num_placed)
+        line = self._line(run)
+        displaced = line.queue.offer(ticket, now, line.num_placed)
         run.ticket, run.waiting_since = ticket, now
         self._await_patience(run)
         if displaced is not None:
             story = "the queue is full, and a more urgent request came"
-            self._give_up(displaced.item, QueueFull(story, self._queue.retry_after_s(self.num_placed)))
+            self._give_up(displaced.item, QueueFull(story, line.retry_after_s))
 
     def _await_patience(self, run: Run) -> None:
         """Give it up when it has waited long enough for what it waits for by then."""
@@ -163,7 +228,7 @@ class WaitingRoom:
         if self._timers.monotonic() < until:
             run.patience = self._timers.call_at(until, lambda: self._await_patience(run))
             return
-        self._give_up(run, _again(run.why_waiting, self._queue.retry_after_s(self.num_placed)))
+        self._give_up(run, _again(run.why_waiting, self._line(run).retry_after_s))
 
 
 def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
@@ -171,7 +236,7 @@ def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
 
 
 def _with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Of each role those that are not full; all of them where none has room."""
+    """Of each role those that are not full; all of them where none has room. The very same where nobody is full."""
     open_ones = [candidate for candidate in candidates if not candidate.is_full]
     if len(open_ones) == len(candidates):
         return candidates

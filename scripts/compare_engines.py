@@ -154,7 +154,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
     """What every engine is told: the same model, prompts and threads."""
     model = BUILD / f"model-{options.shape}"
     if not (model / "model.safetensors").exists():
-        from baton.engine.runner.random_model import write_shape
+        from baton.bench.shapes import write_shape
 
         note(f"writing random weights of the shape {options.shape}")
         write_shape(model, options.shape)

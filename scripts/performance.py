@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from core_speed import described, watched
+
 from baton.bench.host import processor, usable_cores
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +54,8 @@ FIGURES = (
     Figure("scheduler", "baton bench scheduler", 1),
     Figure("router", "baton bench router --streams 1000 --streams 5000", 6),
     Figure("router-http", "baton bench router --streams 1000 --streams 5000 --front http", 6),
-    Figure("compare", f"baton bench compare --shape 0.5b --result-filename {RESULT}", 30),
+    Figure("compare", f"baton bench compare --quick --shape 0.5b --result-filename {RESULT}", 8),
+    Figure("validate", f"baton bench validate --result-filename {RESULT}", 10),
     Figure("distserve", f"baton simulate --preset distserve --result-filename {RESULT}", 10),
 )
 
@@ -95,14 +98,16 @@ def _measure(figure: Figure) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
     print(f"{figure.name}: about {figure.minutes} min: {_shown(figure)}", flush=True)
     environment = {**os.environ, "PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}", "COLUMNS": "120"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    speeds: dict[int, list[float]] = {}
+    with watched(speeds):
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         return False
     if RESULT in figure.command:
         subprocess.run(["baton", "bench", "report", str(result)], cwd=ROOT, env=environment, check=True)
     where = f"{usable_cores()} cores of {processor()}, commit {_commit()}"
     when = datetime.now(UTC).date().isoformat()
-    _kept(figure).write_text(told(_shown(figure), done.stdout, where, when))
+    _kept(figure).write_text(told(_shown(figure), done.stdout, where, f"{when}; {described(speeds)}"))
     return True
 
 

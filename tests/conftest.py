@@ -1,7 +1,4 @@
-"""What every test gets: at its end the block books of all pools it made must agree.
-
-And who shares a worker where tests run in parallel (scripts/test without arguments): who starts the same cluster.
-"""
+"""What every test gets: at its end the block books of all pools it made must agree."""
 
 from __future__ import annotations
 
@@ -12,13 +9,8 @@ import pytest
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.kv_cache_manager import KVCacheManager
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two lots: what makes processes fail, which waits much and computes little, and everything else."""
-    for item in items:
-        lot = "faults" if "fault" in item.path.parts else "others"
-        item.add_marker(pytest.mark.xdist_group(lot))
+from baton.security.access import default_access
+from baton.security.callers import current_caller
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +22,15 @@ def block_books_agree(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BlockPoo
     yield made
     for books in made:
         books.check_invariant()
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_calling() -> Iterator[None]:
+    """Who a test called as, or meant to, is forgotten at its end."""
+    caller, access = current_caller.set(current_caller.get()), default_access.set(default_access.get())
+    yield
+    current_caller.reset(caller)
+    default_access.reset(access)
 
 
 def _record_instances(kind: type[Any], made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

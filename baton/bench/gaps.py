@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self._counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
-        self._buffer: list[float] = []
+        self._buffer = array("d")
         self._sum = 0.0
         self._squares = 0.0
         self._num = 0
@@ -101,10 +102,11 @@ class Gaps:
     def _flush(self) -> None:
         if not self._buffer:
             return
-        values = np.asarray(self._buffer, np.float64)
-        self._buffer = []
+        values = np.frombuffer(self._buffer)
+        self._buffer = array("d")
         bins = np.log(np.clip(values, _LEAST_S, _MOST_S) / _LEAST_S) / math.log(_STEP)
-        self._counts += np.bincount(bins.astype(np.int64), minlength=_BINS)
+        counts = np.bincount(bins.astype(np.int64))
+        self._counts[: len(counts)] += counts
         self._sum += float(values.sum())
         self._squares += float(np.square(values).sum())
         self._num += len(values)

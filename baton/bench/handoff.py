@@ -8,15 +8,12 @@ compute with the same number of threads; whoever waits for its turn uses no proc
 from __future__ import annotations
 
 import itertools
-import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from baton.bench.bare_reads import bare_sender, read_times
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
@@ -105,16 +102,6 @@ class _HandOverTimes:
     handover_ms: float
     transfer_ms: float
     read_before_last_chunk: int
-
-
-@contextmanager
-def shape_dir(shape: str) -> Iterator[Path]:
-    """A model directory with random weights of a benchmark's shape, gone on exit; raises ConfigError."""
-    from baton.engine.runner.random_model import write_shape
-
-    with TemporaryDirectory(prefix="baton-shape-") as place:
-        write_shape(Path(place), shape)
-        yield Path(place)
 
 
 def run(config: HandoffBenchConfig) -> HandoffReport:
@@ -249,8 +236,3 @@ def _report(
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def pinned_threads(threads: int) -> None:
-    """Make this process compute as a node does; call it before anything loads torch."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -32,6 +32,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def pinned_threads(threads: int) -> None:
+    """Make this process compute as a node does; call it before anything loads torch."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ class _Stream(asyncio.Protocol):
         }
         body = json.dumps(fields).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"x-request-id: {request.request_id}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         transport.write(head.encode() + body)

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
 from baton.errors import ConfigError
-from baton.rpc.messages import NodeStatus, TraceEvent
+from baton.rpc.messages import NodeDescription, NodeStatus, TraceEvent
 from baton.rpc.node_client import NodeClient
+
+_ANY_PROMPT = str(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +31,31 @@ class LiveCluster:
 
     def nodes(self) -> Sequence[NodeStatus]:
         """Prefill and decode nodes."""
+        return [process for process in self.processes() if process.role != "router"]
+
+    def processes(self) -> Sequence[NodeStatus]:
+        """Nodes and routers."""
         client = OperatorClient(self.operator_address)
         try:
-            return [node for node in client.status().nodes if node.role != "router"]
+            return client.status().nodes
         finally:
             client.close()
+
+    def describe(self, node: NodeStatus) -> NodeDescription:
+        """What the node is."""
+        return asyncio.run(_describe(node.address))
 
     def trace(self, node: NodeStatus) -> Sequence[TraceEvent]:
         """The node's latest events."""
         return asyncio.run(_trace(node.address))
+
+
+async def _describe(address: str) -> NodeDescription:
+    client = NodeClient(address)
+    try:
+        return (await client.describe()).description
+    finally:
+        await client.close()
 
 
 async def _trace(address: str) -> Sequence[TraceEvent]:
@@ -67,6 +86,14 @@ def live_cluster(*flags: str) -> Iterator[LiveCluster]:
 def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def arrangement_flags(arrangement: Arrangement) -> list[str]:
+    """How to say an arrangement to `baton up`."""
+    flags = ["--prefill", str(arrangement.prefill), "--decode", str(arrangement.decode), "--placement", "cost"]
+    if arrangement.is_disaggregated:
+        return [*flags, "--require-disaggregation", "on"]
+    return [*flags, "--max-local-prefill-tokens", _ANY_PROMPT]
 
 
 def model_flags(model_dir: Path, dtype: str) -> list[str]:

@@ -8,11 +8,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.bench.http2_client import Http2Connection
 from baton.bench.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError
-from baton.rpc.codec_generation import event_from_bytes, request_to_pb
-from baton.rpc.messages import Accepted, Chunk, GenerateRequest
+from baton.rpc.codec_generation import request_to_pb, response_from_bytes
+from baton.rpc.http2.client import Http2Client
+from baton.rpc.http2.client_connection import Ended, call_headers
+from baton.rpc.messages import GenerateRequest
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _CHECKED_EVERY = 64
@@ -43,36 +44,50 @@ class GrpcFront:
     """The gRPC service, over a few connections."""
 
     def __init__(self) -> None:
-        self._connections: list[Http2Connection] = []
+        self._connections: list[Http2Client] = []
+        self._headers = b""
         self._calls = 0
 
     async def open(self, address: str, connections: int) -> None:
         host, port = address.rsplit(":", 1)
-        self._connections = [await Http2Connection.open(host, int(port), _GENERATE) for _ in range(connections)]
+        self._headers = call_headers(_GENERATE, address)
+        self._connections = [await Http2Client.open(host, int(port)) for _ in range(connections)]
 
     def call(self, request: GenerateRequest, on_tokens: OnTokens, on_end: OnEnd) -> Callable[[], None]:
         self._calls += 1
         connection = self._connections[self._calls % len(self._connections)]
-        is_finished = False
-
-        def on_messages(messages: Sequence[bytes]) -> None:
-            nonlocal is_finished
-            for message in messages:
-                event = event_from_bytes(message)
-                if isinstance(event, Chunk):
-                    on_tokens(event.first_index, len(event.token_ids), event.text)
-                elif not isinstance(event, Accepted):
-                    is_finished = True
-
-        def ended(error: str) -> None:
-            on_end(error if error or is_finished else "the stream ended without an answer")
-
-        stream = connection.call(request_to_pb(request).SerializeToString(), on_messages, ended)
-        return lambda: connection.cancel(stream)
+        call = connection.call(self._headers, _Answer(on_tokens, on_end))
+        connection.send(call, request_to_pb(request).SerializeToString(), is_last=True)
+        return lambda: connection.cancel(call)
 
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
+
+
+class _Answer:
+    """One stream."""
+
+    __slots__ = ("_is_finished", "_on_end", "_on_tokens")
+
+    def __init__(self, on_tokens: OnTokens, on_end: OnEnd) -> None:
+        self._on_tokens = on_tokens
+        self._on_end = on_end
+        self._is_finished = False
+
+    def on_messages(self, messages: Sequence[bytes]) -> None:
+        for message in messages:
+            # As it came: this process has the clients' work and the nodes' to do, and must keep up.
+            answer = response_from_bytes(message)
+            kind = answer.WhichOneof("event")
+            if kind == "chunk":
+                chunk = answer.chunk
+                self._on_tokens(chunk.first_index, len(chunk.token_ids), chunk.text)
+            elif kind != "accepted":
+                self._is_finished = True
+
+    def on_end(self, ended: Ended) -> None:
+        self._on_end(ended.error or ("" if self._is_finished else "the stream ended without an answer"))
 
 
 class RelayClients:
@@ -153,8 +168,9 @@ class RelayClients:
         now = time.monotonic()
         if first_index != stream.num_read and count:
             self.failures.append(f"{stream.request_id}: token {first_index} after {stream.num_read} tokens")
+        sent_at = stream.sent_at
         for index in range(first_index, first_index + count):
-            self.latencies.append(now - stream.sent_at[index])
+            self.latencies.append(now - sent_at[index])
         stream.num_read += count
         self.num_tokens += count
         self.num_messages += 1

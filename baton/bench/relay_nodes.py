@@ -29,6 +29,7 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
     TraceEvent,
+    TraceStep,
 )
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
 from baton.rpc.server import RpcServer
@@ -165,6 +166,10 @@ class RelayNode:
         stream.node = self
         self._running[attempt] = stream
 
+    def end_all(self) -> None:
+        """Nothing runs any more."""
+        self._running.clear()
+
     def _compute_prompt(self, submit: Submit, stream: RelayStream) -> None:
         if self._port is None:
             return
@@ -197,7 +202,13 @@ class RelayNode:
     def drain(self) -> None:
         """Nothing to wait for."""
 
+    def set_role(self, incarnation: str, role: Role) -> None:
+        """Nobody asks."""
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
+        return ()
+
+    def steps(self, after: int) -> Sequence[TraceStep]:
         return ()
 
 

@@ -1,7 +1,7 @@
 """A run's result file: JSON of one schema, whoever measured or simulated it, read by reports and by people.
 
-{schema: "baton.bench/1", kind: serve | compare | nodes | simulate, created, machine, versions, command, seed,
- workload: {...},
+{schema: "baton.bench/1", kind: serve | compare | nodes | simulate | validate, created, machine, versions, command,
+ seed, workload: {...},
  arrangements: [{name, cores, gpus, goodput?: {...},
                  rates: [{rate, summary: {vLLM's keys}, ttft_histogram?, itl_histogram?: {edges_s, counts},
                           attainment_by_scale?: [[times the SLO, share], ...], outcomes?: {column: [...]},
@@ -26,7 +26,7 @@ from baton.bench.host import processor, usable_cores
 from baton.errors import InvalidRequest
 
 SCHEMA = "baton.bench/1"
-KINDS = ("serve", "compare", "nodes", "simulate")
+KINDS = ("serve", "compare", "nodes", "simulate", "validate")
 Result = dict[str, Any]
 _HIDDEN = "..."
 _PASSWORD = re.compile(r"(://[^/@:\s]*:).*@")

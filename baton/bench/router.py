@@ -3,6 +3,9 @@
 The real router process has a core to itself. Another one has simulated nodes, which answer over the real wire, and the
 clients, which read. Both are one process, so each token's way is timed by one clock: from the moment its node sends the
 step's report to the moment its client has read it, whatever lies between, the nodes' and clients' own work included.
+
+What the router adds is that, less what a token takes to whoever reads its node directly: the same nodes, at the same
+rate, over the same wire, before there is a router. What clients take to read is counted as added.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from statistics import median
 
+from baton.bench.direct_reader import DirectReader
 from baton.bench.host import processor
 from baton.bench.http_front import HttpFront
 from baton.bench.relay_clients import Front, GrpcFront, RelayClients
@@ -88,6 +93,14 @@ class LoadFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """Latency, milliseconds."""
+
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
 class RouterReport:
     """What one router core does."""
 
@@ -100,6 +113,11 @@ class RouterReport:
     router_mb: float
     """Memory of the router before."""
     placement_us: Spread
+    """To choose nodes for one request, where as many nodes were heard of since the last one as are in the half load."""
+    placement_all_news_us: Spread
+    """Likewise, where every node was."""
+    direct_ms: Spread
+    """Medians of a token's way from its step's report to who reads the node directly, at the half load's rate."""
     relay: LoadFigures
     """As many tokens as get through: nodes step as soon as clients have read."""
     half: LoadFigures
@@ -108,6 +126,26 @@ class RouterReport:
     """Tokens and requests at the given rates."""
     requests: LoadFigures
     """As many requests as get through, of two tokens each."""
+
+    @property
+    def added_latency_ms(self) -> Added:
+        """Of the half load, less the median without a router."""
+        half, direct = self.half, self.direct_ms.median
+        return Added(half.latency_ms_p50.median - direct, half.latency_ms_p99.median - direct)
+
+    def summary(self) -> dict[str, object]:
+        """The figures that it is about, medians, and all others under `details`."""
+        return {
+            "streams": self.streams,
+            "nodes": self.nodes,
+            "front": self.front,
+            "requests_per_s": self.requests.requests_per_s.median,
+            "tokens_per_s": self.relay.tokens_per_s.median,
+            "added_latency_ms": asdict(self.added_latency_ms),
+            "kb_per_stream": self.kb_per_stream,
+            "placement_us": self.placement_us.median,
+            "details": asdict(self),
+        }
 
 
 def run(config: RouterBenchConfig) -> RouterReport:
@@ -127,18 +165,21 @@ def run(config: RouterBenchConfig) -> RouterReport:
 
 async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
     bench = _Bench(config)
-    async with bench.running(router_core) as router:
-        await bench.warm_up()
-        before = router.rss()
-        await bench.open_idle_streams()
-        after = router.rss()
-        relay = await bench.relay()
-        half = await bench.steady()
-        await bench.end_streams()
-        mixed = await bench.mixed()
-        await bench.end_streams()
-        requests = await bench.requests()
-        await bench.end_streams()
+    async with bench.nodes_running():
+        direct = await bench.direct()
+        async with bench.running(router_core) as router:
+            await bench.warm_up()
+            before = router.rss()
+            await bench.open_idle_streams()
+            after = router.rss()
+            relay = await bench.relay()
+            half = await bench.steady()
+            await bench.end_streams()
+            mixed = await bench.mixed()
+            await bench.end_streams()
+            requests = await bench.requests()
+            await bench.end_streams()
+    heard_of = round(config.nodes * config.tokens_per_s / config.streams / config.requests_per_s)
     return RouterReport(
         processor=processor(),
         front=config.front,
@@ -146,7 +187,9 @@ async def _run(config: RouterBenchConfig, router_core: int) -> RouterReport:
         nodes=config.nodes,
         kb_per_stream=(after - before) / config.streams / 1e3,
         router_mb=before / 1e6,
-        placement_us=placement_us(bench.descriptions),
+        placement_us=placement_us(bench.descriptions, min(config.nodes, max(1, heard_of))),
+        placement_all_news_us=placement_us(bench.descriptions, config.nodes),
+        direct_ms=direct,
         relay=relay,
         half=half,
         mixed=mixed,
@@ -170,24 +213,42 @@ class _Bench:
     def descriptions(self) -> Sequence[NodeDescription]:
         return [node.description for node in self._nodes.nodes]
 
+    async def direct(self) -> Spread:
+        """Milliseconds until who reads the nodes themselves has a token, at the half load's rate."""
+        config, rounds = self._config, []
+        reader = DirectReader(self._nodes, config.streams)
+        async with reader.reading(), self._stepping_at(config.tokens_per_s / config.streams):
+            await asyncio.sleep(config.settle_s)
+            for _ in range(config.rounds):
+                reader.latencies = array("f")
+                await asyncio.sleep(config.round_s)
+                reader.raise_failure()
+                rounds.append(_quantile(reader.latencies, 0.5))
+        return Spread.of(rounds, 1e3)
+
     @asynccontextmanager
-    async def running(self, router_core: int) -> AsyncIterator[RouterProcess]:
-        """Everything is there, and gone on exit."""
+    async def nodes_running(self) -> AsyncIterator[None]:
+        """Nodes are there, and gone on exit."""
         await self._nodes.start()
         beating = asyncio.create_task(self._nodes.beat())
         gc.disable()
         try:
-            async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
-                self._router = router
-                addresses = router.addresses
-                address = addresses.http_address if self._config.front == "http" else addresses.address
-                await self._front.open(address, self._config.connections)
-                yield router
-                self._front.close()
+            yield
         finally:
             gc.enable()
             beating.cancel()
             await self._nodes.stop()
+
+    @asynccontextmanager
+    async def running(self, router_core: int) -> AsyncIterator[RouterProcess]:
+        """A router of those nodes is there, and gone on exit."""
+        async with router_process(self.descriptions, self._config.model_dir, router_core) as router:
+            self._router = router
+            addresses = router.addresses
+            address = addresses.http_address if self._config.front == "http" else addresses.address
+            await self._front.open(address, self._config.connections)
+            yield router
+            self._front.close()
 
     async def warm_up(self) -> None:
         self._clients.max_tokens = 32
@@ -306,6 +367,8 @@ class _Bench:
         rounds = []
         for _ in range(self._config.rounds):
             gc.collect()
+            # Tokens that were under way while this process collected, or evaluated the last round, are none of a round.
+            await asyncio.sleep(self._config.settle_s / 4)
             clients.begin()
             started, router_cpu, load_cpu = time.monotonic(), router.cpu_s(), time.process_time()
             await asyncio.sleep(self._config.round_s)
@@ -364,9 +427,9 @@ def _front(name: str) -> Front:
     raise ConfigError(f"there is no front {name!r}")
 
 
-def placement_us(descriptions: Sequence[NodeDescription], rounds: int = 500) -> Spread:
-    """Microseconds to choose nodes for one request of 1,024 tokens that nobody has cached, by predicted cost, among
-    nodes that were all just heard of.
+def placement_us(descriptions: Sequence[NodeDescription], heard_of: int, rounds: int = 500) -> Spread:
+    """Microseconds to choose nodes for one request of 1,024 tokens that nobody has cached, by predicted cost, where so
+    many nodes, in turn, took a step since the last request.
     """
     view, placer, rng = ClusterView(), Placer(), Random(0)
     view.registered([node_record(node, 1.0, lease_s=60.0) for node in descriptions])
@@ -375,16 +438,18 @@ def placement_us(descriptions: Sequence[NodeDescription], rounds: int = 500) -> 
     for node in descriptions:
         view.attached(node, 0.0)
         placer.on_attached(node)
+    turns = cycle(descriptions)
     for number in range(rounds):
-        for node in descriptions:
+        now = number * heard_of / len(descriptions)
+        for node in islice(turns, heard_of):
             report = StepReport((), LoadReport(running=rng.randrange(16)), step=step)
-            placer.on_report(node.incarnation, report, float(number))
-            view.reported(node.incarnation, report.load, float(number))
+            placer.on_report(node.incarnation, report, now)
+            view.reported(node.incarnation, report.load)
         prompt = [rng.randrange(descriptions[0].vocab_size) for _ in range(1024)]
         request = ValidRequest(str(number), descriptions[0].model, prompt, SamplingParams(max_tokens=256))
         started = time.perf_counter()
-        choice = placer.choose(view.candidates(), request, frozenset(), 1, 0.0, float(number))
-        placer.placed(choice, float(number))
+        choice = placer.choose(view.candidates(), request, frozenset(), 1, 0.0, now)
+        placer.placed(choice, now)
         took.append(time.perf_counter() - started)
         view.dispatched(choice.placement.decode.incarnation, AttemptKey(str(number), 1))
         placer.over(request.request_id)

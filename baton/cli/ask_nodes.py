@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
 from baton.rpc.messages import NodeReport, NodeStatus
+from baton.security.access import default_access
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,15 @@ def can_be_asked(node: NodeStatus) -> bool:
 
 def ask_nodes(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
     """`ask_all` for who has no loop."""
+    import asyncio
+
     return asyncio.run(ask_all(nodes, timeout_s))
 
 
 async def ask_all(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
     """Ask each of them once; returns when all have answered or their time is over."""
+    import asyncio
+
     found = await asyncio.gather(*(_ask(node, timeout_s) for node in nodes))
     said = {node.incarnation: answer for node, answer in zip(nodes, found, strict=True)}
     reports = {key: answer for key, answer in said.items() if isinstance(answer, NodeReport)}
@@ -40,9 +44,10 @@ async def ask_all(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
 
 
 async def _ask(node: NodeStatus, timeout_s: float) -> NodeReport | str:
+    from baton.rpc.credentials import Dialer
     from baton.rpc.node_client import NodeClient
 
-    client = NodeClient(node.address)
+    client = NodeClient(node.address, Dialer.to_nodes(default_access.get()))
     try:
         report = await client.describe(timeout_s)
     except DeadlineExceeded:

@@ -11,12 +11,14 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.access import with_access
 from baton.cli.bench_compare import compare
 from baton.cli.bench_engine import engine
 from baton.cli.bench_nodes import nodes
 from baton.cli.bench_report import report
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
+from baton.cli.bench_validate import validate
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
@@ -37,9 +39,10 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("scheduler")(scheduler)
     group.command("router")(router)
     group.command("report")(report)
-    group.command("serve")(serve)
+    group.command("serve")(with_access(serve))
     group.command("compare")(compare)
-    group.command("nodes")(nodes)
+    group.command("nodes")(with_access(nodes))
+    group.command("validate")(validate)
     app.add_typer(group, name=name)
 
 
@@ -59,10 +62,13 @@ def handoff(
     """Measure a hand-off beside one engine alone and bare NIXL reads."""
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench import handoff as bench
+    from baton.bench.host import pinned_threads
+    from baton.bench.shapes import shape_dir
 
-    bench.pinned_threads(threads)
-    with bench.shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+    pinned_threads(threads)
+    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+        from baton.bench import handoff as bench
+
         report = bench.run(
             bench.HandoffBenchConfig(
                 model_dir=model_dir,

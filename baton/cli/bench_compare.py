@@ -14,16 +14,17 @@ from baton.cli.bench_serve import slo_of, usage_errors
 from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
-from baton.errors import ExitCode
+from baton.errors import Cancelled, ExitCode
 
 if TYPE_CHECKING:
-    from baton.bench.compare.run import CompareConfig, Comparison
+    from baton.bench.compare.run import Comparison
+    from baton.bench.compare.turns import CompareConfig
 
-_QUICK_BUDGET_S = 400.0
-"""Of 8 minutes; starting, and the last repetition, take the rest."""
-_QUICK_RUN_S = 6.0
+_QUICK_BUDGET_S = 470.0
+"""Of 8 minutes."""
+_QUICK_RUN_S = 30.0
+"""At most: each of its runs has its share of the time."""
 _QUICK_TRIES = 5
-_QUICK_PROMPTS = 8
 
 
 def compare(
@@ -68,17 +69,17 @@ def compare(
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench.compare.arrangement import CONDITIONAL, chosen
-    from baton.bench.compare.run import CompareConfig
+    from baton.bench.arrangement import chosen
     from baton.bench.compare.run import compare as run_comparison
-    from baton.bench.handoff import shape_dir
+    from baton.bench.compare.turns import CompareConfig
+    from baton.bench.shapes import shape_dir
     from baton.bench.workloads.spec import WorkloadSpec
 
     slo = slo_of(goodput, more_goodput)
     with usage_errors():
         arrangements = chosen(arrangement or (), nodes)
     if quick and not arrangement:
-        arrangements = [one for one in arrangements if one.name != CONDITIONAL]
+        arrangements = [one for one in arrangements if not one.is_conditional]
     workload = WorkloadSpec(
         random_input_len=random_input_len,
         random_output_len=random_output_len,
@@ -100,8 +101,7 @@ def compare(
             _QUICK_RUN_S if quick else run_s,
             _QUICK_TRIES if quick else tries,
             _QUICK_BUDGET_S if quick else float("inf"),
-            _QUICK_PROMPTS if quick else 10,
-            flags,
+            up_flags=flags,
         )
         comparison = run_comparison(config, note)
     _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
@@ -124,7 +124,8 @@ def _finish(
         say(
             f"{model} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
             f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
-            f"{config.attainment:.0%}; {result['repeats']} repetitions of {config.run_s:g} s a rate\n"
+            f"{config.attainment:.0%}; {result['repeats']} of {config.repeats} searches, "
+            f"up to {config.run_s:g} s of arrivals a rate\n"
         )
         at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
         columns = ["ARRANGEMENT", "GOODPUT/S", "PER NODE", f"P99 TTFT AT {at}", "P99 TPOT", "P99 LARGEST GAP MS"]
@@ -133,5 +134,7 @@ def _finish(
         for line in verdict(result):
             say(line)
     write_files(result, path, report)
-    if comparison.was_interrupted:
+    if isinstance(comparison.failure, Cancelled):
         raise typer.Exit(ExitCode.INTERRUPTED)
+    if comparison.failure is not None:
+        raise comparison.failure

@@ -35,8 +35,8 @@ def engine(
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench.handoff import pinned_threads, shape_dir
-    from baton.bench.host import usable_cores
+    from baton.bench.host import pinned_threads, usable_cores
+    from baton.bench.shapes import shape_dir
 
     count = threads or usable_cores()
     pinned_threads(count)

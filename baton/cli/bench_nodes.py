@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
 from baton.errors import Unreachable
+from baton.security.access import Access, default_access
 
 if TYPE_CHECKING:
     from baton.bench.nodes.find import FoundCluster
@@ -89,7 +91,10 @@ def nodes(
         )
         total = count_requests(workload)
     with _cluster(start, num_nodes, model, shape, dtype, run_dir, registry, cluster) as found:
-        target = probe(Target("baton", found.grpc_address)).target
+        access = default_access.get()
+        ca = access.tls_ca
+        asked = Target("baton", found.grpc_address, is_tls=ca is not None, api_key=access.api_key, tls_ca=str(ca or ""))
+        target = probe(asked).target
         plan = LoadPlan(target, workload, processes, max_concurrency, num_warmups=num_warmups)
         with show_progress(total, output is Format.TEXT) as on_progress:
             ran = run_watched(found, plan, on_progress)
@@ -132,12 +137,14 @@ def _cluster(
     registry: str,
     name: str,
 ) -> Iterator[FoundCluster]:
-    from baton.bench.compare.arrangement import chosen
-    from baton.bench.handoff import shape_dir
+    from baton.bench.arrangement import chosen
     from baton.bench.nodes.find import find_by_operator, find_in_registry
     from baton.bench.nodes.run import started
+    from baton.bench.shapes import shape_dir
 
     if start:
+        # What is started here is in clear text, and for everybody on this machine.
+        default_access.set(Access())
         with usage_errors():
             (arrangement,) = chosen([start], num_nodes)
         with (
@@ -146,9 +153,10 @@ def _cluster(
         ):
             yield found
     elif registry:
+        default_access.set(replace(default_access.get(), cluster=name))
         yield find_in_registry(registry, name)
     else:
-        state = local_cluster(run_dir).state
+        state = local_cluster(run_dir, "--registry").state
         if not state.grpc_address or not state.operator_address:
             raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
         yield find_by_operator(state.grpc_address, state.operator_address)

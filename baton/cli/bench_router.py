@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,8 +38,9 @@ def router(
     """Measure what one router core sustains: simulated nodes, real processes, real text.
 
     The router has a core to itself; nodes and clients, one process, have another. P50 and P99 are of a token's way from
-    its node's report to its client, all of their work included. CPU is the share of each one's core: where LOAD is near
-    1, nodes and clients are the bottleneck. Run it on an otherwise idle machine of two cores or more.
+    its node's report to its client, all of their work included; what the router adds is told beside it. CPU is the
+    share of each one's core: where LOAD is near 1, nodes and clients are the bottleneck. Run it on an otherwise idle
+    machine of two cores or more.
     """
     from baton.bench.router import RouterBenchConfig, run
 
@@ -65,16 +65,21 @@ def router(
         if output is Format.TEXT:
             _print(report)
     if output is Format.JSON:
-        print_json([asdict(report) for report in reports])
+        print_json([report.summary() for report in reports])
     elif output is Format.YAML:
-        print_yaml([asdict(report) for report in reports])
+        print_yaml([report.summary() for report in reports])
 
 
 def _print(report: RouterReport) -> None:
     say(
         f"{report.streams} streams over {report.front}, {report.nodes} nodes, {report.processor}: "
         f"{report.kb_per_stream:.1f} kB per stream over {report.router_mb:.0f} MB; "
-        f"placement {_spread(report.placement_us)} us"
+        f"placement {_spread(report.placement_us)} us, {_spread(report.placement_all_news_us)} with news of every node"
+    )
+    added = report.added_latency_ms
+    say(
+        f"added latency at half load: p50 {added.p50:.2f} ms, p99 {added.p99:.2f} ms, beside "
+        f"{_spread(report.direct_ms)} ms without a router"
     )
     loads = {"relay": report.relay, "half": report.half, "mixed": report.mixed, "requests": report.requests}
     print_table(

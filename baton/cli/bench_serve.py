@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from baton.cli.output import Format, note, print_json, print_yaml, say
 from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable
+from baton.security.access import default_access
 
 if TYPE_CHECKING:
     from baton.bench.serve.endpoint import Target
@@ -65,7 +67,9 @@ def serve(
     model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that is served.")] = "",
     tokenizer: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer writes prompts.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Token ids are below this. Default: asked, or 256.", min=0)] = 0,
-    api_key: Annotated[str, typer.Option(help="Bearer token.", envvar="OPENAI_API_KEY")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, of OpenAI's HTTP $OPENAI_API_KEY.")
+    ] = "",
     dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,
@@ -76,7 +80,12 @@ def serve(
     ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the begin.", min=0)] = 0.0,
     ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end.", min=0)] = 0.0,
     random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 1024,
-    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 128,
+    random_output_len: Annotated[
+        int,
+        typer.Option(
+            "--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate, of either kind.", min=1
+        ),
+    ] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
     prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.", min=1)] = 10,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each prefix.", min=1)] = 256,
@@ -158,10 +167,11 @@ def serve(
         is_tls=is_tls,
         model=model,
         vocab_size=vocab_size,
-        api_key=api_key,
+        api_key=api_key or os.environ.get("BATON_API_KEY" if backend is Backend.BATON else "OPENAI_API_KEY", ""),
         temperature=temperature,
         ignore_eos=ignore_eos,
         tokenizer=str(tokenizer or ""),
+        tls_ca=str(default_access.get().tls_ca or ""),
     )
     plan = LoadPlan(
         _served(target, workload),
@@ -255,12 +265,13 @@ def _where(
         return found, endpoint or default_path, is_tls
     if host or port:
         default_port = 50051 if backend is Backend.BATON else 8000
-        return f"{host or '127.0.0.1'}:{port or default_port}", endpoint or default_path, False
-    state = local_cluster(run_dir).state
+        is_tls = default_access.get().tls_ca is not None
+        return f"{host or '127.0.0.1'}:{port or default_port}", endpoint or default_path, is_tls
+    state = local_cluster(run_dir, "--host and --port" if backend is Backend.BATON else "--base-url").state
     address = state.grpc_address if backend is Backend.BATON else state.http_address
     if not address:
         raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
-    return address, endpoint or default_path, False
+    return address, endpoint or default_path, bool(state.certs)
 
 
 def _served(target: Target, workload: WorkloadSpec) -> Target:

@@ -28,6 +28,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from baton.cli.generate import Answer, tokens_per_second
+from baton.cli.interrupts import interrupts_held
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
@@ -122,14 +123,22 @@ def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
 def _baton(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
     # A session of its own: Ctrl-C is for the demo to handle, in its order.
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=_environment()
-    )
+    process = None
     try:
+        with interrupts_held(signal.SIGINT, signal.SIGTERM):
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=_environment(),
+            )
         out, err = process.communicate()
     except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

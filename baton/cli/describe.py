@@ -1,4 +1,4 @@
-"""`baton describe node`."""
+"""`baton describe node`; the other pages are registered here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from baton.cli.ask_nodes import ask_nodes, can_be_asked
 from baton.cli.cluster_view import view_cluster
 from baton.cli.node_page import node_json, node_lines
 from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.requests import request
 from baton.cli.target import OperatorAddressOption, RunDirOption
-from baton.config.load import did_you_mean
-from baton.errors import BatonError, ExitCode, Unreachable
+from baton.did_you_mean import did_you_mean
+from baton.errors import NodeNotFound, Unreachable
 from baton.rpc.messages import NodeStatus
-
-
-class NodeNotFound(BatonError):
-    """The cluster has no node of this name."""
-
-    exit_code = ExitCode.NOT_FOUND
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -32,6 +27,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         """Say all that is known of one thing."""
 
     group.command("node")(node)
+    group.command("request")(request)
     app.add_typer(group, name=name)
 
 

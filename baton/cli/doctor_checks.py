@@ -11,6 +11,8 @@ from baton.cli.output import size
 _PROCESS_BYTES = 600 << 20
 """What a node needs beside weights and cache: Python, torch, buffers."""
 _SMALL_SHM = 64 << 20
+_SMALL_DISK = 1 << 30
+_NO_DISK = 64 << 20
 
 
 class Level(enum.IntEnum):
@@ -81,6 +83,17 @@ class Facts:
     ports: Mapping[str, int]
     """Where clients come in, by the flag that names another one."""
     ports_in_use: frozenset[int]
+    run_dir: str
+    """Where logs and sockets of a cluster on this machine go."""
+    disk_free: int | None
+    """Bytes there; None when unknown."""
+    seconds_since_installed: float
+    """By the wall clock, since the newest file of the installation was written: negative if the clock is wrong."""
+    clock_is_kept: bool
+    """Whether the kernel knows of a time service."""
+    version: str
+    unmet: Sequence[str]
+    """Requirements that what is installed does not meet."""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -97,6 +110,9 @@ def examine(facts: Facts) -> list[Finding]:
         _shared_memory(facts),
         _locked_memory(facts),
         _port(facts),
+        _disk(facts),
+        _clock(facts),
+        _versions(facts),
     ]
 
 
@@ -237,3 +253,28 @@ def _port(facts: Facts) -> Finding:
         f"in use (by a running cluster?), though clients come in there: {', '.join(map(str, taken.values()))}",
         f"stop what uses it, or choose another with {', '.join(taken)}",
     )
+
+
+def _disk(facts: Facts) -> Finding:
+    if facts.disk_free is None:
+        return Finding("disk", Level.UNKNOWN, f"free space for {facts.run_dir} is unknown", "look for yourself")
+    says = f"{size(facts.disk_free)} free for {facts.run_dir}, where logs go"
+    if facts.disk_free >= _SMALL_DISK:
+        return Finding("disk", Level.OK, says)
+    level = Level.WARNING if facts.disk_free >= _NO_DISK else Level.CRITICAL
+    return Finding("disk", level, says, "free some, or choose another place with --run-dir")
+
+
+def _clock(facts: Facts) -> Finding:
+    if facts.seconds_since_installed < 0:
+        says = "the clock is earlier than Baton was installed: no certificate will be valid"
+        return Finding("clock", Level.CRITICAL, says, "set it, and start chrony or systemd-timesyncd")
+    kept = "a time service keeps it" if facts.clock_is_kept else "no time service is known to keep it"
+    return Finding("clock", Level.OK, f"{kept}; certificates and dates in logs depend on it, and nothing else")
+
+
+def _versions(facts: Facts) -> Finding:
+    if not facts.unmet:
+        return Finding("versions", Level.OK, f"Baton {facts.version}, and every library is one that it works with")
+    fix = "pip install --upgrade baton-serve, in an environment of its own"
+    return Finding("versions", Level.WARNING, f"Baton {facts.version} wants {', '.join(facts.unmet)}", fix)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
+import baton
 from baton.bench.host import available_memory, usable_cores
 from baton.cli.doctor_checks import Facts, ModelFacts
+from baton.cli.run_dir import default_run_dir
 from baton.config import UpConfig
 from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
 from baton.errors import BatonError, ConfigError
@@ -42,6 +48,7 @@ def gather(model_dir: Path, dtype: str) -> Facts:
     nodes = int(UpConfig.model_fields["prefill"].default) + int(UpConfig.model_fields["decode"].default)
     redis_server, redis_reason = _redis_server()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    run_dir, installation = default_run_dir(os.environ).absolute(), Path(baton.__file__).parent
     return Facts(
         kernel_path=found.isa,
         kernel_paths=found.isas,
@@ -63,6 +70,12 @@ def gather(model_dir: Path, dtype: str) -> Facts:
         rdma_devices=_names(Path("/sys/class/infiniband")),
         ports=_PORTS,
         ports_in_use=frozenset(port for port in _PORTS.values() if not _is_free(port)),
+        run_dir=str(run_dir),
+        disk_free=_free(next(place for place in (run_dir, *run_dir.parents) if place.exists())),
+        seconds_since_installed=time.time() - max(file.stat().st_mtime for file in installation.iterdir()),
+        clock_is_kept=_clock_is_kept(),
+        version=baton.__version__,
+        unmet=_unmet(),
     )
 
 
@@ -114,6 +127,48 @@ def _free(path: Path) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+class _Timex(ctypes.Structure):
+    """The beginning of Linux's `struct timex`, and room for what follows."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+_UNSYNCHRONISED = 0x40
+
+
+def _clock_is_kept() -> bool:
+    found = _Timex()
+    try:
+        state: int = ctypes.CDLL(None).adjtimex(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return False
+    return state >= 0 and not found.status & _UNSYNCHRONISED
+
+
+def _unmet(distribution: str = "baton-serve") -> Sequence[str]:
+    """Like `torch>=2.13 (2.10.0 is here)`."""
+    from packaging.requirements import Requirement
+
+    unmet = []
+    for line in metadata.requires(distribution) or ():
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            here = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            unmet.append(f"{wanted.name}{wanted.specifier} (it is not here)")
+            continue
+        if not wanted.specifier.contains(here, prereleases=True):
+            unmet.append(f"{wanted.name}{wanted.specifier} ({here} is here)")
+    return unmet
 
 
 def _names(folder: Path) -> tuple[str, ...]:

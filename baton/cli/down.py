@@ -42,16 +42,18 @@ def down(
 
 def stop_cluster(place: RunDir, timeout_s: float, *, force: bool) -> bool:
     """Stop it and wait for its end; returns whether there was one. Raises DeadlineExceeded when it takes longer."""
-    holder = place.holder() if place.exists() else None
-    if holder is None:
-        return False
+    was_running = False
     # Two different signals: equal ones that come together are one to the kernel.
-    for number in (signal.SIGTERM, signal.SIGINT) if force else (signal.SIGTERM,):
-        with suppress(ProcessLookupError):
-            os.kill(holder, number)
-    if not place.wait_free(timeout_s):
+    numbers = (signal.SIGTERM, signal.SIGINT) if force else (signal.SIGTERM,)
+    try:
+        for holder in place.holders(timeout_s) if place.exists() else ():
+            was_running = True
+            for number in numbers:
+                with suppress(ProcessLookupError):
+                    os.kill(holder, number)
+    except TimeoutError:
         raise DeadlineExceeded(
             f"the cluster in {place.path} still drains after {timeout_s:g} s: "
             "wait on, or end it with `baton down --force`"
-        )
-    return True
+        ) from None
+    return was_running

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.ask_routers import ask_routers
 from baton.cli.output import Format, fine_duration, print_json, print_table, print_yaml, say, size
-from baton.cli.target import OperatorAddressOption, RunDirOption, local_cluster
-from baton.errors import BatonError, RequestNotFound, Unreachable
-from baton.rpc.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+from baton.cli.target import OperatorAddressOption, RunDirOption
+
+if TYPE_CHECKING:
+    from baton.rpc.explanations import PlacementDecision, PlacementOutcome, PlacementWay
 
 _COLUMNS = ["", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"]
 
@@ -33,7 +33,7 @@ def explain(
 
     A router remembers some thousand requests. `*` marks the way that was taken.
     """
-    decisions = _ask(request, address, run_dir, timeout)
+    decisions = ask_routers(address, run_dir, lambda router: router.explain(request, timeout))
     if output is Format.JSON:
         print_json({"request_id": request, "decisions": [asdict(decision) for decision in decisions]})
     elif output is Format.YAML:
@@ -41,24 +41,6 @@ def explain(
     else:
         for decision in decisions:
             _tell(request, decision)
-
-
-def _ask(request: str, address: str | None, run_dir: Path | None, timeout_s: float) -> Sequence[PlacementDecision]:
-    """Whichever router remembers it. Raises RequestNotFound when one answers and none does."""
-    from baton.client import OperatorClient
-
-    places = [address] if address is not None else local_cluster(run_dir).state.operator_addresses
-    trouble: BatonError = Unreachable("no router is ready: see `baton status`")
-    for place in places:
-        client = OperatorClient(place)
-        try:
-            return client.explain(request, timeout_s)
-        except BatonError as error:
-            if not isinstance(trouble, RequestNotFound):
-                trouble = error
-        finally:
-            client.close()
-    raise trouble
 
 
 def _tell(request: str, decision: PlacementDecision) -> None:

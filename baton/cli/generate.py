@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from baton.cli.output import Format, note, print_json, print_yaml, say, size
+from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
@@ -116,14 +117,10 @@ def generate(
         str | None, typer.Option(help="The prompt as token ids, like 1,2,3, instead of text.", metavar="IDS")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", metavar="N")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy, up to 2. Default: 1.", metavar="X", show_default=False)
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling, (0, 1].", metavar="X")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the K likeliest tokens; -1: all.", metavar="K")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Least share of the likeliest token, [0, 1].", metavar="X")
-    ] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
     seed: Annotated[int | None, typer.Option(help="Equal seeds give equal tokens.", metavar="N")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.", metavar="TEXT")
@@ -182,7 +179,7 @@ def generate(
     )
     shows = stream and n == 1 and output is Format.TEXT
     addresses = grpc_addresses(address, run_dir)
-    is_hopeless = _is_hopeless(run_dir) if not address else bool
+    is_hopeless = is_hopeless_of(run_dir) if not address else bool
     client = GenerationClient(*addresses, progress_s=_PROGRESS_S, is_hopeless=is_hopeless)
     try:
         answer = _collect(client.generate(request, timeout), show=shows)
@@ -219,7 +216,7 @@ def tokens_per_second(end: Finished) -> float:
     return (end.completion_tokens - 1) / seconds if seconds > 0 and end.completion_tokens > 1 else 0.0
 
 
-def _is_hopeless(run_dir: Path | None) -> Callable[[], bool]:
+def is_hopeless_of(run_dir: Path | None) -> Callable[[], bool]:
     """Asks whether a run directory's cluster is ending, or gone."""
 
     def ask() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import typer
@@ -17,12 +17,26 @@ _COMMANDS = {
     "up": ("baton.cli.up", "Start a cluster on this machine and keep it running."),
     "down": ("baton.cli.down", "Let running requests end, then stop the cluster."),
     "status": ("baton.cli.status", "Say whether the cluster serves: ok, degraded or unavailable."),
-    "get": ("baton.cli.get", "List what the cluster has: nodes, leases."),
-    "describe": ("baton.cli.describe", "Say all that is known of one thing: node."),
+    "top": ("baton.cli.top", "Show the cluster as it is now, again and again."),
+    "get": ("baton.cli.get", "List what the cluster has: nodes, requests, leases."),
+    "describe": ("baton.cli.describe", "Say all that is known of one thing: node, request."),
+    "cordon": ("baton.cli.cordon", "Give nodes no new requests."),
+    "uncordon": ("baton.cli.cordon", "Let nodes take new requests again."),
+    "drain": ("baton.cli.drain", "Let a node's work end, and give it none."),
+    "set-role": ("baton.cli.set_role", "Make a node a prefill or a decode node, under load."),
+    "wait": ("baton.cli.wait", "Wait until nodes are ready, idle, cordoned, ..."),
+    "events": ("baton.cli.events", "Say what became of the cluster."),
     "explain": ("baton.cli.explain", "Say why a request went where it went, and what would have been best."),
+    "trace": ("baton.cli.trace", "Say where a request's time went, stage by stage."),
+    "logs": ("baton.cli.logs", "Print what the processes wrote, by time; -f goes on."),
     "generate": ("baton.cli.generate", "Send a prompt and print what the model makes of it."),
+    "chat": ("baton.cli.chat", "Talk to the model; it knows what was said before."),
     "bench": ("baton.cli.bench", "Measure: serve, compare, nodes, engine, handoff, router, scheduler; report."),
+    "config": ("baton.cli.config_view", "Look at the configuration: view."),
+    "completion": ("baton.cli.completion", "Print a completion script for bash, zsh or fish."),
     "doctor": ("baton.cli.doctor", "Explain what this machine and installation can do, and what to fix."),
+    "certs": ("baton.cli.certs", "Make certificates: init."),
+    "keys": ("baton.cli.keys", "Say who may call: add, list, revoke."),
     "node": ("baton.cli.processes", "Be a prefill node or a decode node."),
     "router": ("baton.cli.processes", "Be a router."),
     "simulate": ("baton.cli.simulate", "Run a cluster in virtual time: which arrangement, how many nodes."),
@@ -30,6 +44,10 @@ _COMMANDS = {
 }
 _PROCESSES = frozenset({"up", "node", "router"})
 """Commands that are processes: sysexits.h has their words for bad usage and trouble with files."""
+_ASK_NO_CLUSTER = _PROCESSES.union(
+    ("bench", "certs", "completion", "config", "doctor", "down", "keys", "logs", "simulate", "version")
+)
+"""Commands that have no use for a key or a certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """What every complaint about a command line is. typer has it, but exports no name for it."""
 
@@ -65,7 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], command: str) -> int:
-    return int(_build(command)(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
+    return int(_build({command})(words, prog_name="baton", standalone_mode=False) or ExitCode.OK)
+
+
+def command_tree() -> Any:
+    """Every command with all of its options."""
+    return typer.main.get_command(_build(_COMMANDS.keys()))
 
 
 def _complain(text: str) -> None:
@@ -88,8 +111,8 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _build(command: str) -> typer.Typer:
-    """The application with the one command that will run; the others are there for the list in the help."""
+def _build(loaded: Collection[str]) -> typer.Typer:
+    """The application with the commands that are asked for; the others are there for the list in the help."""
     app = typer.Typer(
         help="Disaggregated prefill/decode serving for large language models.",
         no_args_is_help=True,
@@ -99,8 +122,10 @@ def _build(command: str) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, (module, text) in _COMMANDS.items():
-        if name == command:
+        if name in loaded:
             importlib.import_module(module).register(app, name, text)
+            if name not in _ASK_NO_CLUSTER:
+                importlib.import_module("baton.cli.access").give_access(app)
         else:
             app.command(name, help=text)(_not_loaded)
     return app

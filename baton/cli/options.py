@@ -61,16 +61,29 @@ def option(name: str, kind: Any, default: Any, *flags: str, **settings: Any) -> 
     )
 
 
+LOG_FORMAT = option(
+    "log_format",
+    str | None,
+    None,
+    metavar="auto|text|json",
+    help="How to write logs. Default: auto, which is text on a terminal and JSON elsewhere.",
+    show_default=False,
+)
+
+
 def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     shown = "" if field.is_required() else _default(field)
     said = f"{field.description or ''}{f' Default: {shown}.' if shown else ''}"
+    if field.annotation is bool:
+        # Said or not said; only the other places spell out which.
+        return option(key, bool | None, None, f"--{key.replace('_', '-')}", help=said, show_default=False)
     # Values stay strings: the configuration converts and checks them, whichever way they come.
     return option(key, str | None, None, metavar=_metavar(field), help=said, show_default=False, hidden=key in _HIDDEN)
 
 
 def _default(field: FieldInfo) -> str:
     value = field.default
-    if field.default_factory is not None or value in (None, ""):
+    if field.default_factory is not None or value in (None, "") or value is False:
         return ""
     if isinstance(value, float):
         return f"{value:g}"

@@ -6,8 +6,11 @@ import enum
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+VERSION = 1
+"""Of what commands print as JSON and YAML: it changes when a field goes, or means something else."""
 
 
 class Format(enum.StrEnum):
@@ -35,15 +38,50 @@ def print_json(value: Any) -> None:
 
 def print_yaml(value: Any) -> None:
     """One YAML document; strings are quoted as in JSON, which YAML 1.2 contains."""
-    print("\n".join(_yaml(value)))  # noqa: T201
+    print(yaml_text(value), end="")  # noqa: T201
+
+
+def yaml_text(value: Any) -> str:
+    """A document of YAML, of what JSON can say; strings are quoted."""
+    return "\n".join(_yaml(value)) + "\n"
+
+
+def print_list(
+    output: ListFormat,
+    documents: Iterable[Any],
+    names: Iterable[str],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    headers: bool,
+) -> None:
+    """What is in a list, once, in the form that was asked for; of the others nothing is made if they are generators."""
+    if output is ListFormat.JSON:
+        print_json({"version": VERSION, "items": list(documents)})
+    elif output is ListFormat.YAML:
+        print_yaml({"version": VERSION, "items": list(documents)})
+    elif output is ListFormat.NAME:
+        for name in names:
+            say(name)
+    else:
+        print_table(columns, list(rows), headers=headers)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3) -> None:
     """Left-aligned columns `gap` spaces apart, as kubectl prints them: nothing a shell would stumble on."""
+    for line in table_lines(columns, rows, headers=headers, gap=gap):
+        print(line)  # noqa: T201
+
+
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, headers: bool = True, gap: int = 3
+) -> list[str]:
+    """What `print_table` prints."""
     lines = [list(columns), *map(list, rows)] if headers else list(map(list, rows))
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
-    for line in lines:
-        print((" " * gap).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())  # noqa: T201
+    return [
+        (" " * gap).join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
 
 
 def say(text: str = "", *, end: str = "\n") -> None:

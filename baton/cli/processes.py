@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from baton.cli.options import config_flags, option
+from baton.cli.options import LOG_FORMAT, config_flags, option
 from baton.cli.supervisor.parent import end_with_parent
 from baton.config import Loaded, NodeConfig, RouterConfig
-from baton.engine.runner.checkpoint import check_model_dir
 from baton.errors import BatonError
-from baton.observe.logs import configure_logging, log_level
-from baton.observe.ready import Failed, announce
+
+if TYPE_CHECKING:
+    from baton.node.process import RoleMaker
+    from baton.rpc.messages import Role
 
 _EXTRA = (
     option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
+    LOG_FORMAT,
     option("parent_fd", int | None, None, hidden=True),
 )
 
@@ -46,25 +49,39 @@ def _host_name(kind: str) -> str:
     return f"{kind}-{host[:40]}-{os.getpid()}"
 
 
-def _node(loaded: Loaded[NodeConfig], _file: Path | None, verbose: int, parent_fd: int | None) -> None:
+def _node(
+    loaded: Loaded[NodeConfig], _file: Path | None, verbose: int, log_format: str | None, parent_fd: int | None
+) -> None:
     config = loaded.config
 
     def run() -> int:
         if config.runner == "torch":
+            from baton.engine.runner.checkpoint import check_model_dir
+
             # Cheap, and torch is not: a wrong path is told at once.
             check_model_dir(config.model)
-        if config.role == "prefill":
-            from prefill_node import app as prefill_app
+        from baton.node.process import run_node
 
-            return prefill_app.main(config)
-        from decode_node import app as decode_app
+        return run_node(config, _role_maker)
 
-        return decode_app.main(config)
-
-    _be(config.node_id, run, config.notify_fd, verbose, parent_fd)
+    _be(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
 
 
-def _router(loaded: Loaded[RouterConfig], _file: Path | None, verbose: int, parent_fd: int | None) -> None:
+def _role_maker(role: Role) -> RoleMaker:
+    from baton.rpc.messages import Role
+
+    if role is Role.PREFILL:
+        from prefill_node import app as prefill_app
+
+        return prefill_app.make_role
+    from decode_node import app as decode_app
+
+    return decode_app.make_role
+
+
+def _router(
+    loaded: Loaded[RouterConfig], _file: Path | None, verbose: int, log_format: str | None, parent_fd: int | None
+) -> None:
     config = loaded.config
 
     def run() -> int:
@@ -72,14 +89,25 @@ def _router(loaded: Loaded[RouterConfig], _file: Path | None, verbose: int, pare
 
         return router_app.main(config)
 
-    _be(config.router_id, run, config.notify_fd, verbose, parent_fd)
+    _be(config.router_id, run, config.notify_fd, verbose, log_format, parent_fd)
 
 
-def _be(name: str, run: Callable[[], int], notify_fd: int | None, verbose: int, parent_fd: int | None) -> None:
+def _be(
+    name: str,
+    run: Callable[[], int],
+    notify_fd: int | None,
+    verbose: int,
+    log_format: str | None,
+    parent_fd: int | None,
+) -> None:
     """Run a process to its end; whoever started it hears why it could not start."""
+    from baton.observe import logs
+    from baton.observe.ready import Failed, announce
+
     if parent_fd is not None:
         end_with_parent(parent_fd)
-    configure_logging(log_level(verbose, os.environ, "info"), environ=os.environ, process=name)
+    level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
+    logs.configure_logging(level, environ=os.environ, form=form, node=name)
     # gRPC's core writes lines of its own about errors that come to us as exceptions.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
@@ -87,5 +115,9 @@ def _be(name: str, run: Callable[[], int], notify_fd: int | None, verbose: int, 
     except BatonError as error:
         announce(notify_fd, Failed(str(error), int(error.exit_code)))
         raise
+    finally:
+        # What is left goes with the process. As it ends the interpreter would look through all of it for cycles, again
+        # and again: of what torch and transformers have made that takes seconds.
+        gc.freeze()
     if code:
         raise typer.Exit(code)

@@ -1,7 +1,6 @@
 """The directory of one running cluster: its lock, its state, its logs. A private place of one user.
 
-The lock is an flock that the supervisor holds as long as it lives, so a crash leaves nothing that has to be cleaned up,
-and waiting for the lock is waiting for the supervisor's end.
+The lock is an flock that the supervisor holds as long as it lives, so a crash leaves nothing that has to be cleaned up.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import os
 import re
 import stat
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from baton.errors import ConfigError
 
 _LOCK = "lock"
 _STATE = "cluster.json"
+_LOOK_S = 0.02
 _LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log\Z")
 
 
@@ -91,14 +91,16 @@ class RunDir:
         """
         with self._usable():
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        while not _locked(descriptor, fcntl.LOCK_EX):
+            # Whoever looks for a holder shares the lock for a moment, which is in our way, too.
+            if not self._look()[0]:
+                time.sleep(_LOOK_S)
+                continue
             os.close(descriptor)
             raise ConfigError(
                 f"a cluster is already running in {self.path}: stop it with `baton down`, "
                 "or start another beside it with --run-dir"
-            ) from None
+            )
         self._lock = descriptor
         self.sign()
 
@@ -106,8 +108,8 @@ class RunDir:
         """Write this process's id into the lock that it holds; raises ConfigError on a full disk."""
         assert self._lock is not None
         with self._usable():
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            # In this order somebody's id is in it at any time.
+            os.ftruncate(self._lock, os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0))
 
     def clear_logs(self) -> None:
         """Remove the logs of the cluster before; whatever else is there is somebody's."""
@@ -125,31 +127,35 @@ class RunDir:
 
     def holder(self) -> int | None:
         """Process id of the supervisor that holds the directory; None when nobody does."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[bool, int | None]:
+        """Whether it is held, and by whom, if that can be read."""
         try:
             descriptor = os.open(self.path / _LOCK, os.O_RDONLY)
         except FileNotFoundError:
-            return None
+            return False, None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            said = os.pread(descriptor, 32, 0).strip()
-            return int(said) if said.isdigit() else None
-        else:
-            return None
+            if _locked(descriptor, fcntl.LOCK_SH):
+                return False, None
+            said = os.pread(descriptor, 32, 0).split()
+            return True, int(said[0]) if said and said[0].isdigit() else None
         finally:
             os.close(descriptor)
 
-    def wait_free(self, timeout_s: float) -> bool:
-        """Wait until no supervisor holds the directory; returns whether that came about in time."""
-        freed = threading.Event()
+    def holders(self, timeout_s: float) -> Iterator[int]:
+        """Each one that holds the directory, until nobody does; raises TimeoutError when that takes longer.
 
-        def wait() -> None:
-            with contextlib.suppress(OSError), open(self.path / _LOCK, "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH)
-            freed.set()
-
-        threading.Thread(target=wait, daemon=True).start()
-        return freed.wait(timeout_s)
+        A start in the background has two, one after the other.
+        """
+        ends_at, before = time.monotonic() + timeout_s, None
+        while (holder := self.holder()) is not None:
+            if holder != before:
+                before = holder
+                yield holder
+            if time.monotonic() >= ends_at:
+                raise TimeoutError
+            time.sleep(_LOOK_S)
 
     def write_state(self, state: ClusterState) -> None:
         """Replace the state in one piece; readable by this user alone. Raises ConfigError on a full disk."""
@@ -172,3 +178,12 @@ class RunDir:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self.path / _STATE} can't be read ({error}): stop the cluster and remove it") from None
+
+
+def _locked(descriptor: int, how: int) -> bool:
+    """Lock it now; False: somebody else's lock is in the way."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

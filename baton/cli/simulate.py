@@ -64,6 +64,10 @@ def simulate(
     choices: Annotated[
         int | None, typer.Option(help="Nodes of each role that the router looks at, drawn anew. Default: all.", min=1)
     ] = None,
+    cells: Annotated[
+        int | None,
+        typer.Option(help="Share nodes and load among so many routers that know nothing of each other.", min=1),
+    ] = None,
     dataset_name: Annotated[Dataset | None, typer.Option(help="What is asked. Default: random.")] = None,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Requests.", min=1)] = None,
@@ -85,6 +89,10 @@ def simulate(
     kv_bytes_per_token: Annotated[float | None, typer.Option(help="Of all layers.", min=0)] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that a node runs at once.", min=1)] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.", min=1)] = None,
+    prompts_first: Annotated[
+        bool,
+        typer.Option(help="Compute prompts in steps of their own while streams stall, without mixed steps."),
+    ] = False,
     nic_gb_per_s: Annotated[float | None, typer.Option(help="Of each node, in each direction.", min=0.001)] = None,
     message_ms: Annotated[float | None, typer.Option(help="From router to node and back, each.", min=0)] = None,
     fail: Annotated[list[str] | None, typer.Option(help="A node's death, as decode-0@30 or decode-0@30+60.")] = None,
@@ -138,8 +146,10 @@ def simulate(
                     kv_bytes_per_token=kv_bytes_per_token,
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
+                    prompts_first=prompts_first or None,
                 ),
                 choices=choices,
+                cells=cells,
                 nic_bytes_per_s=None if nic_gb_per_s is None else nic_gb_per_s * 1e9,
                 message_s=None if message_ms is None else message_ms / 1e3,
                 failures=[_failure(text) for text in fail] if fail else None,
@@ -173,8 +183,8 @@ def simulate(
 
 
 def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
+    from baton.bench.arrangement import Arrangement
     from baton.bench.simulator import presets
-    from baton.bench.simulator.arrangement import Arrangement
     from baton.bench.simulator.plan import SimulationPlan
     from baton.bench.simulator.simulation import SimulationConfig
     from baton.bench.workloads.spec import WorkloadSpec
@@ -197,7 +207,7 @@ def _step_times(path: Path | None) -> Any:
 
 
 def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
-    from baton.bench.simulator.arrangement import Arrangement
+    from baton.bench.arrangement import Arrangement
 
     if arrangement and splits:
         raise InvalidRequest("--splits", "and --arrangement exclude each other")
@@ -215,7 +225,11 @@ def _failure(text: str) -> Failure:
 
 
 def _check(plan: SimulationPlan) -> None:
+    from baton.bench.simulator.cells import parts_of
+
     spec = plan.workload
+    for arrangement in plan.arrangements:
+        parts_of(replace(plan.config, arrangement=arrangement))
     if plan.finds_goodput and not plan.slo:
         raise InvalidRequest("--find-goodput", "needs --goodput")
     if plan.finds_goodput and spec.is_trace:

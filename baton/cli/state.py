@@ -50,6 +50,10 @@ class ClusterState:
     processes: Sequence[ProcessState]
     http_address: str = ""
     """Of the same router."""
+    certs: str = ""
+    """Directory of the certificates of its processes and its operators; empty: it has none."""
+    needs_key: bool = False
+    """Clients must show one."""
 
     @property
     def grpc_addresses(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.access import use_certificates
 from baton.cli.run_dir import RunDir, default_run_dir
 from baton.cli.state import ClusterState
 from baton.errors import Unreachable
@@ -59,15 +60,19 @@ def run_dir_of(flag: Path | None) -> RunDir:
     return RunDir(flag or default_run_dir(os.environ))
 
 
-def local_cluster(flag: Path | None) -> LocalCluster:
-    """The live cluster of a run directory; raises Unreachable with a hint when there is none."""
+def local_cluster(flag: Path | None, elsewhere: str = "--address") -> LocalCluster:
+    """The live cluster of a run directory; raises Unreachable with a hint when there is none.
+
+    `elsewhere`: the command's flag for one that runs anywhere else.
+    """
     run_dir = run_dir_of(flag)
     state = run_dir.read_state() if run_dir.exists() and run_dir.holder() is not None else None
     if state is None:
         raise Unreachable(
             f"no cluster is running in {run_dir.path}: start one with `baton up`, "
-            "or name one with --run-dir or --address"
+            f"or name one with --run-dir or {elsewhere}"
         )
+    use_certificates(state.certs, state.cluster)
     return LocalCluster(run_dir, state)
 
 

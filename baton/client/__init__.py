@@ -3,5 +3,6 @@
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
+from baton.security.access import Access
 
-__all__ = ["AsyncGenerationClient", "GenerationClient", "OperatorClient"]
+__all__ = ["Access", "AsyncGenerationClient", "GenerationClient", "OperatorClient"]

@@ -14,7 +14,9 @@ from baton.client.generation import PROGRESS_S, SILENCE_S, left, worst
 from baton.client.rota import Rota
 from baton.errors import BatonError, RequestNotFound, Unreachable
 from baton.rpc.async_generation_client import AsyncGenerationStub
+from baton.rpc.credentials import Dialer
 from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.security.access import Access, default_access
 
 T = TypeVar("T")
 
@@ -28,13 +30,15 @@ class AsyncGenerationClient:
         rng: Random | None = None,
         progress_s: float = PROGRESS_S,
         silence_s: float = SILENCE_S,
+        access: Access | None = None,
     ) -> None:
         self._rng = rng or Random()
         self._rota = Rota(addresses, self._rng)
         self._progress_s = progress_s
         # One that has nowhere else to go gains nothing from knowing.
         silence = silence_s if len(addresses) > 1 else None
-        self._stubs = [AsyncGenerationStub(address, silence) for address in addresses]
+        dialer = Dialer.to_public(access or default_access.get())
+        self._stubs = [AsyncGenerationStub(address, silence, dialer) for address in addresses]
 
     async def generate(
         self, request: GenerateRequest, timeout_s: float | None = None

@@ -12,8 +12,10 @@ from typing import TypeVar
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
+from baton.rpc.credentials import Dialer
 from baton.rpc.generation_client import GenerationStub
 from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.security.access import Access, default_access
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ class GenerationClient:
         rng: Random | None = None,
         progress_s: float = PROGRESS_S,
         silence_s: float = SILENCE_S,
+        access: Access | None = None,
         is_hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_hopeless` is asked whenever a router was lost: whether the cluster is known to be gone."""
@@ -45,7 +48,8 @@ class GenerationClient:
         self._progress_s = progress_s
         # One that has nowhere else to go gains nothing from knowing.
         silence = silence_s if len(addresses) > 1 else None
-        self._stubs = [GenerationStub(address, silence) for address in addresses]
+        dialer = Dialer.to_public(access or default_access.get())
+        self._stubs = [GenerationStub(address, silence, dialer) for address in addresses]
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from baton.config.model import NodeConfig, RouterConfig, UpConfig
+from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
 
 C = TypeVar("C", bound=BaseModel)
@@ -23,7 +24,7 @@ C = TypeVar("C", bound=BaseModel)
 DEFAULT_FILE = "baton.toml"
 PREFIX = "BATON_"
 _TABLES: Mapping[str, type[BaseModel]] = {"node": NodeConfig, "router": RouterConfig, "up": UpConfig}
-_NOT_OURS = frozenset({"config", "run_dir", "log", "address"})
+_NOT_OURS = frozenset({"config", "run_dir", "log", "log_format", "address", "api_key"})
 """BATON_ variables that commands read themselves."""
 _NOT_FROM_OUTSIDE = frozenset({"notify_fd"})
 
@@ -66,6 +67,28 @@ def load(
         raise blame(_explain(error, model, origins)) from None
 
 
+def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None = None) -> dict[str, tuple[Any, str]]:
+    """Every key of a configuration that is not complete yet: what it would be without flags, and who says so.
+
+    A key that must be given and is not has the value None, from `required`. Raises ConfigError as `load`.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for key, field in model.model_fields.items():
+        if key not in _NOT_FROM_OUTSIDE:
+            given = None if field.is_required() else field.get_default(call_default_factory=True)
+            found[key] = (given, "required" if field.is_required() else "default")
+    for layer in (_from_file(model, file) if file is not None else {}, _from_environment(model, environ)):
+        found.update(layer)
+    values = {key: value for key, (value, origin) in found.items() if origin not in ("default", "required")}
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        problems = [problem for problem in error.errors() if problem["type"] != "missing" and problem["loc"]]
+        if problems:
+            raise ConfigError(_explain(error, model, {key: origin for key, (_, origin) in found.items()})) from None
+    return found
+
+
 def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
     """The file to read: the one named by flag or BATON_CONFIG, else ./baton.toml if there is one.
 
@@ -78,13 +101,6 @@ def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
         return named
     here = Path(DEFAULT_FILE)
     return here if here.is_file() else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, or the list of all that are known when nothing is close."""
-    names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(names)})"
 
 
 def _from_file(model: type[BaseModel], file: Path) -> dict[str, tuple[Any, str]]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 import baton
+from baton.security.binds import Protection
+from baton.security.tls_files import TlsFiles
 
 DEFAULT_CLUSTER = "default"
 DEFAULT_GRPC_PORT = 50051
@@ -85,13 +87,22 @@ LOCAL_PREFILL_HELP = (
 REQUIRE_DISAGGREGATION_HELP = "on: no node ever computes a prompt and generates from it; requests wait for a pair."
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
 MAX_QUEUE_HELP = (
-    "Requests that may wait at a router for a node that is not full; beyond it the least urgent are turned away."
+    "Requests for text, and as many for embeddings, that may wait at a router for a node that is not full; beyond it "
+    "the least urgent are turned away."
 )
 MAX_RUNNING_HELP = "Requests of one router that may be on nodes at once; more wait at the router."
 ORPHAN_GRACE_HELP = (
     "Seconds that requests run on, and what ended is kept, when their router is lost; another one can adopt them."
 )
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
+
+
+INSECURE_HELP = "Listen for others without TLS or keys: on a network where everybody is trusted."
+API_KEYS_HELP = "File of hashed keys, one of which each caller must show; `baton keys` writes it. Default: no keys."
+ALLOWED_HOSTS_HELP = (
+    "Names, with commas between them, by which HTTP callers may address this cluster besides those of loopback; "
+    "* for any. Default: on a loopback address none, else any."
+)
 
 
 def _check_host_tier(mode: PreemptionMode, memory: ByteSize) -> None:
@@ -117,9 +128,30 @@ class _Process(_Config):
         5.0, description="Seconds that a crashed process stays in the registry."
     )
     drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
+    tls_cert: Path | None = Field(None, description="Certificate of this process, PEM. Default: no TLS.")
+    tls_key: Path | None = Field(None, description="Its key, PEM.")
+    tls_ca: Path | None = Field(None, description="The authority of all certificates of this cluster, PEM.")
+    api_keys: Path | None = Field(None, description=API_KEYS_HELP)
+    allowed_hosts: str = Field("", description=ALLOWED_HOSTS_HELP)
+    insecure: bool = Field(False, description=INSECURE_HELP)
     notify_fd: int | None = Field(
         None, ge=3, description="Inherited descriptor that gets one JSON line when the process is ready."
     )
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The three files; None without TLS."""
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
+
+    @property
+    def protection(self) -> Protection:
+        """What it has against strangers."""
+        return Protection(self.tls_cert is not None, self.api_keys is not None, self.insecure)
+
+    @model_validator(mode="after")
+    def _all_of_tls(self) -> Self:
+        TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
+        return self
 
     @property
     def served_model_name(self) -> str:
@@ -179,6 +211,9 @@ class RouterConfig(_Process):
 
     router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
     grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    grpc_server: Literal["own", "grpcio"] = Field(
+        "own", description="What serves it: grpcio's server costs several times as much for each message of a stream."
+    )
     http_port: Port = Field(
         DEFAULT_HTTP_PORT, description="Port of the OpenAI-compatible HTTP front; 0 takes a free one."
     )
@@ -225,6 +260,12 @@ class UpConfig(_Config):
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="Port of the first node's page /metrics, one more for each other node. Default: no pages."
     )
+    certs: Path | None = Field(
+        None, description="Directory that `baton certs init` made: each process takes its certificate. Default: no TLS."
+    )
+    api_keys: Path | None = Field(None, description=API_KEYS_HELP)
+    allowed_hosts: str = Field("", description=ALLOWED_HOSTS_HELP)
+    insecure: bool = Field(False, description=INSECURE_HELP)
     registry: str = Field("", description="URL of a running Redis. Default: a private one is started.")
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     threads: Count | None = Field(None, description="Threads of each node. Default: the cores divided by the nodes.")
@@ -258,6 +299,11 @@ class UpConfig(_Config):
             if port + self.routers > 65536:
                 raise ValueError(f"{name} {port} leaves no ports for {self.routers} routers")
         return self
+
+    @property
+    def protection(self) -> Protection:
+        """What its processes have against strangers."""
+        return Protection(self.certs is not None, self.api_keys is not None, self.insecure)
 
     def threads_per_node(self, cores: int) -> int:
         """Threads for each of the nodes on a machine of so many cores; at least one."""

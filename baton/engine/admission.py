@@ -22,6 +22,7 @@ from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, R
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
+from baton.errors import TransferCause
 
 
 class _Tried(enum.Enum):
@@ -82,6 +83,16 @@ class Admission:
         """Requests whose blocks are in the host tier."""
         return len(self._swapped)
 
+    @property
+    def anybody_waits(self) -> bool:
+        """Whether the next step may have to let somebody in."""
+        return bool(self._arrived or len(self._waiting) or len(self._swapped))
+
+    @property
+    def num_waiting_for_remote_kvs(self) -> int:
+        """KV is under way to them, or nobody has begun to compute it."""
+        return len(self._remote) + len(self._deferred)
+
     def num_waiting_by_reason(self) -> dict[WaitingReason, int]:
         """Everybody who does not run, in O(1)."""
         return {
@@ -96,7 +107,7 @@ class Admission:
 
     def add(self, request: Request, outputs: OutputsByClient) -> None:
         """A newcomer; one that can never fit ends at once."""
-        if request.num_tokens + 1 > self._ledger.max_model_len:
+        if request.least_length > self._ledger.max_model_len:
             self._refuse(request, outputs)
             return
         try:
@@ -203,8 +214,8 @@ class Admission:
                 ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)
                 return
         if not arrived.first_token_ids:
-            error = "the KV arrived without a first token"
-            ledger.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=True)
+            error, cause = "the KV arrived without a first token", TransferCause.REFUSED
+            ledger.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=True, transfer_cause=cause)
             return
         self._arrived.append(request)
 
@@ -250,6 +261,8 @@ class Admission:
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
         """Try the others in order. What can't run now keeps its place; what never can ends."""
+        if not len(self._waiting):
+            return
         stay: list[Request] = []
         stuck: list[Request] = []
         while len(self._waiting):
@@ -267,9 +280,10 @@ class Admission:
                 stay.append(request)
             if tried is _Tried.NO_BLOCKS:
                 stuck.append(request)
-            if tried is _Tried.STEP_FULL or not self._may_be_passed(stuck):
+            if tried is _Tried.STEP_FULL or (stuck and not self._may_be_passed(stuck)):
                 break
-        self._waiting.prepend_many(stay)
+        if stay:
+            self._waiting.prepend_many(stay)
 
     def _may_be_passed(self, stuck: list[Request]) -> bool:
         # A preempted one has a stream waiting: newcomers in its room would have it preempted for ever.

@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from baton.errors import BatonError
 
 NULL_BLOCK = 0
 """The id that stands for no block."""
+_BLOCK_ID = attrgetter("block_id")
 
 
 class BlockInvariantBroken(BatonError):
@@ -69,12 +71,13 @@ class FreeBlockQueue:
         self._tail = Block(-2)
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
-        self._length = 0
+        self.length = 0
+        """Read by who asks often: a call of `len` takes several times as long."""
         for block in blocks:
             self.append(block)
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[Block]:
         """Head to tail. Stops at a broken link."""
@@ -97,8 +100,8 @@ class FreeBlockQueue:
 
     def popleft(self, count: int) -> list[Block]:
         """Take so many from the head; IndexError, and nothing taken, when there are fewer."""
-        if count > self._length:
-            raise IndexError(f"{count} free blocks wanted, {self._length} there")
+        if count > self.length:
+            raise IndexError(f"{count} free blocks wanted, {self.length} there")
         taken: list[Block] = []
         block = self._head.next_free
         for _ in range(count):
@@ -110,7 +113,7 @@ class FreeBlockQueue:
         if taken:
             assert block is not None
             self._head.next_free, block.prev_free = block, self._head
-            self._length -= count
+            self.length -= count
         return taken
 
     def remove(self, block: Block) -> None:
@@ -120,14 +123,14 @@ class FreeBlockQueue:
             raise ValueError(f"{block!r} is not on the free list")
         before.next_free, after.prev_free = after, before
         block.prev_free = block.next_free = None
-        self._length -= 1
+        self.length -= 1
 
     def _link(self, before: Block, block: Block, after: Block) -> None:
         if block.next_free is not None:
             raise ValueError(f"{block!r} is on the free list already")
         before.next_free = after.prev_free = block
         block.prev_free, block.next_free = before, after
-        self._length += 1
+        self.length += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that an allocation could take now, idle cached ones included."""
-        return len(self._free)
+        return self._free.length
 
     @property
     def num_leased_blocks(self) -> int:
@@ -207,20 +210,21 @@ class BlockPool:
         In neighbouring runs where that costs nothing: first the ones that follow `after` while they are worthless,
         then the head of the list, which is then sorted (the set taken stays the least recently used one).
         """
-        if num_blocks > len(self._free):
+        if num_blocks > self._free.length:
             raise ValueError(f"{num_blocks} blocks wanted, {len(self._free)} free")
         taken: list[Block] = []
-        neighbour = after.block_id + 1 if after is not None else len(self.blocks)
-        while len(taken) < num_blocks and neighbour < len(self.blocks):
-            block = self.blocks[neighbour]
-            if not block.is_on_free_list or block.block_hash is not None:
-                break
-            self._free.remove(block)
-            taken.append(block)
-            neighbour += 1
-        rest = self._free.popleft(num_blocks - len(taken))
-        rest.sort(key=_block_id)
-        taken += rest
+        if after is not None:
+            neighbour = after.block_id + 1
+            for block in self.blocks[neighbour : neighbour + num_blocks]:
+                if block.next_free is None or block.block_hash is not None:
+                    break
+                self._free.remove(block)
+                taken.append(block)
+        if len(taken) < num_blocks:
+            rest = self._free.popleft(num_blocks - len(taken))
+            if len(rest) > 1:
+                rest.sort(key=_BLOCK_ID)
+            taken += rest
         evicted: list[tuple[Block, bytes]] = []
         for block in taken:
             if block.block_hash is not None:
@@ -384,7 +388,3 @@ class BlockPool:
         )
         if scanned != self.accounts():
             yield f"a scan finds {scanned}"
-
-
-def _block_id(block: Block) -> int:
-    return block.block_id

@@ -36,6 +36,8 @@ class Commit:
         """All that a step brought, in the runner's order."""
         for client_index, requests in plan.decodes.by_client.items():
             self._decodes(requests, runner_output, outputs.of(client_index), outputs)
+        for request in self._ledger.decodes.committed():
+            self._one(request, 1, request.num_computed_tokens, runner_output, outputs)
         for request, num_computed_tokens in zip(plan.requests, plan.num_computed_tokens, strict=True):
             if request.status is RequestStatus.RUNNING:
                 num_tokens = num_scheduled_tokens[request.request_id]
@@ -120,7 +122,10 @@ class Commit:
                 return
         if num_computed_tokens < request.num_tokens:
             return
-        token_ids = runner_output.sampled_token_ids.get(request_id)
+        if request.leg is Leg.EMBED:
+            self._embedded(request, runner_output.embeddings.get(request_id, b""), outputs)
+            return
+        token_ids = runner_output.sampled_token_ids.get(request_id) or ledger.known_token_ids
         if not token_ids:
             ledger.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
             return
@@ -129,6 +134,15 @@ class Commit:
             take_beam(request, request.beams, logprobs, ledger, self._admission, outputs)
         else:
             self._append(request, token_ids, logprobs, outputs)
+
+    def _embedded(self, request: Request, embedding: bytes, outputs: OutputsByClient) -> None:
+        ledger = self._ledger
+        if not embedding:
+            ledger.end(request, RequestStatus.ERROR, outputs, error="the runner returned no embedding")
+            return
+        # It is what the client waits for, as others do for their first token.
+        ledger.events.record(EngineCoreEventType.FIRST_TOKEN, request.request_id)
+        ledger.end(request, RequestStatus.STOPPED, outputs, embedding=embedding)
 
     def _append(
         self,

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import Request
+from baton.errors import TransferCause
+from baton.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ExternalTokens:
     """How much of a prompt's KV can be had from elsewhere, beyond what is cached here.
 
@@ -42,7 +44,7 @@ class BlockFate(enum.Enum):
     """A read in flight may still write to them: kept until `KVTransferOutput.released` names the request."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ArrivedKV:
     """A prompt's KV is here, verified, and the token after it is known."""
 
@@ -52,14 +54,21 @@ class ArrivedKV:
     """One for each of them, where the request asked for them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
+class LostKV:
+    """A prompt's KV does not come, or will not even begin to."""
+
+    cause: TransferCause
+    story: str
+
+
+@value(frozen=True, slots=True)
 class KVTransferOutput:
     """What the transfer side has to tell the scheduler; unknown request ids are skipped and counted."""
 
     arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-    """Transfers that brought nothing, or will not even begin, with the reason. Quarantined blocks stay so until
-    `released`."""
+    failed: Mapping[str, LostKV] = field(default_factory=dict)
+    """Transfers that brought nothing. Quarantined blocks stay so until `released`."""
     released: frozenset[str] = frozenset()
     """Requests whose leased or quarantined blocks nobody touches any more."""
 

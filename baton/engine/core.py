@@ -129,7 +129,7 @@ class EngineCore:
             computed = ModelRunnerOutput({}, failed=failed, lost=True)
         outputs = self._update(decided, computed)
         if not computed.lost and not decided.is_empty:
-            self._computed = _computed_step(decided, self._committed_at - began)
+            self._computed = _computed_step(decided, began, self._committed_at, self.has_work())
         return outputs
 
     def make_stats(self) -> SchedulerStats:
@@ -151,10 +151,12 @@ class EngineCore:
         return self.scheduler.take_events()
 
 
-def _computed_step(decided: SchedulerOutput, seconds: float) -> ComputedStep:
+def _computed_step(decided: SchedulerOutput, began: float, ended: float, goes_on: bool) -> ComputedStep:
     num_prefill_tokens = decided.num_prefill_tokens
     num_decodes = decided.total_num_scheduled_tokens - num_prefill_tokens
-    return ComputedStep(seconds, num_prefill_tokens, num_decodes, decided.num_decode_context_tokens)
+    return ComputedStep(
+        ended - began, num_prefill_tokens, num_decodes, decided.num_decode_context_tokens, ended, goes_on
+    )
 
 
 _NOTHING_COMPUTED = ModelRunnerOutput({})

@@ -1,4 +1,4 @@
-"""Many steps at once, while nothing but decoding happens: for whoever knows the tokens (a simulator).
+"""Many steps at once, while nothing but decoding happens: where the tokens are known (a simulator).
 
 What a step of decoding changes is a token more for everyone, and a block for a few, on days that the calendar of the
 decode set has. So steps are counted, and only those few are touched, in the very order in which `Scheduler.schedule`
@@ -11,33 +11,20 @@ scheduler, and the run is over with the step in which that happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from baton.engine.decode_set import DecodeSet
 from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
-from baton.engine.request import Request
 
 
 class DecodeRun:
     """Steps in which everybody decodes, nobody ends and nobody lacks a block."""
 
-    def __init__(
-        self,
-        decodes: DecodeSet,
-        manager: KVCacheManager,
-        next_attention: Callable[[Request], int],
-        token_id: int,
-        step: int,
-        max_steps: int,
-    ) -> None:
+    def __init__(self, decodes: DecodeSet, manager: KVCacheManager, token_id: int, step: int, max_steps: int) -> None:
         self.max_steps = max_steps
         """After so many something else happens, or may."""
         self._decodes = decodes
         self._manager = manager
-        self._next_attention = next_attention
         self._token_id = token_id
         self._step = step
-        self._num_in_flight = 0
 
     @property
     def num_sequences(self) -> int:
@@ -52,22 +39,18 @@ class DecodeRun:
         """Decide a step: as `schedule`."""
         for request in self._decodes.take_needy():
             num_full = self._manager.num_slots(request.request_id)
-            self._bring_up(request)
             allocation = self._manager.allocate_slots(request, num_full + 1 - request.num_computed_tokens)
             assert allocation.answer is AllocationAnswer.OK
             self._decodes.grown(request)
         self._decodes.tick()
-        self._num_in_flight = 1
         self._manager.begin_step(self._step)
 
     def commit(self) -> None:
         """Everybody got the token: as `update_from_output`."""
-        self._num_in_flight = 0
         self._manager.settle(self._step, lost=False)
-        # The calendar names them in the order in which they joined, as a step goes through them.
-        for request in self._decodes.needy_next:
-            self._bring_up(request)
+        for request in self._decodes.committed():
             self._manager.cache_blocks(request, request.num_computed_tokens)
+            request.output_token_ids.append(self._token_id)
 
     def advance(self, num_steps: int) -> None:
         """So many steps, from `begin` to `commit`."""
@@ -77,16 +60,3 @@ class DecodeRun:
                 self.begin()
                 self.commit()
                 num_steps -= 1
-
-    def settle(self) -> None:
-        """Bring every request up to date; before it is looked at, and before the next step is decided elsewhere."""
-        for request in self._decodes.members:
-            self._bring_up(request)
-            request.attention_at = self._next_attention(request)
-
-    def _bring_up(self, request: Request) -> None:
-        num_computed_tokens = self._decodes.num_computed_tokens(request) - self._num_in_flight
-        num_new = num_computed_tokens - request.num_computed_tokens
-        if num_new:
-            request.num_computed_tokens = num_computed_tokens
-            request.output_token_ids += [self._token_id] * num_new

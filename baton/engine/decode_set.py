@@ -5,6 +5,10 @@ in which it reaches its length (a calendar has both), and the output length at w
 (`Request.attention_at`). So nobody asks each of them everything in every step, and what a step says of them all is
 built once and used until one joins or leaves.
 
+Where every token is known in advance (a simulator, `known_token`) nobody is asked anything at all: members are counted,
+and a request is brought up to date when it needs a block, fills one, ends or leaves. `committed` names those to whom a
+step did more than append.
+
 A request joins when the step that computes the last of its known tokens is decided: whether it stopped at the token
 that the step draws is known later, and a next step may be decided before. Ticks count decided steps.
 """
@@ -12,28 +16,36 @@ that the step draws is known later, and a next step may be decided before. Ticks
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from baton.engine.request import Request
+from baton.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class DecodeGroup:
     """The members at one moment; shared between steps, so nobody writes to it."""
 
     by_client: Mapping[int, Sequence[Request]]
+    """Nobody, where they are only counted."""
     num_tokens: Mapping[str, int]
-    """One for each request id."""
+    """One for each request id; likewise."""
+    count: int
 
 
-NO_DECODES = DecodeGroup({}, {})
+_NOBODY: Mapping[int, Sequence[Request]] = {}
+_NO_TOKENS: Mapping[str, int] = {}
+NO_DECODES = DecodeGroup(_NOBODY, _NO_TOKENS, 0)
 
 
 class DecodeSet:
     """Who decodes, and who needs a block when. Every member computes one token in every tick."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, known_token: int | None = None) -> None:
+        """`known_token`: what every member draws in every tick; None: somebody else appends what they draw."""
         self._block_size = block_size
+        self._known_token = known_token
+        self._num_in_flight = 0
+        """Of the ticks, those that are not committed; kept where tokens are known."""
         self._members: dict[str, Request] = {}
         self._tick = 0
         """Steps in which the members computed a token."""
@@ -53,6 +65,9 @@ class DecodeSet:
     def request_ids(self) -> Collection[str]:
         return self._members.keys()
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._members
 
@@ -67,30 +82,43 @@ class DecodeSet:
         return len(self._calendar.get(self._tick + 1, ()))
 
     @property
-    def members(self) -> Collection[Request]:
-        return self._members.values()
-
-    @property
-    def needy_next(self) -> list[Request]:
-        """Members without a slot for the next tick: between two ticks, those whose blocks are full."""
-        tick = self._tick + 1
-        return [r for r in self._calendar.get(tick, ()) if self._due_at.get(r.request_id) == tick]
-
-    @property
     def num_ticks_left(self) -> int:
         """So many ticks are nobody's last one."""
         return min(self._over, default=self._tick + 2) - 2 - self._tick
 
-    def num_computed_tokens(self, request: Request) -> int:
-        """Of a member, those in flight included."""
-        return self._context[request.request_id] + self._tick
+    def bring_up(self) -> None:
+        """Every member knows its tokens; where those are known and somebody wants to look."""
+        if self._known_token is not None:
+            for request in self._members.values():
+                self._bring_up(request, self._known_token)
+
+    def committed(self) -> list[Request]:
+        """Where tokens are known, and the last tick is committed: who filled a block with it or reached its length.
+
+        In the order in which they joined. They are as if their step was computed and its token not appended yet.
+        """
+        token_id, tick = self._known_token, self._tick + 1
+        if token_id is None or not self._num_in_flight:
+            return []
+        self._num_in_flight = 0
+        full, over = self._calendar.get(tick), self._over.get(tick)
+        if full is None and over is None:
+            return []
+        found = {r.request_id: r for r in full or () if self._due_at.get(r.request_id) == tick}
+        if over:
+            found |= {request_id: self._members[request_id] for request_id in over}
+            if len(found) > 1:
+                found = {request_id: found[request_id] for request_id in self._members if request_id in found}
+        # Who joins with this tick's step did not decode in it: others deal with what that step brought.
+        return [request for request in found.values() if self._bring_up(request, token_id, num_spared=1)]
 
     def skip_quiet(self, most: int) -> int:
         """Ticks, so many at most, in which nobody needs a block and nobody fills one; how many there were."""
-        num_quiet = 0
-        while num_quiet < most and self._tick + 1 not in self._calendar and self._tick + 2 not in self._calendar:
-            self._tick += 1
-            num_quiet += 1
+        calendar, tick = self._calendar, self._tick
+        last = tick + most
+        while tick < last and tick + 1 not in calendar and tick + 2 not in calendar:
+            tick += 1
+        num_quiet, self._tick = tick - self._tick, tick
         return num_quiet
 
     def join(self, request: Request, num_slots: int, num_ticks: int) -> None:
@@ -105,8 +133,11 @@ class DecodeSet:
 
     def leave(self, request_id: str) -> bool:
         """It computes no more here; False when it did not."""
-        if self._members.pop(request_id, None) is None:
+        request = self._members.pop(request_id, None)
+        if request is None:
             return False
+        if self._known_token is not None:
+            self._bring_up(request, self._known_token)
         del self._due_at[request_id]
         self._num_fixed -= self._context.pop(request_id)
         over_at = self._over_at.pop(request_id)
@@ -119,13 +150,17 @@ class DecodeSet:
     def take_needy(self) -> list[Request]:
         """Members without a slot for the next tick. Each must be `grown` or `leave` before it."""
         tick = self._tick + 1
-        for request_id in tuple(self._over.get(tick, ())):
-            self.leave(request_id)
+        if tick in self._over:
+            for request_id in tuple(self._over[tick]):
+                self.leave(request_id)
         named = self._calendar.pop(tick, None)
         if named is None:
             return []
         # Whoever left and joined anew may be named twice for one tick.
         needy = {r.request_id: r for r in named if self._due_at.get(r.request_id) == tick}
+        if self._known_token is not None:
+            for request in needy.values():
+                self._bring_up(request, self._known_token)
         return list(needy.values())
 
     def grown(self, request: Request) -> None:
@@ -134,14 +169,33 @@ class DecodeSet:
 
     def tick(self) -> DecodeGroup:
         """All members compute a token in this step."""
+        if self._known_token is not None:
+            count = len(self._members)
+            if not count:
+                self._num_in_flight = 0
+                return NO_DECODES
+            self._tick += 1
+            self._num_in_flight = 1
+            return DecodeGroup(_NOBODY, _NO_TOKENS, count)
         if self._group is None:
             by_client: dict[int, list[Request]] = {}
             for request in self._members.values():
                 by_client.setdefault(request.client_index, []).append(request)
-            self._group = DecodeGroup(by_client, dict.fromkeys(self._members, 1))
+            self._group = DecodeGroup(by_client, dict.fromkeys(self._members, 1), len(self._members))
         if self._members:
             self._tick += 1
         return self._group
+
+    def _bring_up(self, request: Request, token_id: int, num_spared: int = 0) -> bool:
+        """Count what it computed, and append what it drew but for the last ones; whether there was anything."""
+        num_computed_tokens = self._context[request.request_id] + self._tick - self._num_in_flight
+        num_new = num_computed_tokens - request.num_computed_tokens
+        # Of whom joins in a step in flight more is counted than is computed.
+        if num_new <= 0:
+            return False
+        request.num_computed_tokens = num_computed_tokens
+        request.output_token_ids += [token_id] * (num_new - num_spared)
+        return True
 
     def _note_due(self, request: Request, tick: int) -> None:
         self._due_at[request.request_id] = tick

@@ -12,12 +12,16 @@ class EventLog:
     """A bounded list of events: when nobody takes them the oldest are lost and counted."""
 
     def __init__(self, clock: Clock, capacity: int = 65536) -> None:
+        self.is_recording = True
+        """Whether anybody will ever take them."""
         self._clock = clock
         self._events: deque[EngineCoreEvent] = deque(maxlen=capacity)
         self.num_lost = 0
 
     def record(self, type: EngineCoreEventType, request_id: str, value: int = 0) -> None:
         """Note one event at the clock's present time."""
+        if not self.is_recording:
+            return
         self.num_lost += len(self._events) == self._events.maxlen
         self._events.append(EngineCoreEvent(type, request_id, self._clock.monotonic(), value))
 

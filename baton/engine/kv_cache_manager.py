@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from baton.engine.block_hash import BlockHasher, group_key
 from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
@@ -25,6 +24,7 @@ from baton.engine.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
 from baton.engine.outputs import BlockCopy
 from baton.engine.request import Request
+from baton.values import value
 
 
 class AllocationAnswer(enum.Enum):
@@ -37,7 +37,7 @@ class AllocationAnswer(enum.Enum):
     """It does not fit into the empty pool."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Allocation:
     """An answer and, when it is OK, the blocks taken from the pool (cache hits are not among them)."""
 
@@ -47,7 +47,7 @@ class Allocation:
     """What must be copied before anything is computed in these blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ComputedBlocks:
     """A prefix of a request that the cache has. Valid until the next call that takes blocks; not held yet."""
 
@@ -179,9 +179,12 @@ class KVCacheManager:
         num_tokens = request.num_computed_tokens + computed.num_tokens + num_external_tokens
         num_tokens += num_new_tokens + num_lookahead_tokens
         num_entries = -(-num_tokens // self.block_size) * self.num_groups
-        missing = num_entries - len(table.blocks if table is not None else computed.blocks)
-        if missing <= 0 and table is not None:
-            return _NOTHING_NEEDED
+        if table is not None:
+            missing = num_entries - len(table.blocks)
+            if missing <= 0:
+                return _NOTHING_NEEDED
+        else:
+            missing = num_entries - len(computed.blocks)
         if num_entries > self.pool.num_total_blocks:
             return _NEVER
         unseen: Collection[int] = ()
@@ -190,7 +193,7 @@ class KVCacheManager:
                 range(num_entries - missing, num_entries), request.num_submitted_tokens
             )
             missing -= len(unseen)
-        idle_hits = sum([block.is_on_free_list for block in computed.blocks])
+        idle_hits = sum([block.is_on_free_list for block in computed.blocks]) if computed.blocks else 0
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
             return _LATER
         if table is None:
@@ -205,9 +208,11 @@ class KVCacheManager:
         if self.host is not None:
             self._keeps_evicted = self._enable_caching
             self.host.copy_in(computed.host_blocks, taken)
-        copies = [
-            BlockCopy(block.block_id, new.block_id) for block, new in zip(computed.copy_from, taken, strict=False)
-        ]
+        copies: Sequence[BlockCopy] = ()
+        if computed.copy_from:
+            copies = [
+                BlockCopy(block.block_id, new.block_id) for block, new in zip(computed.copy_from, taken, strict=False)
+            ]
         return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copies)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -266,7 +271,10 @@ class KVCacheManager:
         Whoever does may compute the last one of those tokens again.
         """
         num_entries = -(-request.num_submitted_tokens // self.block_size) * self.num_groups
-        block_ids = self.block_ids(request.request_id)[:num_entries]
+        table = self._tables.get(request.request_id)
+        block_ids = [block.block_id for block in table.blocks[:num_entries]] if table is not None else []
+        if not self._groups.windows:
+            return block_ids
         for entry in self._groups.unseen_entries(range(len(block_ids)), request.num_submitted_tokens):
             block_ids[entry] = self.pool.null_block.block_id
         return block_ids
@@ -441,17 +449,18 @@ class KVCacheManager:
 
     def _cache_group(self, request: Request, table: _BlockTable, group: int, first: int, end: int) -> None:
         """Enter a group's blocks of these stripes into the index."""
-        keys, null, groups, is_new = request.block_hashes, self.pool.null_block, self.num_groups, False
+        null, groups, is_new, cache_block = self.pool.null_block, self.num_groups, False, self.pool.cache_block
+        keys, blocks = request.block_hashes[first:end], table.blocks[first * groups + group : end * groups : groups]
         stored: list[bytes] = []
-        for stripe in range(first, end):
-            block = table.blocks[stripe * groups + group]
+        for key, block in zip(keys, blocks, strict=True):
             if block is not null:
-                key = group_key(keys[stripe], group)
-                stored.append(key)
-                is_new |= self.pool.cache_block(block, key)
+                name = group_key(key, group) if group else key
+                stored.append(name)
+                is_new |= cache_block(block, name)
         if is_new and self.kv_events.is_recording:
             # Those without a block are the first ones: windows only move on.
             first = end - len(stored)
-            parent = group_key(keys[first - 1], group) if first else None
-            tokens = request.token_ids(first * self.block_size, end * self.block_size)
+            parent = group_key(request.block_hashes[first - 1], group) if first else None
+            size, wanted = self.block_size, self.kv_events.with_tokens
+            tokens: Sequence[int] = request.token_ids(first * size, end * size) if wanted else ()
             self.kv_events.record(BlockStored(stored, parent, tokens, group))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
+
+from baton.values import value
 
 Tier = Literal["device", "host"]
 
@@ -23,7 +24,7 @@ class BlockStored(NamedTuple):
     parent_block_hash: bytes | None = None
     """Of the block before the first; None when it begins a prompt, and in the host tier."""
     token_ids: Sequence[int] = ()
-    """Of all these blocks; empty in the host tier, which only knows keys."""
+    """Of all these blocks; empty in the host tier, which only knows keys, and where no reader wants them."""
     group: int = 0
     """The group of layers whose KV it is."""
     tier: Tier = "device"
@@ -45,7 +46,7 @@ class AllBlocksCleared(NamedTuple):
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class KVEventBatch:
     """Events from the number that was asked for up to `next_sequence`."""
 
@@ -56,7 +57,7 @@ class KVEventBatch:
     """False: some are lost, and there are none in here; take a snapshot."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class KVSnapshot:
     """Everything that can be found, before the event `next_sequence`."""
 
@@ -67,8 +68,10 @@ class KVSnapshot:
 class KVEventLog:
     """The last events, up to `capacity` keys in them."""
 
-    def __init__(self, capacity: int = 65536) -> None:
+    def __init__(self, capacity: int = 65536, *, with_tokens: bool = True) -> None:
+        """`with_tokens`: readers want to know what is in blocks, not only their keys."""
         self.is_recording = False
+        self.with_tokens = with_tokens
         self._capacity = capacity
         self._events: deque[KVCacheEvent] = deque()
         self._num_keys = 0
@@ -88,11 +91,21 @@ class KVEventLog:
         while self._num_keys > self._capacity:
             self._num_keys -= len(self._events.popleft().block_hashes)
 
+    def forget_before(self, sequence: int) -> None:
+        """The only reader there is has everything before this number."""
+        if sequence >= self._next_sequence:
+            self._events.clear()
+            self._num_keys = 0
+        while self._events and self._next_sequence - len(self._events) < sequence:
+            self._num_keys -= len(self._events.popleft().block_hashes)
+
     def since(self, sequence: int) -> KVEventBatch:
         """The events from this number on."""
         oldest = self._next_sequence - len(self._events)
         if not self.is_recording or not oldest <= sequence <= self._next_sequence:
             return KVEventBatch((), self._next_sequence, complete=False)
+        if sequence == oldest:
+            return KVEventBatch(list(self._events), self._next_sequence, complete=True)
         # Most readers are near the end, and a deque is slow to walk to there from its begin.
         latest = list(islice(reversed(self._events), self._next_sequence - sequence))
         return KVEventBatch(latest[::-1], self._next_sequence, complete=True)

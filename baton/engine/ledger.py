@@ -17,6 +17,7 @@ from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, EngineCo
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequence_group import SequenceGroup, split_sequence_id
+from baton.errors import TransferCause
 
 
 class OutputsByClient:
@@ -42,6 +43,8 @@ class OutputsByClient:
 
     def seal(self) -> dict[int, EngineCoreOutputs]:
         """All of them, keyed by client index."""
+        if not self._by_client:
+            return {}
         return {index: EngineCoreOutputs(outputs) for index, outputs in self._by_client.items() if outputs}
 
 
@@ -49,7 +52,12 @@ class Ledger:
     """What deciding, admitting and committing share. Only they write to it, from one thread."""
 
     def __init__(
-        self, config: SchedulerConfig, key_fields: CacheKeyFields, clock: Clock, connector: KVConnector
+        self,
+        config: SchedulerConfig,
+        key_fields: CacheKeyFields,
+        clock: Clock,
+        connector: KVConnector,
+        known_token: int | None = None,
     ) -> None:
         self.config = config
         self.max_model_len = config.effective_max_model_len
@@ -65,8 +73,10 @@ class Ledger:
         """In order of admission."""
         self.filling: list[Request] = []
         """Those of them that don't decode yet: something of their known tokens is still to be computed."""
-        self.decodes = DecodeSet(config.block_size)
+        self.decodes = DecodeSet(config.block_size, known_token)
         """The others."""
+        self.known_token_ids: Sequence[int] = () if known_token is None else (known_token,)
+        """What everybody draws of whom the runner says nothing."""
         self.kv_cache_manager = KVCacheManager(
             BlockPool(config.num_blocks),
             BlockHasher(key_fields, config.block_size),
@@ -92,12 +102,14 @@ class Ledger:
         stop_reason: int | None = None,
         error: str | None = None,
         kv_lost: bool = False,
+        transfer_cause: TransferCause | None = None,
         first_index: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
+        embedding: bytes = b"",
     ) -> None:
         """Settle the request's blocks and write its last output. The caller takes it out of its queue.
 
-        `kv_lost`: the error is that the prompt's KV did not arrive.
+        `kv_lost`: the prompt's KV did not arrive, and another attempt is wanted; `transfer_cause`: why it did not.
         `first_index`: of the tokens that this output brings; None when it brings none.
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -121,7 +133,7 @@ class Ledger:
         if first_index is None:
             first_index = request.num_output_tokens - request.num_unreported
             logprobs = request.last_logprobs
-        self.emit(request, first_index, logprobs, outputs, kv_lost)
+        self.emit(request, first_index, logprobs, outputs, kv_lost, transfer_cause, embedding)
 
     def park(self, request: Request) -> None:
         """It has computed its beam: it gives up its seat, and it lives on only as somebody's heir."""
@@ -140,6 +152,8 @@ class Ledger:
 
     def free_parked(self, of: BeamGroup | None = None) -> bool:
         """Whoever could go on in the blocks of parked requests, or share them, does; whether there were any."""
+        if not self.parked:
+            return False
         parked = [request for request in self.parked.values() if of is None or request.beams is of]
         for request in parked:
             del self.parked[request.request_id]
@@ -183,8 +197,9 @@ class Ledger:
     def end_by_connector(self, request: Request, exc: Exception, outputs: OutputsByClient) -> None:
         """Its connector raised: the request fails, the engine does not."""
         self.num_connector_errors += 1
-        error = f"the KV connector failed: {exc!r}"
-        self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=request.leg is Leg.DECODE)
+        error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
+        cause = TransferCause.REFUSED if lost else None
+        self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=lost, transfer_cause=cause)
 
     def give_up_load(self, request: Request) -> None:
         """Its KV does not come: let go of the blocks that were to be filled."""
@@ -206,6 +221,8 @@ class Ledger:
         logprobs: Sequence[TokenLogprobs],
         outputs: OutputsByClient,
         kv_lost: bool = False,
+        transfer_cause: TransferCause | None = None,
+        embedding: bytes = b"",
     ) -> None:
         """Write an output with the request's tokens from `first_index` on and, when it has ended, why."""
         new_token_ids = request.output_token_ids[first_index:]
@@ -218,8 +235,10 @@ class Ledger:
             stop_reason=request.stop_reason,
             error=request.error,
             kv_lost=kv_lost,
+            transfer_cause=transfer_cause,
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_external_tokens=request.num_external_tokens,
+            embedding=embedding,
         )
         outputs.add(request.client_index, output)
 
@@ -229,10 +248,13 @@ class Ledger:
             self._some_left = False
             running = RequestStatus.RUNNING
             self.running = [request for request in self.running if request.status is running]
-            self.filling = [request for request in self.filling if request.status is running]
+            if self.filling:
+                self.filling = [request for request in self.filling if request.status is running]
 
     def take_finished_req_ids(self) -> frozenset[str]:
         """Requests that ended since the last call."""
+        if not self._finished_req_ids:
+            return frozenset()
         finished, self._finished_req_ids = frozenset(self._finished_req_ids), set()
         return finished
 

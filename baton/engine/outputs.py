@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, NamedTuple
 
 from baton.engine.grammar import TokenMatcher
 from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.request import FinishReason, SamplingParams
+from baton.errors import TransferCause
+from baton.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class NewRequestData:
     """Everything a runner needs to know once about a request it has not seen (or has dropped)."""
 
@@ -25,9 +27,11 @@ class NewRequestData:
     num_computed_tokens: int
     matcher: TokenMatcher | None = None
     """Says what may be drawn; None: anything."""
+    embeds: bool = False
+    """Its last token gives an embedding, and nothing is drawn."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class CachedRequestData:
     """What changed in a request that the runner knows."""
 
@@ -41,7 +45,7 @@ class CachedRequestData:
     """A beam: this is its last token, whatever was drawn for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ForkedRequestData:
     """A request that begins as the runner knows another one, which may finish or go on in the same step."""
 
@@ -62,7 +66,7 @@ class BlockCopy(NamedTuple):
     destination: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's decision."""
 
@@ -102,7 +106,7 @@ class SchedulerOutput:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one output position: of the token drawn and of the `top` most likely ones, best first."""
 
@@ -113,7 +117,7 @@ class TokenLogprobs:
     top: Sequence[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What a runner computed. A request whose prompt is not done yet has no entry in the sampled ids."""
 
@@ -123,6 +127,8 @@ class ModelRunnerOutput:
     """Requests that failed alone (non-finite logits), with the reason."""
     invalid: Set[str] = frozenset()
     """Those of `failed` whose own fault it is."""
+    embeddings: Mapping[str, bytes] = field(default_factory=dict)
+    """Of requests that embed, once their prompt is done; see `runner.embedding`."""
     lost: bool = False
     """The runner broke: nothing of the step is there, its block copies included."""
     copy_seconds: float = 0.0
@@ -145,7 +151,7 @@ class EngineCoreEventType(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EngineCoreEvent:
     """One moment, on the injected clock (seconds, monotonic). `value` depends on the type (tokens computed so far)."""
 
@@ -168,8 +174,12 @@ class EngineCoreOutput(NamedTuple):
     error: str | None = None
     kv_lost: bool = False
     """The error is that the prompt's KV did not arrive: another attempt may succeed."""
+    transfer_cause: TransferCause | None = None
+    """Why it did not, also where no other attempt is wanted."""
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
+    embedding: bytes = b""
+    """Float32, little-endian; of a request that embeds, with its end."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]
@@ -178,7 +188,7 @@ grammar, which is being compiled (grammar); KV under way (remote_kv); the next s
 gave way (preempted, swapped)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class SchedulerStats:
     """Load of one engine after a step."""
 
@@ -226,7 +236,7 @@ class SchedulerStats:
         return 1.0 - self.free_host_blocks / self.total_host_blocks if self.total_host_blocks else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class ComputedStep:
     """What a step was made of, and the seconds it took: since it was decided, or since the one before it was over."""
 
@@ -234,6 +244,10 @@ class ComputedStep:
     num_prefill_tokens: int
     num_decodes: int
     num_decode_context_tokens: int
+    ended_at: float
+    """On the engine's clock, in seconds."""
+    goes_on: bool
+    """There was more to compute then."""
 
 
 class StepTimes(NamedTuple):
@@ -245,7 +259,7 @@ class StepTimes(NamedTuple):
     update_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class EngineCoreOutputs:
     """What one step brought for one client (one router)."""
 

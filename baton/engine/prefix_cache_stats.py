@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+from baton.values import value
 
 Source = Literal["device", "host", "remote"]
 """The engine's own cache, its host tier, or another node."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class PrefixCacheStats:
     """Since start. A request counts at each admission, so a preempted one counts again."""
 

@@ -28,6 +28,8 @@ class FinishReason(enum.Enum):
     HANDED_OFF = "handed_off"
     """The prefill leg is done and the decode leg goes on; never seen by a client."""
 
+    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
+
 
 class RequestStatus(enum.Enum):
     """Where a request is. Everything from STOPPED on is final."""
@@ -46,6 +48,8 @@ class RequestStatus(enum.Enum):
     INVALID = enum.auto()
     """What it asks for turned out to be impossible: its own fault, so it would be the same elsewhere."""
     HANDED_OFF = enum.auto()
+
+    __hash__ = object.__hash__
 
     @property
     def is_finished(self) -> bool:
@@ -128,6 +132,10 @@ class Leg(enum.Enum):
     """Compute the tokens that came with the request, offer their blocks, sample the next one, end HANDED_OFF."""
     DECODE = "decode"
     """Pull those blocks from `kv_source`, then go on behind that token."""
+    EMBED = "embed"
+    """Compute the prompt, and end STOPPED with the embedding of its last token. Nothing is generated."""
+
+    __hash__ = object.__hash__
 
 
 class Request:
@@ -153,10 +161,12 @@ class Request:
             raise ValueError("a request needs at least one prompt token")
         if output_token_ids and (sampling_params.n > 1 or sampling_params.beam_width):
             raise ValueError("only a request of one sequence begins with output tokens")
+        if leg is Leg.EMBED and (output_token_ids or sampling_params.n > 1 or sampling_params.beam_width):
+            raise ValueError("an embedding is of a prompt alone")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("exactly the decode leg names a KV source")
         self.request_id = request_id
-        self.prompt_token_ids = list(prompt_token_ids)
+        self.take_prompt(list(prompt_token_ids))
         self.sampling_params = sampling_params
         self.eos_token_ids = eos_token_ids
         self.client_index = client_index
@@ -177,7 +187,7 @@ class Request:
         """And those whose KV came from another node."""
         self.num_preemptions = 0
         self.output_token_ids = list(output_token_ids)
-        self.num_submitted_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.num_submitted_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         """Tokens that it came with: its prompt, and what it had generated elsewhere. A prefill leg computes them, a
         decode leg pulls them."""
         self.num_unreported = 0
@@ -204,14 +214,15 @@ class Request:
         self.attention_at = 0
         """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+    def take_prompt(self, prompt_token_ids: list[int]) -> None:
+        """This is its prompt. Nobody writes to one, so requests may share it."""
+        self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
 
     @property
     def num_given_tokens(self) -> int:
         """Output tokens that it came with."""
-        return self.num_submitted_tokens - len(self.prompt_token_ids)
+        return self.num_submitted_tokens - self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -219,15 +230,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_tokens_with_spec(self) -> int:
-        return self.num_tokens + len(self.spec_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids) + len(self.spec_token_ids)
 
     @property
     def is_finished(self) -> bool:
         return self.status.is_finished
+
+    @property
+    def least_length(self) -> int:
+        """Tokens that it comes to at least: its first new one counts, where there will be any."""
+        return self.num_tokens + (self.leg is not Leg.EMBED)
 
     @property
     def is_root(self) -> bool:
@@ -256,8 +272,7 @@ class Request:
             arrival_time=self.arrival_time,
             cache_salt=self.cache_salt,
         )
-        # Nobody writes to a prompt, so one list serves all.
-        sibling.prompt_token_ids = self.prompt_token_ids
+        sibling.take_prompt(self.prompt_token_ids)
         return sibling
 
     def __repr__(self) -> str:

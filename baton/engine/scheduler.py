@@ -70,12 +70,19 @@ class Scheduler:
         key_fields: CacheKeyFields,
         clock: Clock,
         connector: KVConnector | None = None,
+        known_token: int | None = None,
     ) -> None:
+        """`known_token`: what every request draws in every step, at which none may stop; for who runs no model (a
+        simulator). Requests of one sequence decode uncounted then (see decode_set.py): `bring_up_decodes` before one is
+        looked at. A runner's output then need not name a token.
+        """
         self.config = config
         self.num_unknown_transfers = 0
         """Transfer reports for requests that did not wait for one."""
         self.clock = clock
-        self._ledger = Ledger(config, key_fields, clock, connector if connector is not None else NullConnector())
+        connector = connector if connector is not None else NullConnector()
+        self._ledger = Ledger(config, key_fields, clock, connector, known_token)
+        self._known_token = known_token
         self._admission = Admission(self._ledger)
         self._preemption = Preemption(self._ledger, self._admission)
         self._commit = Commit(self._ledger, self._admission)
@@ -176,20 +183,18 @@ class Scheduler:
         """
         if self._ledger.running or self._admission.num_arrived or self._pending:
             return True
-        return self._admission.num_waiting + self._admission.num_swapped > 0 and not self._stalled
+        return not self._stalled and self._admission.num_waiting + self._admission.num_swapped > 0
 
     def make_stats(self) -> SchedulerStats:
         """Load after a step, in O(running requests that don't decode)."""
         pool, host = self.kv_cache_manager.pool, self.kv_cache_manager.host
         num_running, num_waiting = self.get_request_counts()
-        filling = self._ledger.filling
-        num_filled = sum(request.num_computed_tokens for request in filling)
-        num_to_fill = sum(request.num_tokens for request in filling) - num_filled
+        num_uncomputed_tokens, num_context_tokens = self.num_uncomputed_and_context_tokens()
         return SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
-            num_uncomputed_tokens=self._admission.num_waiting_tokens + num_to_fill,
-            num_context_tokens=self._ledger.decodes.num_context_tokens + num_filled,
+            num_uncomputed_tokens=num_uncomputed_tokens,
+            num_context_tokens=num_context_tokens,
             num_requests_waiting_by_reason=self._admission.num_waiting_by_reason(),
             total_blocks=pool.num_total_blocks,
             free_blocks=pool.num_free_blocks,
@@ -207,6 +212,20 @@ class Scheduler:
             num_connector_errors=self.num_connector_errors,
         )
 
+    def num_uncomputed_and_context_tokens(self) -> tuple[int, int]:
+        """As in `make_stats`, which has much else: for who asks in every step."""
+        num_filled = num_to_fill = 0
+        for request in self._ledger.filling:
+            num_filled += request.num_computed_tokens
+            num_to_fill += request.num_tokens - request.num_computed_tokens
+        num_uncomputed_tokens = self._admission.num_waiting_tokens + num_to_fill
+        return num_uncomputed_tokens, self._ledger.decodes.num_context_tokens + num_filled
+
+    @property
+    def num_waiting_for_remote_kvs(self) -> int:
+        """As in `make_stats`."""
+        return self._admission.num_waiting_for_remote_kvs
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV; False, and nothing changes, while any block is held."""
         return self.kv_cache_manager.reset_prefix_cache()
@@ -214,6 +233,10 @@ class Scheduler:
     def take_events(self) -> list[EngineCoreEvent]:
         """What happened to requests since the last call."""
         return self._ledger.events.take()
+
+    def stop_events(self) -> None:
+        """Nobody will take events: none are recorded any more."""
+        self._ledger.events.is_recording = False
 
     def kv_snapshot(self) -> KVSnapshot:
         """Everything in the prefix cache; from here on its events are recorded, until `stop_kv_events`. O(blocks)."""
@@ -277,22 +300,28 @@ class Scheduler:
         """
         plan = StepPlan(self._step, self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
         self._step += 1
-        if self._admission.take_whole_step_wish():
-            self._admission.admit_waiting(plan, self._pending)
+        ledger, admission = self._ledger, self._admission
+        if self.config.prompts_first:
+            self._schedule_filling(plan)
+        if admission.take_whole_step_wish() or self.config.prompts_first:
+            admission.admit_waiting(plan, self._pending)
         if plan.is_empty:
             self._schedule_decodes(plan)
-            self._schedule_filling(plan)
-            self._admission.admit_arrived(plan)
-            if not plan.preempted_req_ids and self._admission.admit_swapped(plan):
-                self._admission.admit_waiting(plan, self._pending)
-        self._let_decode(plan)
-        moved = self._ledger.free_parked() or bool(plan.preempted_req_ids)
-        self._stalled = plan.is_empty and not moved and not self._pending
-        copies = self.kv_cache_manager.take_copies(plan.step)
-        if not plan.is_empty or copies is not NO_COPIES:
+            if ledger.filling:
+                self._schedule_filling(plan)
+            admission.admit_arrived(plan)
+            if not plan.preempted_req_ids and admission.admit_swapped(plan):
+                admission.admit_waiting(plan, self._pending)
+        if plan.requests:
+            self._let_decode(plan)
+        moved = ledger.free_parked() or bool(plan.preempted_req_ids)
+        is_empty = plan.is_empty
+        self._stalled = is_empty and not moved and not self._pending
+        copies = ledger.kv_cache_manager.take_copies(plan.step)
+        if not is_empty or copies is not NO_COPIES:
             self._in_flight[plan.step] = plan
-            self.kv_cache_manager.begin_step(plan.step)
-        return plan.build(self._ledger.take_finished_req_ids(), copies)
+            ledger.kv_cache_manager.begin_step(plan.step)
+        return plan.build(ledger.take_finished_req_ids(), copies)
 
     def take_refusals(self) -> dict[int, EngineCoreOutputs]:
         """The ends of requests that never ran, ahead of the next step's outputs."""
@@ -334,11 +363,11 @@ class Scheduler:
         """Whose last known token is computed in this step decodes from the next one on, if there is more to come."""
         ledger = self._ledger
         for request in plan.requests:
-            # A beam ends with the token that it lacks, and so does a prefill leg.
+            # A beam ends with the token that it lacks, and so does a prefill leg; an embedding lacks none.
             if (
                 request.num_computed_tokens < request.num_tokens
                 or request.beams is not None
-                or request.leg is Leg.PREFILL
+                or request.leg in (Leg.PREFILL, Leg.EMBED)
             ):
                 continue
             num_to_come = most_outputs(request, ledger.max_model_len) - len(request.output_token_ids) - 1
@@ -346,25 +375,31 @@ class Scheduler:
                 ledger.filling.remove(request)
                 ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id), num_to_come)
 
-    def decode_run(self, token_id: int) -> DecodeRun | None:
-        """Many steps at once, for who need not run a model: each draws this token, at which nobody may stop.
-
-        None while anything else is to be decided in the next steps, or may be.
-        """
-        ledger, admission = self._ledger, self._admission
-        others = admission.num_waiting + admission.num_swapped + admission.num_arrived + len(ledger.filling)
-        several = ledger.beams or ledger.groups or ledger.parked
-        has_host = self.kv_cache_manager.host is not None or self.config.windows != (None,)
-        if others or several or has_host or self._in_flight or self._pending or not ledger.decodes.request_ids:
-            return None
-        # As many as need no more blocks than are free, each one every `block_size` steps.
-        num_blocks = self.kv_cache_manager.pool.num_free_blocks // len(ledger.decodes.request_ids)
-        max_steps = min(ledger.decodes.num_ticks_left, num_blocks * self.config.block_size)
-        if max_steps < 1:
+    def decode_run(self) -> DecodeRun | None:
+        """Many steps at once, where tokens are known; None while anything but decoding is to be decided, or may be."""
+        max_steps = self.num_quiet_steps()
+        if max_steps < 1 or self._known_token is None:
             return None
         self._stalled = False
-        next_attention = self._commit.next_attention
-        return DecodeRun(ledger.decodes, self.kv_cache_manager, next_attention, token_id, self._step, max_steps)
+        return DecodeRun(self._ledger.decodes, self.kv_cache_manager, self._known_token, self._step, max_steps)
+
+    def bring_up_decodes(self) -> None:
+        """Every request has its tokens; where those are known."""
+        self._ledger.decodes.bring_up()
+
+    def num_quiet_steps(self) -> int:
+        """So many steps at least only decode, unless something comes: nobody ends, nobody lacks a block."""
+        ledger, admission = self._ledger, self._admission
+        num_decodes = len(ledger.decodes)
+        if not num_decodes or ledger.filling or self._in_flight or self._pending or admission.anybody_waits:
+            return 0
+        several = ledger.beams or ledger.groups or ledger.parked
+        manager = ledger.kv_cache_manager
+        if several or manager.host is not None or self.config.windows != (None,):
+            return 0
+        # As many as need no more blocks than are free, each one every `block_size` steps.
+        num_blocks = manager.pool.num_free_blocks // num_decodes
+        return max(0, min(ledger.decodes.num_ticks_left, num_blocks * self.config.block_size))
 
     # --- committing a step ---
 
@@ -377,7 +412,8 @@ class Scheduler:
         """
         outputs, self._pending = self._pending, OutputsByClient()
         num_scheduled = scheduler_output.num_scheduled_tokens
-        self._commit.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
+        if runner_output.sampled_token_ids:
+            self._commit.num_skipped_results += len(runner_output.sampled_token_ids.keys() - num_scheduled.keys())
         if runner_output.lost:
             self._ledger.tell_finished_again(scheduler_output.finished_req_ids)
         plan = self._in_flight.pop(scheduler_output.step, None)
@@ -406,7 +442,7 @@ class Scheduler:
                 self.num_unknown_transfers += 1
             else:
                 self._admission.arrive(request, arrived, outputs)
-        for request_id, reason in transfers.failed.items():
+        for request_id, lost in transfers.failed.items():
             request = self._admission.take_unloaded(request_id)
             if request is None:
                 self.num_unknown_transfers += 1
@@ -414,7 +450,14 @@ class Scheduler:
                 self._admission.compute_here(request)
             else:
                 reroutes = self.config.on_transfer_failure == "reroute"
-                self._ledger.end(request, RequestStatus.ERROR, outputs, error=reason, kv_lost=reroutes)
+                self._ledger.end(
+                    request,
+                    RequestStatus.ERROR,
+                    outputs,
+                    error=lost.story,
+                    kv_lost=reroutes,
+                    transfer_cause=lost.cause,
+                )
         for request_id in transfers.released:
             self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
         self._finish_broken_groups(outputs)

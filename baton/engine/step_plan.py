@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.host_tier import NO_COPIES, StepCopies
 from baton.engine.outputs import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
-from baton.engine.request import Request
+from baton.engine.request import Leg, Request
 
 
 class StepPlan:
@@ -37,7 +37,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.requests and not self.decodes.num_tokens
+        return not self.requests and not self.decodes.count
 
     def cut(self, num_tokens: int, budget: int) -> int:
         """How many of a request's tokens to compute now; `budget`: what it may take of the step's."""
@@ -48,8 +48,8 @@ class StepPlan:
         """Compute a token of each, which the runner knows all about. They have so many behind them."""
         self.decodes = decodes
         self._num_context_tokens += num_context_tokens
-        self._total += len(decodes.num_tokens)
-        self.token_budget -= len(decodes.num_tokens)
+        self._total += decodes.count
+        self.token_budget -= decodes.count
 
     def note_growth(self, request: Request, num_computed_tokens: int, new_block_ids: Sequence[int]) -> None:
         """A decoding request got blocks; so many tokens are computed when the step begins."""
@@ -66,6 +66,7 @@ class StepPlan:
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
                 matcher=request.matchers[0] if request.matchers else None,
+                embeds=request.leg is Leg.EMBED,
             )
         )
         self._advance(request, num_tokens)
@@ -104,7 +105,7 @@ class StepPlan:
             total_num_scheduled_tokens=self._total,
             blocks_to_copy=self.blocks_to_copy,
             finished_req_ids=finished_req_ids,
-            preempted_req_ids=frozenset(self.preempted_req_ids),
+            preempted_req_ids=frozenset(self.preempted_req_ids) if self.preempted_req_ids else frozenset(),
             blocks_to_swap_out=copies.swap_out,
             blocks_to_swap_in=copies.swap_in,
             scheduled_forked_reqs=self._forks,

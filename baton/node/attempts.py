@@ -87,7 +87,8 @@ class _Sequence:
     def num_entries(self) -> int:
         """How much of memory it is, in tokens and log-probabilities."""
         per_token = 1 + len(self.logprobs[0].top) if self.logprobs else 0
-        return len(self.token_ids) + len(self.logprobs) * per_token
+        embedded = len(self.end.embedding) // 4 if self.end is not None else 0
+        return len(self.token_ids) + len(self.logprobs) * per_token + embedded
 
 
 class Attempt:
@@ -177,6 +178,8 @@ class Attempt:
                 error=end.error,
                 timings=end.timings,
                 sequence_index=index,
+                transfer_cause=end.transfer_cause,
+                embedding=end.embedding,
             )
 
     def __repr__(self) -> str:

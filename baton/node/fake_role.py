@@ -24,6 +24,7 @@ class FakeRole:
         self.reported = HandoffReport()
         self.start_error: Exception | None = None
         self.is_up = False
+        self.link_protocol = 1
 
     async def start(self) -> None:
         if self.start_error is not None:

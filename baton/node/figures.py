@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from baton.engine.outputs import SchedulerStats, StepTimes
-from baton.observe.metrics import Figure, by_label
+from baton.engine.outputs import ComputedStep, SchedulerStats, StepTimes
+from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 
 KV_FETCH_HELP = "Requests whose prompt is computed elsewhere, by how far its KV is."
 """The engine counts who has it, a role who does not yet."""
+
+
+_ITERATION_TOKENS = (1, 8, *(1 << power for power in range(4, 15)))
+"""vLLM's."""
+
+
+class ComputedTotals:
+    """What an engine's steps computed since start."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        """Of prompts; those that were computed again after a preemption included."""
+        self._tokens = Histogram(_ITERATION_TOKENS)
+
+    def note(self, step: ComputedStep) -> None:
+        """One more step."""
+        self.prompt_tokens += step.num_prefill_tokens
+        self._tokens.observe(step.num_prefill_tokens + step.num_decodes)
+
+    def figures(self, stats: SchedulerStats) -> list[Figure | Distribution]:
+        """For the page; where the other prompts' tokens came from is in the engine's `stats`."""
+        hits, text = stats.prefix_cache.num_hit_tokens, "Tokens of prompts, by where their KV is from."
+        sources = {
+            "local_compute": self.prompt_tokens,
+            "local_cache_hit": hits["device"] + hits["host"],
+            "external_kv_transfer": hits["remote"],
+        }
+        return [
+            *by_label("prompt_tokens_by_source_total", text, "source", sources),
+            self._tokens.now("iteration_tokens_total", "Tokens that a step computed."),
+        ]
 
 
 def engine_figures(stats: SchedulerStats, times: StepTimes) -> list[Figure]:

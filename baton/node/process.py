@@ -1,8 +1,10 @@
-"""A node's process: signals, readiness and the exit code around one incarnation."""
+"""A node's process: signals, readiness and the exit code around its incarnations, and the model that they share."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,43 +14,145 @@ import structlog
 from baton.config import NodeConfig
 from baton.engine.runner import load
 from baton.engine.runner.base import ModelRunner
-from baton.errors import ExitCode
+from baton.errors import ConfigError, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
+from baton.node.name_claim import Asks, require_free_name
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
-from baton.node.serve import Node, NodeStop
+from baton.node.serve import Node
+from baton.node.stop import NodeStop
+from baton.observe.logs import log_also
 from baton.observe.ready import Ready, announce
-from baton.registry.registry import Registry
-from baton.rpc.messages import NodeDescription
+from baton.registry import Membership, NodeRecord, require
+from baton.registry.registry import Registry, with_authority
+from baton.rpc.credentials import Dialer
+from baton.rpc.forced_end import end_within
+from baton.rpc.messages import NodeDescription, Role
+from baton.rpc.node_client import NodeClient
+from baton.security.binds import check_bind, is_loopback
+from baton.security.matrix import CallerRole
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms are as long as a decode step: so long may the loop keep the interpreter from a ready engine."""
 
+_ANSWER_S = 2.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 _log = structlog.get_logger(__name__)
 
 
-def run_node(config: NodeConfig, make_role: Callable[[RoleContext], NodeRole]) -> int:
+RoleMaker = Callable[[RoleContext], NodeRole]
+
+
+def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int:
     """Run one node until SIGTERM or SIGINT; the second signal forces. Returns the exit code.
 
-    Raises ConfigError when it can't start, EngineFault when its engine died.
+    `role_maker` says what makes a node of a role: it may be another one than it was started as, and change under way;
+    the model stays. Raises ConfigError when it can't start, EngineFault when its engine died.
     """
+    check_bind(config.host, config.protection, needs_keys=config.metrics_port is not None)
+    if is_loopback(config.host):
+        # UCX listens too, without being asked, and on every interface that it finds.
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     look_for_failpoints(config.failpoints)
-    asyncio.run(_serve(config, load(runner_spec(config)), make_role))
+    # Before the model is loaded, which may take minutes.
+    role = asyncio.run(_role_to_be(config))
+    asyncio.run(_serve(config, load(runner_spec(config)), role, role_maker))
     return int(ExitCode.OK)
 
 
-async def _serve(config: NodeConfig, runner: ModelRunner, make_role: Callable[[RoleContext], NodeRole]) -> None:
-    stop, loop = NodeStop(), asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop)
-    registry = Registry.connect(config.registry, config.cluster)
-
-    def ready(description: NodeDescription) -> None:
-        _log.info("ready", node=description.node_id, incarnation=description.incarnation, address=description.address)
-        announce(config.notify_fd, Ready(description.incarnation, description.address))
-
+async def _role_to_be(config: NodeConfig) -> Role:
+    """What operators want it to be, or what it was started as; raises ConfigError when its name is taken."""
+    registry = Registry.connect(with_authority(config.registry, config.tls_ca), config.cluster)
     try:
-        await Node(config, runner, make_role, registry).serve(ready, stop)
+        await require(registry)
+        await require_free_name(registry, config.node_id, asks_with(_dialer(config)))
+        wanted = (await registry.desired()).role_of(config.node_id)
+    except Unreachable as error:
+        raise ConfigError(str(error)) from None
     finally:
         await registry.close()
+    if wanted not in (None, config.role):
+        _log.info("an operator wants another role", node=config.node_id, role=wanted, started_as=config.role)
+    return Role(wanted or config.role)
+
+
+async def _serve(config: NodeConfig, runner: ModelRunner, first: Role, role_maker: Callable[[Role], RoleMaker]) -> None:
+    stop, loop = NodeStop(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_signalled:
+            end_within()
+        stop()
+
+    def on_drained() -> None:
+        # From here on a library may hold the interpreter for seconds, and no handler of ours would run meanwhile.
+        for name in _SIGNALS if stop.is_signalled else ():
+            loop.remove_signal_handler(name)
+            signal.signal(name, signal.SIG_DFL)
+
+    stop.on_drained = on_drained
+    for name in _SIGNALS:
+        loop.add_signal_handler(name, on_signal)
+    registry = Registry.connect(with_authority(config.registry, config.tls_ca), config.cluster)
+    told = False
+
+    def ready(description: NodeDescription) -> None:
+        nonlocal told
+        _log.info(
+            "ready",
+            node=description.node_id,
+            incarnation=description.incarnation,
+            address=description.address,
+            role=description.role.value,
+        )
+        if not told:
+            announce(config.notify_fd, Ready(description.incarnation, description.address))
+        told = True
+
+    try:
+        await serve_roles(config, runner, first, role_maker, registry, ready, stop)
+    finally:
+        await registry.close()
+
+
+async def serve_roles(
+    config: NodeConfig,
+    runner: ModelRunner,
+    first: Role,
+    role_maker: Callable[[Role], RoleMaker],
+    membership: Membership,
+    ready: Callable[[NodeDescription], None],
+    stop: NodeStop,
+) -> None:
+    """One incarnation after the other, each as the role that it was asked to be, over one loaded model."""
+    role: Role | None = first
+    asks = asks_with(_dialer(config))
+    while role is not None:
+        own = config.model_copy(update={"role": role.value})
+        node = Node(own, runner, role_maker(role), membership, asks)
+        log_also(incarnation=node.incarnation, role=role.value)
+        await node.serve(ready, stop)
+        role = stop.begin_again()
+        if role is not None:
+            # What is left of the old one are cycles, of some megabytes.
+            gc.collect()
+
+
+def asks_with(dialer: Dialer) -> Asks:
+    """Ask the node at a record's address who it is."""
+
+    async def asks(record: NodeRecord) -> str:
+        client = NodeClient(record.address, dialer)
+        try:
+            return (await client.describe(_ANSWER_S)).description.incarnation
+        finally:
+            await client.close()
+
+    return asks
+
+
+def _dialer(config: NodeConfig) -> Dialer:
+    tls = config.tls.live() if config.tls is not None else None
+    return Dialer.to_role(CallerRole.NODE, config.cluster, tls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.engine.outputs import ComputedStep, EngineCoreOutput, SchedulerStats
 from baton.engine.request import FinishReason
+from baton.engine.scheduler import Scheduler
 from baton.registry import NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome, StepFigures
 
@@ -49,6 +50,26 @@ def load_report(stats: SchedulerStats, *, draining: bool = False) -> LoadReport:
         draining=draining,
         uncomputed_tokens=stats.num_uncomputed_tokens,
         context_tokens=stats.num_context_tokens,
+    )
+
+
+def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
+    """`load_report(scheduler.make_stats())`, for who needs nothing else of it and asks thousands of times a second."""
+    pool = scheduler.kv_cache_manager.pool
+    num_running, num_waiting = scheduler.get_request_counts()
+    num_uncomputed_tokens, num_context_tokens = scheduler.num_uncomputed_and_context_tokens()
+    num_remote = scheduler.num_waiting_for_remote_kvs
+    return LoadReport(
+        num_running,
+        num_waiting - num_remote,
+        num_remote,
+        pool.num_total_blocks,
+        pool.num_free_blocks,
+        pool.num_leased_blocks,
+        pool.num_quarantined_blocks,
+        draining,
+        num_uncomputed_tokens,
+        num_context_tokens,
     )
 
 

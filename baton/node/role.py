@@ -12,7 +12,8 @@ from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner.base import ModelRunner
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
-from baton.observe.metrics import Figure
+from baton.observe.metrics import Distribution, Figure
+from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.messages import HandoffReport
 
 
@@ -30,10 +31,14 @@ class RoleContext:
     """Runs a callable on the loop, in order; from any thread."""
     post_after_step: Callable[[Callable[[], None]], None]
     """Likewise, from the engine's thread alone, once the step's tokens are on their way to the routers."""
+    after_step: Callable[[Callable[[], None]], None]
+    """Calls it on the engine's thread, from there alone, when all that has been posted and before the next step."""
     tell_engine: Callable[[KVTransferOutput], None]
     """Wakes the engine; from any thread."""
     record: Callable[[str, AttemptKey, int, str], None]
     """Notes an event (name, attempt, value, detail); from any thread."""
+    dialer: Dialer = PLAIN
+    """How to reach other nodes."""
 
 
 class Servicer(Protocol):
@@ -48,6 +53,11 @@ class NodeRole(Protocol):
     @property
     def connector(self) -> KVConnector:
         """Called from the engine's thread."""
+        ...
+
+    @property
+    def link_protocol(self) -> int:
+        """What it speaks with other nodes; those that speak another one can't exchange KV with it."""
         ...
 
     @property
@@ -69,7 +79,7 @@ class NodeRole(Protocol):
         """What moved into this node for the attempt, if anything did."""
         ...
 
-    def figures(self) -> Sequence[Figure]:
+    def figures(self) -> Sequence[Figure | Distribution]:
         """The role's part of the node's metrics page."""
         ...
 

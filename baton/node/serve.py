@@ -22,48 +22,34 @@ from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.errors import EngineFault
 from baton.ids import new_incarnation
+from baton.node.attempt_spans import AttemptSpans
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
-from baton.node.figures import engine_figures
+from baton.node.figures import ComputedTotals, engine_figures
 from baton.node.grammars import load_compiler
-from baton.node.lifecycle import NodeEvent, node_lifecycle
+from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
+from baton.node.name_claim import Asks, require_first
 from baton.node.outbox import Outbox
 from baton.node.reports import node_record
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService
+from baton.node.stop import NodeStop
 from baton.observe.metrics import render
 from baton.observe.metrics_page import MetricsPage
-from baton.registry import Membership, require
+from baton.observe.tracing import start_tracing
+from baton.registry import Membership
+from baton.rpc.credentials import Dialer
+from baton.rpc.door import Door
+from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.messages import NodeDescription, Role
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
-from baton.rpc.server import RpcServer, join_address
+from baton.rpc.server import RpcServer, join_address, reached_as
+from baton.security.keys import KeyRing
+from baton.security.matrix import CallerRole
+from baton.security.pages import PageDoor
 
 _log = structlog.get_logger(__name__)
-
-
-class NodeStop:
-    """How a node is told to stop. A call is a signal: the first one drains, the second one does not wait any longer."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.forced = asyncio.Event()
-        self._signalled = False
-
-    def __call__(self) -> None:
-        if self._signalled:
-            self.forced.set()
-        self._signalled = True
-        self.asked.set()
-
-    def drain(self) -> None:
-        """Let the running work end. Idempotent; a signal that follows is the first one."""
-        self.asked.set()
-
-    def force(self) -> None:
-        """Don't wait for anything."""
-        self.asked.set()
-        self.forced.set()
 
 
 class Node:
@@ -75,7 +61,9 @@ class Node:
         runner: ModelRunner,
         make_role: Callable[[RoleContext], NodeRole],
         membership: Membership,
+        asks: Asks | None = None,
     ) -> None:
+        """`asks`: who answers at a record's address, for a node of its name that started at the same moment."""
         self.incarnation = new_incarnation(config.node_id, SystemRandom())
         self.scheduler: Scheduler
         self.role: NodeRole
@@ -85,14 +73,15 @@ class Node:
         self._runner = runner
         self._make_role = make_role
         self._membership = membership
+        self._asks = asks
         self._life = node_lifecycle(config.node_id)
         self._crash: BaseException | None = None
         self._rpc: RpcServer
         self._latest: StepNews
+        self._computed = ComputedTotals()
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
-        """Run until told to stop. Raises ConfigError before anything is started, EngineFault when the engine died."""
-        await require(self._membership)
+        """Run until told to stop, for good or to begin again. Raises ConfigError, EngineFault when the engine died."""
         async with AsyncExitStack() as cleanup:
             service = await self._start(cleanup, stop)
             self._life.feed(NodeEvent.STARTED)
@@ -100,6 +89,7 @@ class Node:
             await stop.asked.wait()
             self._life.feed(NodeEvent.DRAIN)
             await self._drain(service, stop)
+            stop.on_drained()
         self._life.feed(NodeEvent.STOP)
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
@@ -125,6 +115,8 @@ class Node:
 
         def on_step(news: StepNews) -> None:
             self._latest = news
+            if news.step is not None:
+                self._computed.note(news.step)
             try:
                 service.on_step(news)
             except Exception as error:
@@ -134,11 +126,13 @@ class Node:
         def publish(news: StepNews) -> None:
             post(lambda: on_step(news))
 
-        self._rpc = rpc = RpcServer((SERVICE_NAME,))
+        tls = config.tls.live() if config.tls is not None else None
+        door = Door(cluster=config.cluster if tls is not None else None)
+        self._rpc = rpc = RpcServer((SERVICE_NAME,), FaultBarrier(door=door), tls, asks_certificates=True)
         port = rpc.bind(config.host, config.port)
         cleanup.push_async_callback(rpc.stop, 1.0)
         outbox = Outbox(post)
-        address = config.advertise or join_address(config.host, port)
+        address = config.advertise or join_address(reached_as(config.host), port)
         context = RoleContext(
             config=config,
             incarnation=self.incarnation,
@@ -147,8 +141,10 @@ class Node:
             clock=clock,
             post=post,
             post_after_step=outbox.add,
+            after_step=outbox.add_work,
             tell_engine=tell_engine,
             record=log.record,
+            dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls),
         )
         self.role = role = self._make_role(context)
         await role.start()
@@ -162,7 +158,17 @@ class Node:
         self._latest = StepNews({}, (), core.make_stats(), core.step_times)
         driver = EngineDriver(core, publish, crashed, outbox.flush, grammars)
         description = self._describe(address, key_fields)
-        service = NodeService(description, role, driver, log, clock, stop.drain, config.orphan_grace_s)
+        service = NodeService(
+            description,
+            role,
+            driver,
+            log,
+            clock,
+            stop.drain,
+            config.orphan_grace_s,
+            stop.change_role,
+            self._trace(cleanup),
+        )
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
 
@@ -176,34 +182,52 @@ class Node:
         await rpc.set_ready(True)
         lease = await self._membership.lease(node_record(description, clock.wall(), config.lease_s))
         cleanup.push_async_callback(lease.close)
+        if self._asks is not None:
+            await require_first(self._membership, lease.record, self._asks)
         return service
+
+    def _trace(self, cleanup: AsyncExitStack) -> AttemptSpans | None:
+        config = self._config
+        tracer = start_tracing(os.environ, config.role, config.node_id, self.incarnation)
+        if tracer is None:
+            return None
+        cleanup.push_async_callback(asyncio.to_thread, tracer.close)
+        return AttemptSpans(tracer)
 
     async def _open_metrics_page(self, cleanup: AsyncExitStack) -> None:
         config = self._config
         if config.metrics_port is None:
             return
-        page = MetricsPage(self._metrics)
+        keys = KeyRing(config.api_keys) if config.api_keys is not None else None
+        page = MetricsPage(self._metrics, PageDoor(config.host, config.allowed_hosts, keys), config.tls, self._is_ready)
         self.metrics_port = await page.start(config.host, config.metrics_port)
         cleanup.push_async_callback(page.stop)
-        _log.info("metrics", node=config.node_id, url=f"http://{join_address(config.host, self.metrics_port)}/metrics")
+        scheme, where = "http" if config.tls is None else "https", join_address(config.host, self.metrics_port)
+        _log.info("metrics", node=config.node_id, url=f"{scheme}://{where}/metrics")
+
+    def _is_ready(self) -> bool:
+        return self._life.state is NodeState.READY
 
     def _metrics(self) -> bytes:
         labels = {"model_name": self._runner.model.name, "node": self._config.node_id, "role": self._config.role}
         figures = engine_figures(self._latest.stats, self._latest.step_times)
-        return render([*figures, *self.role.figures()], labels)
+        return render([*figures, *self._computed.figures(self._latest.stats), *self.role.figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
-        """Refuse new work and let the running work end, bounded by drain_s or the second request to stop."""
+        """Refuse new work and let the running work end, bounded by drain_s (unless a new role is all that is wanted) or
+        the second request to stop."""
         service.refuse_new_work()
         await self._rpc.set_ready(False)
         idle = asyncio.create_task(service.wait_idle())
         forced = asyncio.create_task(stop.forced.wait())
+        ending = asyncio.create_task(stop.ending.wait())
         try:
+            await asyncio.wait((idle, forced, ending), return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((idle, forced), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            idle.cancel()
-            forced.cancel()
-            await asyncio.gather(idle, forced, return_exceptions=True)
+            for task in (idle, forced, ending):
+                task.cancel()
+            await asyncio.gather(idle, forced, ending, return_exceptions=True)
 
     def _describe(self, address: str, key_fields: CacheKeyFields) -> NodeDescription:
         model, layout = self._runner.model, self._runner.layout
@@ -229,4 +253,6 @@ class Node:
             block_bytes=layout.block_bytes * len(layout.groups),
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
+            link_protocol=self.role.link_protocol,
+            embedding_size=model.embedding_size,
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,9 +21,10 @@ from baton.engine.outputs import (
 )
 from baton.engine.request import Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
-from baton.errors import Draining
+from baton.errors import ConfigError, Draining, InvalidRequest
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
+from baton.node.attempt_spans import AttemptSpans
 from baton.node.attempts import Attempt, AttemptBook
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
@@ -30,8 +32,11 @@ from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.port import Port
 from baton.node.reports import load_report, outcome_of, step_figures
 from baton.node.role import NodeRole
+from baton.node.step_log import StepLog
 from baton.node.submit_check import objection
+from baton.observe.logs import of_attempt
 from baton.rpc.messages import (
+    ENDED_WELL,
     HEARTBEAT_S,
     Abort,
     Adopt,
@@ -41,16 +46,21 @@ from baton.rpc.messages import (
     NodeReport,
     Outcome,
     RequestDelta,
+    Role,
     RouterMessage,
     StageTimings,
     StepFigures,
     StepReport,
     Submit,
     TraceEvent,
+    TraceStep,
     WatchKVCache,
 )
 
+_log = logging.getLogger(__name__)
 _REFUSAL_SHOWN_S = 300.0
+_EMBEDDINGS_BYTES = 4 << 20
+"""Of one report, about: a router takes no message of more than 16 MiB."""
 
 
 class NodeService:
@@ -65,15 +75,23 @@ class NodeService:
         clock: Clock,
         on_drain: Callable[[], None],
         orphan_grace_s: float = 0.0,
+        on_set_role: Callable[[Role], None] = lambda role: None,
+        spans: AttemptSpans | None = None,
     ) -> None:
-        """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended."""
+        """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
+
+        `spans`: of attempts that are traced; None: none are.
+        """
         self._description = description
         self._role = role
         self._driver = driver
         self._log = log
+        self._steps = StepLog()
         self._clock = clock
         self._on_drain = on_drain
+        self._on_set_role = on_set_role
         self._attempts = AttemptBook(orphan_grace_s)
+        self._spans = spans
         self._sweep: asyncio.TimerHandle | None = None
         self._ports: dict[int, Port] = {}
         self._indices = itertools.count(1)
@@ -112,8 +130,21 @@ class NodeService:
         """Refuse new work and ask the process to end when the running work is done."""
         self._on_drain()
 
+    def set_role(self, incarnation: str, role: Role) -> None:
+        """Ask the process to be another node when the running work is done; raises ConfigError, InvalidRequest."""
+        ours = self._description.incarnation
+        if incarnation not in ("", ours):
+            raise ConfigError(f"this is {ours}, not {incarnation}")
+        if role is Role.ROUTER:
+            raise InvalidRequest("role", "a node's is prefill or decode")
+        if role is not self._description.role or self._draining:
+            self._on_set_role(role)
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return self._log.after(after)
+
+    def steps(self, after: int) -> Sequence[TraceStep]:
+        return self._steps.after(after)
 
     # What the process asks of it.
 
@@ -144,6 +175,8 @@ class NodeService:
         self._waiting_by_reason = dict(news.stats.num_requests_waiting_by_reason.items())
         self._set_load(load_report(news.stats, draining=self._draining))
         step = step_figures(news.step) if news.step is not None else None
+        if news.step is not None and step is not None:
+            self._steps.record(news.step.ended_at, step, news.step.goes_on)
         self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step)
         if news.kv_cache is not None:
             self._tell_kv_cache(news.kv_cache)
@@ -205,6 +238,8 @@ class NodeService:
         clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
         attempt = Attempt(submit.attempt, port.client_index, port.router_incarnation, clock, submit.output_token_ids)
         self._attempts.begin(attempt)
+        if self._spans is not None:
+            self._spans.begun(submit, clock)
         port.moved.discard(submit.attempt)
         self._idle.clear()
         # An attempt that dies with a node which never said so may be tried elsewhere at no cost.
@@ -244,6 +279,7 @@ class NodeService:
         if attempt is not None:
             runs = attempt.runs
             self._attempts.aborted(attempt)
+            self._end_span(attempt.key, "" if abort.reason == ENDED_WELL else abort.reason)
             if runs:
                 self._driver.abort([str(abort.attempt)])
         # What ended here long ago may still be on offer.
@@ -259,6 +295,7 @@ class NodeService:
         """Whom they ran for is gone, and nobody else has come."""
         self._driver.abort([str(attempt.key) for attempt in attempts])
         for attempt in attempts:
+            self._end_span(attempt.key, "its router is gone")
             self._log.record("abort", attempt.key, 0, "its router is gone")
             self._role.attempt_aborted(attempt.key)
 
@@ -275,6 +312,17 @@ class NodeService:
         if due is not None and self._sweep is None and not self._closed:
             delay = max(0.0, due - self._clock.monotonic())
             self._sweep = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    @staticmethod
+    def _say_end(key: AttemptKey, outcome: Outcome, error: str | None) -> None:
+        if outcome is Outcome.ERROR:
+            _log.warning("attempt failed: %s", error, extra=of_attempt(key))
+        elif _log.isEnabledFor(logging.DEBUG):
+            _log.debug("attempt ended", extra={**of_attempt(key), "outcome": outcome.value, "error": error or ""})
+
+    def _end_span(self, key: AttemptKey, error: str) -> None:
+        if self._spans is not None:
+            self._spans.ended(key, self._clock.monotonic(), error)
 
     def _reject(self, port: Port, attempt: AttemptKey, error: str, outcome: Outcome = Outcome.ERROR) -> None:
         """Nothing of the attempt runs here, and the router is told why."""
@@ -338,7 +386,10 @@ class NodeService:
                 if owner in deltas:
                     deltas[owner].append(delta)
         for index, port in list(self._ports.items()):
-            port.push(StepReport(deltas[index], self._load, step=step))
+            *parts, last = _parts(deltas[index])
+            for part in parts:
+                port.push(StepReport(part, self._load))
+            port.push(StepReport(last, self._load, step=step))
         if outputs:
             self._arm_sweep()
             self._set_load(self._load)
@@ -368,13 +419,17 @@ class NodeService:
             return owner, _delta(key, sequence_index, output, outcome)
         timings = None
         if sequence_index == 0 and (outcome is not None or output.first_index - len(attempt.given) <= 1):
-            moved = self._role.transfer_figures(attempt.key)
-            timings = attempt.clock.timings(output.num_cached_tokens, output.num_external_tokens, moved)
+            moved, now = self._role.transfer_figures(attempt.key), self._clock.monotonic()
+            timings = attempt.clock.timings(now, output.num_cached_tokens, output.num_external_tokens, moved)
+        elif outcome is not None and attempt.timings is not None:
+            timings = replace(attempt.timings, decode_ms=attempt.clock.decode_ms(self._clock.monotonic()))
         delta = _delta(attempt.key, sequence_index, output, outcome, timings)
         if attempt.runs:
             attempt.note(delta)
             if outcome is not None and attempt.clock.ended(outcome):
                 self._attempts.finished(attempt, self._clock.monotonic())
+                self._end_span(attempt.key, output.error or "")
+                self._say_end(attempt.key, outcome, output.error)
         return attempt.owner, delta
 
 
@@ -395,7 +450,25 @@ def _delta(
         output.error or "",
         timings,
         sequence_index,
+        output.transfer_cause,
+        output.embedding,
     )
+
+
+def _parts(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
+    """In reports of their own where their vectors are too much for one; one at least."""
+    if sum([len(delta.embedding) for delta in deltas]) <= _EMBEDDINGS_BYTES:
+        return [deltas]
+    parts: list[Sequence[RequestDelta]] = []
+    part: list[RequestDelta] = []
+    size = 0
+    for delta in deltas:
+        if part and size + len(delta.embedding) > _EMBEDDINGS_BYTES:
+            parts.append(part)
+            part, size = [], 0
+        part.append(delta)
+        size += len(delta.embedding)
+    return [*parts, part]
 
 
 def _notice(handoff: HandoffReport) -> str:

@@ -11,6 +11,7 @@ import math
 from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
+from baton.ids import SCOPED_ID_PATTERN
 from baton.rpc.messages import NodeDescription, Role, Submit
 from baton.text.grammar import MAX_SCHEMA_BYTES
 
@@ -18,6 +19,8 @@ from baton.text.grammar import MAX_SCHEMA_BYTES
 def objection(submit: Submit, node: NodeDescription) -> str | None:
     """Why this node can't run the leg, beginning with the field's name; None when it can."""
     ids, vocab = submit.prompt_token_ids, node.vocab_size
+    if not SCOPED_ID_PATTERN.match(submit.attempt.request_id):
+        return "request_id: is none"
     if not ids:
         return "prompt: empty"
     if min(ids) < 0 or max(ids) >= vocab:
@@ -25,11 +28,22 @@ def objection(submit: Submit, node: NodeDescription) -> str | None:
     if submit.leg is Leg.PREFILL and node.role is not Role.PREFILL:
         return f"leg: a {node.role.value} node offers nothing"
     source = submit.kv_source
+    if submit.leg is Leg.EMBED and (why := _embedding_objection(submit, node)):
+        return why
     if (submit.leg is Leg.DECODE) != (source is not None):
         return "kv_source: goes with the decode leg alone"
     if source is not None and not (source.node_id and source.incarnation and source.address):
         return "kv_source: names no node"
     return _sampling_objection(submit.sampling_params, vocab) or _output_objection(submit, node)
+
+
+def _embedding_objection(submit: Submit, node: NodeDescription) -> str | None:
+    params = submit.sampling_params
+    if not node.embedding_size:
+        return f"leg: {node.node_id} gives no embeddings"
+    if submit.output_token_ids or params.n > 1 or params.beam_width or params.has_grammar:
+        return "leg: an embedding is of a prompt alone"
+    return None
 
 
 def _output_objection(submit: Submit, node: NodeDescription) -> str | None:

@@ -11,8 +11,11 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from baton.errors import UsageError
+from baton.ids import AttemptKey
 
 LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("auto", "text", "json")
+_OF_THIS_PROCESS: dict[str, str] = {}
 
 
 def log_level(verbosity: int, environ: Mapping[str, str], default: str) -> str:
@@ -25,13 +28,43 @@ def log_level(verbosity: int, environ: Mapping[str, str], default: str) -> str:
     return level
 
 
-def configure_logging(level: str, *, environ: Mapping[str, str], stream: TextIO | None = None, **context: str) -> None:
-    """Send every log of this process, libraries' included, to the stream. `context` is in each line."""
+def log_format(flag: str | None, environ: Mapping[str, str]) -> str:
+    """The flag, else BATON_LOG_FORMAT, else auto: text on a terminal, JSON elsewhere. Raises UsageError."""
+    form = flag or environ.get("BATON_LOG_FORMAT", "").lower() or "auto"
+    if form not in FORMATS:
+        raise UsageError(f"the log format {form!r} is none of {', '.join(FORMATS)}")
+    return form
+
+
+def of_attempt(key: AttemptKey) -> dict[str, str | int]:
+    """What a line about an attempt says of it: for `extra` of a standard logger."""
+    return {"request": key.request_id, "attempt": key.attempt}
+
+
+def log_also(**context: str) -> None:
+    """Have each further line of this process say this, too."""
+    _OF_THIS_PROCESS.update(context)
+
+
+def configure_logging(
+    level: str,
+    *,
+    environ: Mapping[str, str],
+    stream: TextIO | None = None,
+    form: str = "auto",
+    **context: str,
+) -> None:
+    """Send every log of this process, libraries' included, to the stream, in a form of `FORMATS`.
+
+    `context` is in each line.
+    """
     out = sys.stderr if stream is None else stream
+    _OF_THIS_PROCESS.clear()
+    log_also(**context)
 
     def add_context(_logger: object, _method: str, event: EventDict) -> EventDict:
         # Not a context variable: those start empty in every thread.
-        return {**event, **context}
+        return {**event, **_OF_THIS_PROCESS}
 
     shared: list[Processor] = [
         add_context,
@@ -42,8 +75,8 @@ def configure_logging(level: str, *, environ: Mapping[str, str], stream: TextIO 
     handler = logging.StreamHandler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(out, environ)],
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_rendering(out, environ, form)],
         )
     )
     root = logging.getLogger()
@@ -63,7 +96,7 @@ def configure_logging(level: str, *, environ: Mapping[str, str], stream: TextIO 
     )
 
 
-def _rendering(out: TextIO, environ: Mapping[str, str]) -> list[Processor]:
-    if out.isatty():
-        return [structlog.dev.ConsoleRenderer(colors=not environ.get("NO_COLOR"))]
+def _rendering(out: TextIO, environ: Mapping[str, str], form: str) -> list[Processor]:
+    if form == "text" or (form == "auto" and out.isatty()):
+        return [structlog.dev.ConsoleRenderer(colors=out.isatty() and not environ.get("NO_COLOR"))]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]

@@ -88,19 +88,19 @@ class _Page(Collector):
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        histograms: dict[str, HistogramMetricFamily] = {}
         for figure in self._figures:
             labels = {**self._labels, **figure.labels}
+            name, values = _PREFIX + figure.name, list(labels.values())
             if isinstance(figure, Distribution):
-                yield _histogram(figure, labels)
+                histogram = HistogramMetricFamily(name, figure.help, labels=list(labels))
+                histograms.setdefault(name, histogram).add_metric(values, _named(figure.buckets), figure.total)
                 continue
             kind = CounterMetricFamily if figure.name.endswith("_total") else GaugeMetricFamily
-            family = families.setdefault(figure.name, kind(_PREFIX + figure.name, figure.help, labels=list(labels)))
-            family.add_metric(list(labels.values()), figure.value)
-        yield from families.values()
+            family = families.setdefault(name, kind(name, figure.help, labels=list(labels)))
+            family.add_metric(values, figure.value)
+        yield from (*histograms.values(), *families.values())
 
 
-def _histogram(figure: Distribution, labels: Mapping[str, str]) -> Metric:
-    family = HistogramMetricFamily(_PREFIX + figure.name, figure.help, labels=list(labels))
-    buckets = [("+Inf" if bound == math.inf else str(bound), count) for bound, count in figure.buckets]
-    family.add_metric(list(labels.values()), buckets, figure.total)
-    return family
+def _named(buckets: Sequence[tuple[float, int]]) -> list[tuple[str, int]]:
+    return [("+Inf" if bound == math.inf else str(bound), count) for bound, count in buckets]

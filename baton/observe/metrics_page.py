@@ -1,12 +1,14 @@
-"""`GET /metrics` on a port of its own: one answer a connection, on the loop."""
+"""`GET /metrics`, `/livez` and `/readyz` on a port of its own: one answer a connection, on the loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError, Unauthenticated
 from baton.observe.metrics import CONTENT_TYPE
+from baton.security.pages import PageDoor
+from baton.security.tls_files import TlsFiles
 
 _MAX_HEAD_BYTES = 8 << 10
 _PATIENCE_S = 5.0
@@ -14,16 +16,27 @@ _PATIENCE_S = 5.0
 
 
 class MetricsPage:
-    """Serves what `text` returns, asked anew each time."""
+    """Serves what `text` returns, asked anew each time, and whether the process lives and is ready, as probes ask."""
 
-    def __init__(self, text: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        text: Callable[[], bytes],
+        door: PageDoor | None = None,
+        tls: TlsFiles | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Without a door it stands open."""
         self._text = text
+        self._is_ready = is_ready
+        self._door = door or PageDoor()
+        self._tls = tls
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen (port 0: take a free one) and return the port; raises ConfigError when it can't be had."""
         try:
-            self._server = await asyncio.start_server(self._answer, host, port, limit=_MAX_HEAD_BYTES)
+            context = self._tls.server_context() if self._tls is not None else None
+            self._server = await asyncio.start_server(self._answer, host, port, limit=_MAX_HEAD_BYTES, ssl=context)
         except OSError as error:
             story = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
             raise ConfigError(story) from error
@@ -51,11 +64,25 @@ class MetricsPage:
     def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.split(None, 1)[0].partition(b"?")[0] if rest.strip() else b""
-        if path != b"/metrics":
-            return _http("404 Not Found", "text/plain", b"the page is /metrics\n")
+        try:
+            self._door.check(path.decode("latin-1"), _headers(head))
+        except BatonError as error:
+            status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
+            return _http(status, "text/plain", f"{error}\n".encode())
+        if path not in (b"/metrics", b"/livez", b"/readyz"):
+            return _http("404 Not Found", "text/plain", b"the pages are /metrics, /livez and /readyz\n")
         if method != b"GET":
             return _http("405 Method Not Allowed", "text/plain", b"GET it\n")
-        return _http("200 OK", CONTENT_TYPE, self._text())
+        if path == b"/metrics":
+            return _http("200 OK", CONTENT_TYPE, self._text())
+        if path == b"/livez" or self._is_ready():
+            return _http("200 OK", "text/plain", b"ok\n")
+        return _http("503 Service Unavailable", "text/plain", b"not ready\n")
+
+
+def _headers(head: bytes) -> list[tuple[bytes, bytes]]:
+    pairs = [line.partition(b":") for line in head.split(b"\r\n")[1:]]
+    return [(name.strip().lower(), value.strip()) for name, _, value in pairs]
 
 
 def _http(status: str, content_type: str, body: bytes) -> bytes:

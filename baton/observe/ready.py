@@ -1,13 +1,15 @@
 """The line with which a process tells whoever started it that it is ready, or why it never will be.
 
 One JSON object and a newline on an inherited descriptor, as in s6: nobody has to ask again and again, or to sleep.
+systemd names a socket instead (sd_notify(3)), and only wants to know that it serves.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -32,13 +34,22 @@ class Failed:
     exit_code: int
 
 
-def announce(fd: int | None, news: Ready | Failed) -> None:
+def announce(fd: int | None, news: Ready | Failed, environ: Mapping[str, str] = os.environ) -> None:
     """Write the line and close the descriptor; does nothing without one or when nobody listens any more."""
+    if isinstance(news, Ready) and environ.get("NOTIFY_SOCKET"):
+        _tell_systemd(environ["NOTIFY_SOCKET"])
     if fd is None:
         return
     with suppress(OSError):
         os.write(fd, json.dumps(asdict(news)).encode() + b"\n")
         os.close(fd)
+
+
+def _tell_systemd(address: str) -> None:
+    # An @ stands for the zero byte of a name that is in no file system.
+    name = "\0" + address[1:] if address.startswith("@") else address
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(b"READY=1", name)
 
 
 def parse_announcement(line: bytes) -> Ready | Failed:

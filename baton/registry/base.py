@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from baton.errors import ConfigError, Unreachable
+from baton.registry.desired import DesiredChange, DesiredState
 from baton.registry.records import NodeRecord, Snapshot
 
 
@@ -64,6 +65,25 @@ class Membership(Protocol):
 
         Snapshots that nobody took in time are skipped, the newest one never. With the registry gone the last snapshot
         stands; after an outage or a flush, records that are missing stand until their processes had time to renew them.
+        """
+        ...
+
+    async def namesakes(self, name: str) -> Sequence[NodeRecord]:
+        """Every incarnation of this name that is in the registry now, the earliest first; raises Unreachable."""
+        ...
+
+    async def desired(self) -> DesiredState:
+        """What operators want, read now; raises Unreachable."""
+        ...
+
+    async def want(self, change: DesiredChange) -> None:
+        """Change what operators want, all of it or nothing; raises Unreachable, and then it may still come about."""
+        ...
+
+    def watch_desired(self) -> AsyncIterator[DesiredState]:
+        """Everything that operators want, from now on, as `watch`. With the registry gone the last word stands.
+
+        Whoever watches gives it back to a registry that came back empty.
         """
         ...
 

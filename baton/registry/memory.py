@@ -7,14 +7,15 @@ back with or without its memory, and given a stranger's records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from baton.clock import Clock, SystemClock
 from baton.errors import Unreachable
-from baton.registry.feed import SnapshotFeed
+from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState
+from baton.registry.feed import Feed
 from baton.registry.outage import OutageGrace
-from baton.registry.records import NodeRecord, Snapshot, read_records
+from baton.registry.records import NodeRecord, Snapshot, incarnations_of, read_records
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class MemoryStore:
         self.up = True
         self._epochs = 0
         self._entries: dict[tuple[str, str], _Entry] = {}
+        self._desired: dict[str, DesiredState] = {}
         self._clients: set[MemoryRegistry] = set()
 
     @property
@@ -49,6 +51,7 @@ class MemoryStore:
                 if entry.expiry is not None:
                     entry.expiry.cancel()
             self._entries.clear()
+            self._desired.clear()
             self._epochs += 1
         self.up = True
         self._tell()
@@ -75,6 +78,15 @@ class MemoryStore:
         """Every record of a cluster with its incarnation."""
         return [(incarnation, entry.data) for (owner, incarnation), entry in self._entries.items() if owner == cluster]
 
+    def desired(self, cluster: str) -> DesiredState:
+        """What operators want of a cluster."""
+        return self._desired.get(cluster, DesiredState())
+
+    def want(self, cluster: str, change: DesiredChange) -> None:
+        """Change that."""
+        self._desired[cluster] = change.applied_to(self.desired(cluster))
+        self._tell()
+
     def attach(self, client: MemoryRegistry) -> None:
         """Tell this client of every change."""
         self._clients.add(client)
@@ -95,8 +107,10 @@ class MemoryRegistry:
         self._store = store
         self._cluster = cluster
         self._clock = clock or SystemClock()
-        self._feed = SnapshotFeed()
+        self._feed = Feed[Snapshot]()
+        self._desired_feed = Feed[DesiredState]()
         self._grace = OutageGrace()
+        self._memory = DesiredMemory()
         self._bad_records = 0
         self._watched = False
         self._healthy = False
@@ -141,9 +155,32 @@ class MemoryRegistry:
         async for snapshot in self._feed.watch():
             yield snapshot
 
+    async def namesakes(self, name: str) -> Sequence[NodeRecord]:
+        """Every incarnation of a name; see `Membership.namesakes`."""
+        await self.ping()
+        return incarnations_of(name, self._store.stored(self._cluster))
+
+    async def desired(self) -> DesiredState:
+        """What operators want, read now; raises Unreachable."""
+        await self.ping()
+        return self._store.desired(self._cluster)
+
+    async def want(self, change: DesiredChange) -> None:
+        """Change what operators want; see `Membership.want`."""
+        await self.ping()
+        self._store.want(self._cluster, change)
+
+    async def watch_desired(self) -> AsyncIterator[DesiredState]:
+        """Everything that operators want; see `Membership.watch_desired`."""
+        self._watched = True
+        self.notice()
+        async for desired in self._desired_feed.watch():
+            yield desired
+
     async def close(self) -> None:
         """Close every lease and watch. Idempotent."""
         self._feed.close()
+        self._desired_feed.close()
         for lease in list(self._leases.values()):
             await lease.close()
         if self._regrant is not None:
@@ -175,6 +212,10 @@ class MemoryRegistry:
             reading = read_records(self._store.stored(self._cluster))
             self._bad_records = len(reading.bad)
             self._feed.publish(self._grace.merge(self._store.epoch, reading.snapshot, self._clock.monotonic()))
+            desired, lost = self._memory.merge(self._store.epoch, self._store.desired(self._cluster))
+            self._desired_feed.publish(desired)
+            if not lost.is_empty:
+                self._store.want(self._cluster, lost)
         if self._regrant is None and self._lost():
             self._regrant = asyncio.get_running_loop().call_soon(self._publish_lost)
 

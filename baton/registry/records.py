@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
@@ -120,6 +121,17 @@ def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
         if standing is None or _order(standing) < _order(record):
             by_name[record.name] = record
     return Reading(MappingProxyType(dict(sorted(by_name.items()))), MappingProxyType(bad))
+
+
+def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[NodeRecord]:
+    """Every record of a name, the earliest first; bad ones are skipped."""
+    found = []
+    for key, value in stored:
+        with suppress(BadRecord):
+            record = NodeRecord.from_json(value)
+            if (record.name, record.incarnation) == (name, key):
+                found.append(record)
+    return sorted(found, key=_order)
 
 
 def _order(record: NodeRecord) -> tuple[float, str]:

@@ -3,6 +3,7 @@
     baton:CLUSTER:node:INCARNATION   one record as JSON, expires unless its process renews it
     baton:CLUSTER:nodes              set of the incarnations that ever published; readers prune it
     baton:CLUSTER:epoch              a random word; another word means that the store lost its memory
+    baton:CLUSTER:desired:WORD       set of the nodes of which operators want this: cordoned, prefill, decode
     baton:CLUSTER:changes            pub/sub: somebody came, changed or left
     baton:CLUSTER:flight:REQUEST     one request under way, see `redis_flights`
 
@@ -17,9 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import re
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from redis import asyncio as redis
 from redis.asyncio.retry import Retry
@@ -30,9 +35,10 @@ from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, Unreachable
 from baton.ids import random_token
 from baton.registry.base import require
-from baton.registry.feed import SnapshotFeed
+from baton.registry.desired import WORDS, DesiredChange, DesiredMemory, DesiredState
+from baton.registry.feed import Feed
 from baton.registry.outage import OutageGrace
-from baton.registry.records import NodeRecord, Reading, Snapshot, read_records
+from baton.registry.records import NodeRecord, Snapshot, incarnations_of, read_records
 
 T = TypeVar("T")
 
@@ -40,8 +46,18 @@ READ_EVERY_S = 2.0
 OPERATION_TIMEOUT_S = 3.0
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+_PASSWORD = re.compile(r"(?<=password=)[^&]*")
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One full read."""
+
+    epoch: str | None
+    records: Sequence[tuple[str, bytes]]
+    desired: DesiredState
 
 
 class Registry:
@@ -53,8 +69,10 @@ class Registry:
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
-        self._feed = SnapshotFeed()
+        self._feed = Feed[Snapshot]()
+        self._desired_feed = Feed[DesiredState]()
         self._grace = OutageGrace()
+        self._memory = DesiredMemory()
         self._bad_records = 0
         self._healthy = False
         self._closed = False
@@ -92,7 +110,7 @@ class Registry:
 
     async def read(self) -> Snapshot:
         """One full read, now; raises Unreachable."""
-        return (await self._checked(self._read()))[1].snapshot
+        return read_records((await self._checked(self._read())).records).snapshot
 
     async def lease(self, record: NodeRecord) -> RedisLease:
         """Publish the record and keep it; see `Membership.lease`."""
@@ -103,10 +121,27 @@ class Registry:
 
     async def watch(self) -> AsyncIterator[Snapshot]:
         """Every snapshot from now on; see `Membership.watch`."""
-        if self._follower is None and not self._closed:
-            self._follower = asyncio.create_task(self._follow(), name="registry-follower")
+        self._begin_to_follow()
         async for snapshot in self._feed.watch():
             yield snapshot
+
+    async def namesakes(self, name: str) -> Sequence[NodeRecord]:
+        """Every incarnation of a name; see `Membership.namesakes`."""
+        return incarnations_of(name, (await self._checked(self._read())).records)
+
+    async def desired(self) -> DesiredState:
+        """What operators want, read now; raises Unreachable."""
+        return (await self._checked(self._read())).desired
+
+    async def want(self, change: DesiredChange) -> None:
+        """Change what operators want; see `Membership.want`."""
+        await self._checked(self._want(change))
+
+    async def watch_desired(self) -> AsyncIterator[DesiredState]:
+        """Everything that operators want; see `Membership.watch_desired`."""
+        self._begin_to_follow()
+        async for desired in self._desired_feed.watch():
+            yield desired
 
     async def close(self) -> None:
         """Close every lease and watch, then the connections. Idempotent."""
@@ -114,6 +149,7 @@ class Registry:
             return
         self._closed = True
         self._feed.close()
+        self._desired_feed.close()
         for lease in list(self._leases):
             await lease.close()
         if self._follower is not None:
@@ -124,6 +160,10 @@ class Registry:
         with contextlib.suppress(*_FOREIGN):
             await self._client.aclose()
 
+    def _begin_to_follow(self) -> None:
+        if self._follower is None and not self._closed:
+            self._follower = asyncio.create_task(self._follow(), name="registry-follower")
+
     async def _follow(self) -> None:
         failures = 0
         while True:
@@ -131,11 +171,10 @@ class Registry:
             try:
                 await pubsub.subscribe(self._key("changes"))
                 while True:
-                    epoch, reading = await self._operate(self._read())
+                    stored = await self._operate(self._read())
                     failures = 0
                     self._healthy = True
-                    self._bad_records = len(reading.bad)
-                    self._feed.publish(self._grace.merge(epoch, reading.snapshot, self._clock.monotonic()))
+                    await self._take_in(stored)
                     await pubsub.get_message(ignore_subscribe_messages=True, timeout=READ_EVERY_S)
             except _FOREIGN:
                 self._healthy = False
@@ -145,15 +184,41 @@ class Registry:
             await asyncio.sleep(retry_delay(failures, LAST_RETRY_S))
             failures += 1
 
-    async def _read(self) -> tuple[str | None, Reading]:
-        names = sorted(_text(name) for name in await self._client.smembers(self._key("nodes")))
+    async def _take_in(self, stored: _Stored) -> None:
+        reading = read_records(stored.records)
+        self._bad_records = len(reading.bad)
+        self._feed.publish(self._grace.merge(stored.epoch, reading.snapshot, self._clock.monotonic()))
+        desired, lost = self._memory.merge(stored.epoch, stored.desired)
+        self._desired_feed.publish(desired)
+        if not lost.is_empty:
+            await self._operate(self._want(lost))
+
+    async def _read(self) -> _Stored:
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.smembers(self._key("nodes"))
+            for word in WORDS:
+                pipe.smembers(self._key("desired", word))
+            known, *wanted = await pipe.execute()
+        desired = DesiredState.of({word: map(_text, found) for word, found in zip(WORDS, wanted, strict=True)})
+        names = sorted(_text(name) for name in known)
         values = await self._client.mget([self._key("epoch"), *(self._key("node", name) for name in names)])
         epoch, found = values[0], dict(zip(names, values[1:], strict=True))
         gone = [name for name, value in found.items() if value is None]
         if gone:
             await self._client.srem(self._key("nodes"), *gone)
         stored = [(name, _bytes(value)) for name, value in found.items() if value is not None]
-        return (None if epoch is None else _text(epoch)), read_records(stored)
+        return _Stored(None if epoch is None else _text(epoch), stored, desired)
+
+    async def _want(self, change: DesiredChange) -> None:
+        async with self._client.pipeline(transaction=True) as pipe:
+            pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
+            for word in WORDS:
+                if gone := change.remove.get(word):
+                    pipe.srem(self._key("desired", word), *gone)
+                if new := change.add.get(word):
+                    pipe.sadd(self._key("desired", word), *new)
+            pipe.publish(self._key("changes"), "desired")
+            await pipe.execute()
 
     async def publish(self, record: NodeRecord) -> None:
         """Write or renew one record; tells the watchers when that changed something. For leases; raises Unreachable."""
@@ -288,6 +353,13 @@ def connect_redis(url: str, timeout_s: float) -> redis.Redis:
     return client
 
 
+def with_authority(url: str, ca: Path | None) -> str:
+    """The URL, which says whom to believe if it is one with TLS and does not yet."""
+    if ca is None or not url.startswith("rediss://") or "ssl_ca_certs=" in url:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(ca))}"
+
+
 def check_registry_url(url: str) -> None:
     """Raises ConfigError for a URL that can't be a registry's."""
     if not url.startswith(_SCHEMES):
@@ -306,7 +378,7 @@ async def require_registry(url: str, cluster: str) -> None:
 def _without_password(url: str) -> str:
     scheme, mark, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
-    return f"{scheme}{mark}{'***@' if at and credentials else ''}{host}"
+    return f"{scheme}{mark}{'***@' if at and credentials else ''}{_PASSWORD.sub('***', host)}"
 
 
 def _text(value: bytes | str) -> str:

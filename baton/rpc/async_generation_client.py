@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Unreachable
 from baton.rpc import status
-from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
 from baton.v1 import generation_pb2 as generation
@@ -28,11 +28,12 @@ _Stream = (
 class AsyncGenerationStub:
     """Messages in and out, BatonErrors raised. Belongs to one event loop."""
 
-    def __init__(self, address: str, silence_s: float | None = None) -> None:
+    def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAIN) -> None:
         """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
         self._address = address
         self._silence = None if silence_s is None else Silence(silence_s)
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = dialer.channel(address)
+        self._metadata = dialer.metadata
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._streams: set[_Stream] = set()
@@ -40,31 +41,37 @@ class AsyncGenerationStub:
         self._vigil: asyncio.Task[None] | None = None
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s))
+        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=self._metadata))
 
     def resume(
         self, request_id: str, positions: Sequence[int], timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
-        return self._events(self._stub.Resume(pb, timeout=timeout_s))
+        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=self._metadata))
 
     async def cancel(self, request_id: str) -> None:
         with status.translated(self._address):
-            await self._stub.Cancel(generation.CancelRequest(request_id=request_id), timeout=_CALL_TIMEOUT_S)
+            await self._stub.Cancel(
+                generation.CancelRequest(request_id=request_id), timeout=_CALL_TIMEOUT_S, metadata=self._metadata
+            )
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         with status.translated(self._address):
             request = generation.TokenizeRequest(model=model, text=text)
-            return list((await self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S)).token_ids)
+            return list(
+                (await self._stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)).token_ids
+            )
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         with status.translated(self._address):
             request = generation.DetokenizeRequest(model=model, token_ids=token_ids)
-            return str((await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S)).text)
+            return str((await self._stub.Detokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)).text)
 
     async def list_models(self) -> list[ModelCard]:
         with status.translated(self._address):
-            response = await self._stub.ListModels(generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S)
+            response = await self._stub.ListModels(
+                generation.ListModelsRequest(), timeout=_CALL_TIMEOUT_S, metadata=self._metadata
+            )
             return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
 
     async def close(self) -> None:

@@ -116,7 +116,7 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
         accepted = generation.Accepted(seed=event.seed, prompt_tokens=event.prompt_tokens)
         return generation.GenerateResponse(request_id=request_id, accepted=accepted)
     if isinstance(event, Chunk):
-        return _chunk_to_pb(event, request_id)
+        return chunk_to_pb(event, request_id)
     if isinstance(event, SequenceFinished):
         ended = generation.SequenceFinished(
             sequence_index=event.sequence_index,
@@ -145,7 +145,7 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
     return generation.GenerateResponse(request_id=request_id, finished=finished)
 
 
-def _chunk_to_pb(event: Chunk, request_id: str) -> generation.GenerateResponse:
+def chunk_to_pb(event: Chunk, request_id: str) -> generation.GenerateResponse:
     """Done for each token, so in the way that takes the least time: nothing is copied or set without need."""
     response = generation.GenerateResponse(request_id=request_id)
     chunk = response.chunk
@@ -182,6 +182,11 @@ def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
 def _printable(value: str) -> str:
     """Metadata takes printable ASCII only, and little of it: a value that is not would cost the whole answer."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200]).strip()
+
+
+def response_from_bytes(data: bytes) -> generation.GenerateResponse:
+    """A message of an answer as it came, for who makes no values of it."""
+    return generation.GenerateResponse.FromString(data)
 
 
 def event_from_pb(

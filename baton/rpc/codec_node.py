@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.request import KVSource, Leg
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, TransferCause
 from baton.ids import AttemptKey
 from baton.rpc.codec_kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
@@ -21,13 +21,19 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
     TraceEvent,
+    TraceStep,
     WatchKVCache,
 )
 from baton.v1 import node_pb2 as node
 
 _ROLES = {Role.PREFILL: node.ROLE_PREFILL, Role.DECODE: node.ROLE_DECODE}
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}
-_LEGS = {Leg.WHOLE: node.LEG_WHOLE, Leg.PREFILL: node.LEG_PREFILL, Leg.DECODE: node.LEG_DECODE}
+_LEGS = {
+    Leg.WHOLE: node.LEG_WHOLE,
+    Leg.PREFILL: node.LEG_PREFILL,
+    Leg.DECODE: node.LEG_DECODE,
+    Leg.EMBED: node.LEG_EMBED,
+}
 _LEG_NAMES = {value: leg for leg, value in _LEGS.items()}
 _OUTCOMES = {
     None: node.OUTCOME_UNSPECIFIED,
@@ -44,6 +50,37 @@ _OUTCOMES = {
     Outcome.INVALID: node.OUTCOME_INVALID,
 }
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
+_TRANSFER_CAUSES = {
+    None: node.TRANSFER_CAUSE_UNSPECIFIED,
+    TransferCause.PEER_GONE: node.TRANSFER_CAUSE_PEER_GONE,
+    TransferCause.LEASE_LOST: node.TRANSFER_CAUSE_LEASE_LOST,
+    TransferCause.DIGEST_MISMATCH: node.TRANSFER_CAUSE_DIGEST_MISMATCH,
+    TransferCause.LAYOUT_MISMATCH: node.TRANSFER_CAUSE_LAYOUT_MISMATCH,
+    TransferCause.DEADLINE: node.TRANSFER_CAUSE_DEADLINE,
+    TransferCause.REFUSED: node.TRANSFER_CAUSE_REFUSED,
+    TransferCause.CANCELLED: node.TRANSFER_CAUSE_CANCELLED,
+}
+_TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
+
+
+def role_to_pb(role: Role) -> node.Role:
+    return _ROLES[role]
+
+
+def role_from_pb(pb: node.Role) -> Role:
+    """Raises InvalidRequest for one that no node has."""
+    if pb not in _ROLE_NAMES:
+        raise InvalidRequest("role", f"{pb} is no role of a node")
+    return _ROLE_NAMES[pb]
+
+
+def transfer_cause_to_pb(cause: TransferCause | None) -> node.TransferCause:
+    return _TRANSFER_CAUSES[cause]
+
+
+def transfer_cause_from_pb(pb: node.TransferCause) -> TransferCause | None:
+    """None for none, and for one of a newer version."""
+    return _TRANSFER_CAUSE_NAMES.get(pb)
 
 
 def attempt_to_pb(key: AttemptKey) -> node.Attempt:
@@ -73,6 +110,7 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
         priority=message.priority,
         cache_salt=message.cache_salt,
         output_token_ids=message.output_token_ids,
+        traceparent=message.traceparent,
     )
     if message.kv_source is not None:
         source = message.kv_source
@@ -110,6 +148,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
         cache_salt=submit.cache_salt,
         kv_source=source,
         output_token_ids=tuple(submit.output_token_ids),
+        traceparent=submit.traceparent,
     )
 
 
@@ -136,6 +175,8 @@ def description_to_pb(description: NodeDescription) -> node.NodeDescription:
         block_bytes=description.block_bytes,
         max_num_seqs=description.max_num_seqs,
         max_num_batched_tokens=description.max_num_batched_tokens,
+        link_protocol=description.link_protocol,
+        embedding_size=description.embedding_size,
     )
 
 
@@ -165,6 +206,8 @@ def description_from_pb(pb: node.NodeDescription) -> NodeDescription:
         block_bytes=pb.block_bytes,
         max_num_seqs=pb.max_num_seqs,
         max_num_batched_tokens=pb.max_num_batched_tokens,
+        link_protocol=pb.link_protocol,
+        embedding_size=pb.embedding_size,
     )
 
 
@@ -208,11 +251,22 @@ def _timings_to_pb(timings: StageTimings | None) -> node.StageTimings | None:
         cached_tokens=timings.cached_tokens,
         external_tokens=timings.external_tokens,
         kv_bytes=timings.kv_bytes,
+        intake_ms=timings.intake_ms,
+        decode_ms=timings.decode_ms,
     )
 
 
 def _timings_from_pb(pb: node.StageTimings) -> StageTimings:
-    return StageTimings(pb.queue_ms, pb.prefill_ms, pb.transfer_ms, pb.cached_tokens, pb.external_tokens, pb.kv_bytes)
+    return StageTimings(
+        queue_ms=pb.queue_ms,
+        prefill_ms=pb.prefill_ms,
+        transfer_ms=pb.transfer_ms,
+        cached_tokens=pb.cached_tokens,
+        external_tokens=pb.external_tokens,
+        kv_bytes=pb.kv_bytes,
+        intake_ms=pb.intake_ms,
+        decode_ms=pb.decode_ms,
+    )
 
 
 def _step_to_pb(step: StepFigures | None) -> node.StepFigures | None:
@@ -243,6 +297,8 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             error=delta.error,
             timings=_timings_to_pb(delta.timings),
             sequence_index=delta.sequence_index,
+            transfer_cause=transfer_cause_to_pb(delta.transfer_cause),
+            embedding=delta.embedding,
         )
         for delta in report.deltas
     ]
@@ -270,6 +326,8 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.outcome = _OUTCOME_NAMES.get(pb.outcome, Outcome.ERROR)
         delta.stop_token_id = pb.stop_token_id if pb.HasField("stop_token_id") else None
         delta.error = pb.error
+        delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
+        delta.embedding = pb.embedding
     if pb.HasField("timings"):
         delta.timings = _timings_from_pb(pb.timings)
     return delta
@@ -295,6 +353,19 @@ def trace_to_pb(event: TraceEvent) -> node.TraceEvent:
         value=event.value,
         detail=event.detail,
     )
+
+
+def trace_step_to_pb(step: TraceStep) -> node.TraceStep:
+    return node.TraceStep(
+        seq=step.seq,
+        monotonic_ns=step.monotonic_ns,
+        figures=_step_to_pb(step.figures),
+        goes_on=step.goes_on,
+    )
+
+
+def trace_step_from_pb(pb: node.TraceStep) -> TraceStep:
+    return TraceStep(pb.seq, pb.monotonic_ns, _step_from_pb(pb.figures), pb.goes_on)
 
 
 def trace_from_pb(pb: node.TraceEvent) -> TraceEvent:

@@ -1,4 +1,4 @@
-"""What a servicer raises becomes a status here, for every method of every Baton service.
+"""What a servicer raises becomes a status here, for every method of every Baton service; so does who may not call it.
 
 A `BatonError` reaches the client as what it is. Anything else is our own fault: it is logged here, and the client hears
 INTERNAL without a word of it. Bytes that are no message are the caller's fault, INVALID_ARGUMENT.
@@ -20,6 +20,7 @@ import grpc
 
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.rpc import status
+from baton.rpc.door import Door
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
@@ -37,30 +38,36 @@ _FACTORIES = {
 
 
 class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Stands before the servicers of one server; health and reflection pass."""
+    """Stands before the servicers of one server; health and reflection only have the door before them."""
 
-    def __init__(self, stall_s: float = 30.0) -> None:
+    def __init__(self, stall_s: float = 30.0, door: Door | None = None) -> None:
         """`stall_s`: how long a client of the public service may take for one message."""
         self._stall_s = stall_s
+        self._door = door or Door()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
+        try:
+            # Before a byte of the request is read.
+            self._door.check_key(method, handler_call_details.invocation_metadata)
+        except BatonError as error:
+            return _refusing(error)
+        handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):
             return handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)
         if not inspect.isasyncgenfunction(behaviour):
-            guarded = _guarded_call(behaviour, method)
+            guarded = _guarded_call(behaviour, method, self._door)
         elif method.startswith(_PUBLIC):
-            guarded = _guarded_writer(behaviour, method, self._stall_s)
+            guarded = _guarded_writer(behaviour, method, self._door, self._stall_s)
         else:
-            guarded = _guarded_generator(behaviour, method)
+            guarded = _guarded_generator(behaviour, method, self._door)
         return make(guarded, read, handler.response_serializer)
 
 
@@ -82,9 +89,19 @@ def _unreadable() -> InvalidRequest:
     return InvalidRequest("request", "is no readable message: broken bytes, or text that is not UTF-8")
 
 
+def _refusing(error: BatonError) -> Any:
+    """A handler that answers nothing else, whatever kind of call it is."""
+
+    async def refuse(_requests: Any, context: Any) -> None:
+        await status.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 @asynccontextmanager
-async def _translated(request: Any, context: Any, method: str) -> AsyncIterator[None]:
+async def _translated(request: Any, context: Any, method: str, door: Door) -> AsyncIterator[None]:
     try:
+        door.check_certificate(method, context)
         if request is _UNREADABLE:
             raise _unreadable()
         yield
@@ -97,30 +114,30 @@ async def _translated(request: Any, context: Any, method: str) -> AsyncIterator[
         await status.abort(context, BatonError("internal error; the log of the server has it"))
 
 
-def _guarded_call(behaviour: _Behaviour, method: str) -> _Behaviour:
+def _guarded_call(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
     async def call(request: Any, context: Any) -> Any:
-        async with _translated(request, context, method):
+        async with _translated(request, context, method, door):
             return await behaviour(request, context)
 
     return call
 
 
-def _guarded_generator(behaviour: _Behaviour, method: str) -> _Behaviour:
+def _guarded_generator(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
     async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
         # aclosing, since a generator that is cancelled while gRPC writes is never resumed: what is inside must end all
         # the same.
-        async with _translated(request, context, method), aclosing(behaviour(request, context)) as responses:
+        async with _translated(request, context, method, door), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 yield response
 
     return generate
 
 
-def _guarded_writer(behaviour: _Behaviour, method: str, stall_s: float) -> _Behaviour:
+def _guarded_writer(behaviour: _Behaviour, method: str, door: Door, stall_s: float) -> _Behaviour:
     async def call(request: Any, context: Any) -> None:
         watch = _WriteWatch(stall_s)
         try:
-            async with _translated(request, context, method):
+            async with _translated(request, context, method, door):
                 try:
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Cancelled, Unreachable
 from baton.rpc import status
-from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
 from baton.v1 import generation_pb2 as generation
@@ -25,10 +25,10 @@ _CALL_TIMEOUT_S = 30.0
 class GenerationStub:
     """Messages in and out, BatonErrors raised. May be used by several threads."""
 
-    def __init__(self, address: str, silence_s: float | None = None) -> None:
+    def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAIN) -> None:
         """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = dialer.blocking_channel(address)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._vigil = None if silence_s is None else _Vigil(self._channel, address, silence_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
@@ -11,8 +12,9 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.codec_generation import event_to_pb, path_to_metadata, request_from_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.codec_generation import chunk_to_pb, event_to_pb, path_to_metadata, request_from_pb
+from baton.rpc.http2.call import Call
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 
@@ -25,12 +27,17 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationHandler(Protocol):
     """What the router's core does for clients. Errors are BatonErrors."""
 
-    def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, Chunks, Finished. Closing the generator cancels the request."""
+    def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Accepted, Chunks, Finished. Closing the generator cancels the request.
+
+        While the next event is waited for, chunks may go to `take` instead, in order.
+        """
         ...
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
         ...
@@ -49,8 +56,10 @@ class GenerationHandler(Protocol):
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Turns calls into the handler's; what it raises is for `FaultBarrier`."""
 
-    def __init__(self, handler: GenerationHandler) -> None:
+    def __init__(self, handler: GenerationHandler, *, takes_traces: bool = False) -> None:
+        """`takes_traces`: callers' traceparents are handed on."""
         self._handler = handler
+        self._takes_traces = takes_traces
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServicer_to_server(self, server)
@@ -62,7 +71,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         answer = _Answer(request.request_id, context)
         with answer.counted():
             # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
-            async with aclosing(self._handler.generate(request_from_pb(request), context.time_remaining())) as events:
+            asked = request_from_pb(request)
+            if self._takes_traces:
+                asked = replace(asked, traceparent=_traceparent(context))
+            async with aclosing(self._handler.generate(asked, context.time_remaining(), answer.take)) as events:
                 async for event in events:
                     yield answer.response(event)
 
@@ -73,7 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
         with answer.counted():
             async with aclosing(
-                self._handler.resume(request.request_id, positions, context.time_remaining())
+                self._handler.resume(request.request_id, positions, context.time_remaining(), answer.take)
             ) as events:
                 async for event in events:
                     yield answer.response(event)
@@ -114,6 +126,16 @@ class _Answer:
         self._request_id = request_id
         self._context = context
         self._tokens_sent = 0
+        self.take: TakeChunk | None = self._take if isinstance(context, Call) else None
+
+    def _take(self, chunk: Chunk) -> bool:
+        context = self._context
+        assert isinstance(context, Call)
+        if not context.has_room:
+            return False
+        context.write_now(chunk_to_pb(chunk, self._request_id))
+        self._tokens_sent += len(chunk.token_ids)
+        return True
 
     def response(self, event: GenerateEvent) -> generation.GenerateResponse:
         """The message for an event."""
@@ -134,6 +156,12 @@ class _Answer:
             if self._tokens_sent:
                 error.tokens_sent = self._tokens_sent
             raise
+
+
+def _traceparent(context: _Context) -> str:
+    """What its caller's span is, as W3C's header has it; empty without one."""
+    found = next((value for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
+    return found if isinstance(found, str) else ""
 
 
 def _check(request: Message) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.kv_events import KVCacheEvent
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
+from baton.values import value
 
 
 class Role(enum.Enum):
@@ -18,6 +20,8 @@ class Role(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     ROUTER = "router"
+
+    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class NodeDescription:
     """Sequences that it runs at once; 0: not known."""
     max_num_batched_tokens: int = 0
     """Tokens that it computes in one step; 0: not known."""
+    link_protocol: int = 0
+    """What it speaks with other nodes when KV is handed over; 0: not known."""
+    embedding_size: int = 0
+    """Numbers in an embedding of its model; 0: it gives none."""
 
     @property
     def kv_source(self) -> KVSource:
@@ -57,7 +65,7 @@ class NodeDescription:
         return KVSource(self.node_id, self.incarnation, self.address)
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Submit:
     """Router to node: run this leg of this attempt."""
 
@@ -70,6 +78,8 @@ class Submit:
     kv_source: KVSource | None = None
     output_token_ids: Sequence[int] = ()
     """What an earlier attempt generated: computed with the prompt, and generation goes on behind it."""
+    traceparent: str = ""
+    """W3C trace context of the request's span; empty: it is not traced."""
 
     @property
     def num_sequences(self) -> int:
@@ -78,7 +88,7 @@ class Submit:
         return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Abort:
     """Router to node: this attempt is over, free everything. Idempotent; unknown attempts are ignored."""
 
@@ -121,8 +131,10 @@ class Outcome(enum.Enum):
     INVALID = "invalid"
     """What it asks for can't be done, here or elsewhere: its error is the field's name, a colon and why."""
 
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True, slots=True)
+
+@value(frozen=True, slots=True)
 class StageTimings:
     """What one node measured of one attempt: milliseconds on its own clock, tokens and bytes."""
 
@@ -132,6 +144,10 @@ class StageTimings:
     cached_tokens: int = 0
     external_tokens: int = 0
     kv_bytes: int = 0
+    intake_ms: float = 0.0
+    """Since its blocks were reserved, until KV that was computed elsewhere had arrived."""
+    decode_ms: float = 0.0
+    """Since the prompt was computed or had arrived here, until this was told."""
 
 
 @dataclass(slots=True)
@@ -149,9 +165,13 @@ class RequestDelta:
     error: str = ""
     timings: StageTimings | None = None
     sequence_index: int = 0
+    transfer_cause: TransferCause | None = None
+    """With an outcome for which KV did not come: why."""
+    embedding: bytes = b""
+    """Of an embedding leg that ended well: float32, little-endian."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class LoadReport:
     """How busy a node is."""
 
@@ -175,7 +195,7 @@ class LoadReport:
         return 1.0 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class KVCacheUpdate:
     """What the prefix cache took in and lost, numbered without gaps; without the tokens of what it took in."""
 
@@ -188,7 +208,7 @@ class KVCacheUpdate:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepFigures:
     """One engine step, for those who predict the next ones."""
 
@@ -201,7 +221,7 @@ class StepFigures:
     """... and what those had behind them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class StepReport:
     """Node to router, one per engine step; without deltas it is a sign of life (at least every HEARTBEAT_S)."""
 
@@ -217,6 +237,9 @@ class StepReport:
 
 NodeMessage = NodeDescription | StepReport
 
+ENDED_WELL = "finished"
+"""Why an attempt is aborted whose request has ended well."""
+
 HEARTBEAT_S = 1.0
 """A node that is silent for three of these is taken for lost."""
 
@@ -231,6 +254,26 @@ class TraceEvent:
     attempt: AttemptKey
     value: int = 0
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One engine step that computed something; `monotonic_ns`: when it was committed."""
+
+    seq: int
+    monotonic_ns: int
+    figures: StepFigures
+    goes_on: bool
+    """There was more to compute then: whatever passed until the next step was no idleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTrace:
+    """What happened on one node of late. `monotonic_ns`: its clock at the answer, so that all else is an age."""
+
+    monotonic_ns: int
+    events: Sequence[TraceEvent]
+    steps: Sequence[TraceStep]
 
 
 # What a node tells operators.
@@ -342,10 +385,16 @@ class GenerateRequest:
     """What the answer must fit, as text; `{"type": "object"}` is any JSON object."""
     priority: int = 0
     cache_salt: str = ""
+    tenant: str = ""
+    """Whose it is, by the key that was shown; nothing that a client can say."""
     ttft_slo_ms: float | None = None
     """The longest that the first token may take, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
     """The longest mean time per output token after the first."""
+    traceparent: str = ""
+    """W3C trace context of whoever asks, as it came: nothing in it is checked."""
+    embeds: bool = False
+    """Its prompt's embedding is wanted, and nothing generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +422,10 @@ class Chunk:
         return self.first_index + (len(self.token_ids) or 1)
 
 
+TakeChunk = Callable[[Chunk], bool]
+"""Sends a chunk at once, without waiting; False: it was not sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
     """One of several sequences ended; a request of one has none of these."""
@@ -384,7 +437,7 @@ class SequenceFinished:
     completion_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class Path:
     """Which nodes served the request, for people who debug; travels as trailing metadata, never as a field."""
 
@@ -413,6 +466,8 @@ class Finished:
     total_ms: float
     kv_bytes: int
     path: Path
+    embedding: bytes = b""
+    """Of a request that embeds: a vector of length 1, float32, little-endian."""
 
 
 GenerateEvent = Accepted | Chunk | SequenceFinished | Finished
@@ -427,6 +482,8 @@ class ModelCard:
     vocab_size: int
     has_end: bool = True
     """Whether it has an end-of-sequence token. Clients are not told."""
+    embedding_size: int = 0
+    """Numbers in an embedding; 0: no node that gives any has been seen. Clients are not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,6 +508,17 @@ class NodeStatus:
     quarantined_blocks: int = 0
     detail: str = ""
     bit_exact: bool = False
+    cordoned: bool = False
+    """No new requests for it, says an operator."""
+    desired_role: str = ""
+    """What an operator wants it to be; empty: what it was started as."""
+    in_flight: int = 0
+    """Legs that the router has sent there and that are not over."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits there, and none of its blocks is promised to anybody."""
+        return not (self.running or self.waiting or self.leased_blocks or self.quarantined_blocks or self.in_flight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,118 +3,233 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from baton.errors import Cancelled, NodeLost
+from baton.errors import BatonError, Cancelled, NodeLost, Unreachable
 from baton.rpc import status
-from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.rpc.codec_node import (
     description_from_pb,
+    role_to_pb,
     router_message_to_pb,
     trace_from_pb,
+    trace_step_from_pb,
 )
 from baton.rpc.codec_node_report import node_report_from_pb
-from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
+from baton.rpc.credentials import PLAIN, Dialer
+from baton.rpc.http2.client import Http2Client, rpc_error
+from baton.rpc.http2.client_connection import Ended, call_headers
+from baton.rpc.messages import NodeDescription, NodeReport, NodeTrace, Role, RouterMessage, StepReport, TraceEvent
 from baton.rpc.report_stream import ReportReader
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
-_Call = grpc.aio.StreamStreamCall[node.AttachRequest, node.AttachResponse]
+_ATTACH = "/baton.v1.Node/Attach"
+
+OnReport = Callable[[StepReport], None]
+OnLost = Callable[[NodeLost], None]
 
 
 class NodeStream:
-    """One attached incarnation. Iterating yields its reports and raises NodeLost when it is gone."""
+    """One attached incarnation, on a connection of its own. Whoever listens hears its reports, and that it is gone."""
 
-    def __init__(self, welcome: NodeDescription, call: _Call) -> None:
-        self.welcome = welcome
-        self._call = call
-        self._write_lock = asyncio.Lock()
+    welcome: NodeDescription
+
+    def __init__(self, client: Http2Client, address: str) -> None:
+        """For `NodeClient.attach`."""
+        self._client = client
+        self._name = address
         self._reports = ReportReader()
+        self._kept: list[node.AttachResponse] = []
+        """What came before anybody listened."""
+        self._on_report: OnReport | None = None
+        self._on_lost: OnLost | None = None
+        self._loss: NodeLost | None = None
+        self.ended: Ended | None = None
+        """How the call ended, if it has."""
+        self._changed = asyncio.Event()
+        self._call = client.call(call_headers(_ATTACH, address, is_tls=client.is_tls), self)
 
-    async def send(self, message: RouterMessage) -> None:
-        """Send work; raises NodeLost."""
-        try:
-            # grpc.aio allows one write at a time.
-            async with self._write_lock:
-                await self._call.write(router_message_to_pb(message))
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise NodeLost(f"node {self.welcome.node_id} is gone: {error}") from error
+    async def greet(self, hello: node.AttachHello) -> bool:
+        """Say who attaches; returns whether the node said welcome."""
+        self._say(node.AttachRequest(hello=hello))
+        while not self._kept and self.ended is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if not self._kept or self._kept[0].WhichOneof("message") != "welcome":
+            return False
+        self.welcome = description_from_pb(self._kept.pop(0).welcome)
+        self._name = self.welcome.node_id
+        return True
 
-    async def __aiter__(self) -> AsyncIterator[StepReport]:
-        try:
-            # read() throughout: grpc.aio does not let a call be read both ways, and the welcome was read so.
-            while isinstance(response := await self._call.read(), node.AttachResponse):
-                if response.WhichOneof("message") == "report":
-                    yield self._reports.read(response.report)
-        except grpc.RpcError as error:
-            raise status.lost(error, self.welcome.node_id) from error
-        raise NodeLost(f"node {self.welcome.node_id} ended the stream")
+    def listen(self, on_report: OnReport, on_lost: OnLost) -> None:
+        """Hear of all that has come and will come, as it comes; `on_lost` once, and last, unless it was closed before.
+
+        Neither may raise. To be called once.
+        """
+        self._on_report = on_report
+        kept, self._kept = self._kept, []
+        for response in kept:
+            self._take(response)
+        self._on_lost = on_lost
+        if self._loss is not None:
+            on_lost(self._loss)
+
+    def send(self, message: RouterMessage) -> None:
+        """Send work, without waiting; raises NodeLost."""
+        if self._loss is not None:
+            raise self._loss
+        self._say(router_message_to_pb(message))
 
     async def close(self) -> None:
         """End the stream; what the node still runs for it has the node's grace to be adopted. Idempotent."""
-        self._call.cancel()
+        self._loss = self._loss or NodeLost(f"node {self._name} is gone: the stream is closed")
+        self._client.cancel(self._call)
+        self._client.close()
+
+    # What its connection says.
+
+    def on_messages(self, messages: Sequence[bytes]) -> None:
+        for message in messages:
+            if self._loss is not None:
+                return
+            try:
+                response = node.AttachResponse.FromString(message)
+            except DecodeError:
+                self._lose(NodeLost(f"node {self._name} says what can't be read"))
+                return
+            if self._on_report is None:
+                self._kept.append(response)
+                self._changed.set()
+            else:
+                self._take(response)
+
+    def on_end(self, ended: Ended) -> None:
+        self.ended = ended
+        self._changed.set()
+        if ended.code is grpc.StatusCode.OK:
+            self._lose(NodeLost(f"node {self._name} ended the stream"))
+        else:
+            self._lose(NodeLost(f"node {self._name} is gone: {ended.story}"))
+
+    # Inside.
+
+    def _say(self, request: node.AttachRequest) -> None:
+        self._client.send(self._call, request.SerializeToString())
+
+    def _take(self, response: node.AttachResponse) -> None:
+        """A newer node may say what this version does not know."""
+        if response.WhichOneof("message") != "report" or self._loss is not None:
+            return
+        assert self._on_report is not None
+        try:
+            report = self._reports.read(response.report)
+        except BatonError as error:
+            self._lose(NodeLost(f"node {self._name} says what can't be followed: {error}"))
+            return
+        self._on_report(report)
+
+    def _lose(self, loss: NodeLost) -> None:
+        if self._loss is None:
+            self._loss = loss
+            self._client.close()
+            if self._on_lost is not None:
+                self._on_lost(loss)
 
 
 class NodeClient:
     """Speaks to the node that listens on `address`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = node_pb2_grpc.NodeStub(self._channel)
+        self._dialer = dialer
+        self._channel: grpc.aio.Channel | None = None
 
     async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> NodeStream:
-        """Open the stream; raises NodeLost, or the node's own refusal when it is another incarnation.
+        """Open the stream; raises NodeLost, Unreachable, or the node's own refusal when it is another incarnation.
 
         `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over.
         """
-        call = self._stub.Attach()
+        host, _, port = self.address.rpartition(":")
+        try:
+            tls, peer = self._dialer.context(), self._dialer.peer
+            client = await Http2Client.open(host.strip("[]"), int(port), tls, peer or None)
+        except (OSError, ValueError) as error:
+            raise Unreachable(f"{self.address} does not answer: {error}") from error
         hello = node.AttachHello(
             router_id=router_id,
             incarnation=incarnation,
             router_incarnation=router_incarnation,
             takes_next_tokens=True,
         )
+        is_welcome = False
         try:
-            await call.write(node.AttachRequest(hello=hello))
-            first = await call.read()
-            if not isinstance(first, node.AttachResponse) or first.WhichOneof("message") != "welcome":
-                raise NodeLost(f"{self.address} did not say welcome")
-            return NodeStream(description_from_pb(first.welcome), call)
-        except grpc.RpcError as error:
-            refusal = status.from_rpc_error(error, self.address)
-            # Nobody here cancelled: the node did, because it is ending.
-            raise (NodeLost(f"{self.address} is ending") if isinstance(refusal, Cancelled) else refusal) from error
-        except asyncio.InvalidStateError as error:
-            raise NodeLost(f"{self.address} ended the stream: {error}") from error
-        except BaseException:
-            call.cancel()
-            raise
+            stream = NodeStream(client, self.address)
+            is_welcome = await stream.greet(hello)
+        finally:
+            if not is_welcome:
+                client.close()
+        if is_welcome:
+            return stream
+        if stream.ended is None or stream.ended.code is grpc.StatusCode.OK:
+            raise NodeLost(f"{self.address} did not say welcome")
+        refusal = status.from_rpc_error(rpc_error(stream.ended), self.address)
+        # Nobody here cancelled: the node did, because it is ending.
+        raise NodeLost(f"{self.address} is ending") if isinstance(refusal, Cancelled) else refusal
 
     async def describe(self, timeout_s: float | None = None) -> NodeReport:
         """What the node is, how busy, and what it hands over or takes in; raises Unreachable or DeadlineExceeded."""
         try:
-            response = await self._stub.Describe(node.DescribeRequest(), timeout=timeout_s)
+            response = await self._stub().Describe(node.DescribeRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
         return node_report_from_pb(response)
 
-    async def drain(self) -> None:
+    async def drain(self, timeout_s: float | None = None) -> None:
         """Ask the node to take no new work and to end when it is done."""
         try:
-            await self._stub.Drain(node.DrainRequest())
+            await self._stub().Drain(node.DrainRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error, self.address) from error
+
+    async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None:
+        """Ask the node to be another one when its running work is done; raises ConfigError for another incarnation."""
+        request = node.SetRoleRequest(incarnation=incarnation, role=role_to_pb(role))
+        try:
+            await self._stub().SetRole(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
 
     async def trace(self, after: int = 0) -> Sequence[TraceEvent]:
         """The node's latest events, oldest first."""
         try:
-            response = await self._stub.Trace(node.TraceRequest(after=after))
+            response = await self._stub().Trace(node.TraceRequest(after=after))
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
         return [trace_from_pb(event) for event in response.events]
 
+    async def trace_steps(self, after: int, steps_after: int, timeout_s: float | None = None) -> NodeTrace:
+        """Its latest events and engine steps, those after these numbers, and its clock at the answer."""
+        request = node.TraceRequest(after=after, steps_after=steps_after)
+        try:
+            response = await self._stub().Trace(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error, self.address) from error
+        return NodeTrace(
+            response.monotonic_ns,
+            [trace_from_pb(event) for event in response.events],
+            [trace_step_from_pb(step) for step in response.steps],
+        )
+
     async def close(self) -> None:
-        await self._channel.close(None)
+        """Streams that were opened are not its own."""
+        if self._channel is not None:
+            await self._channel.close(None)
+
+    def _stub(self) -> node_pb2_grpc.NodeStub:
+        """For all but streams, which most clients open alone."""
+        if self._channel is None:
+            self._channel = self._dialer.channel(self.address)
+        return node_pb2_grpc.NodeStub(self._channel)

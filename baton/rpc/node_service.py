@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
@@ -15,11 +16,13 @@ from baton.rpc.codec_node import (
     attempt_from_pb,
     description_to_pb,
     report_to_pb,
+    role_from_pb,
     router_message_from_pb,
+    trace_step_to_pb,
     trace_to_pb,
 )
 from baton.rpc.codec_node_report import node_report_to_pb
-from baton.rpc.messages import NodeDescription, NodeReport, RouterMessage, StepReport, TraceEvent
+from baton.rpc.messages import NodeDescription, NodeReport, Role, RouterMessage, StepReport, TraceEvent, TraceStep
 from baton.rpc.report_stream import ReportWriter
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
@@ -64,7 +67,13 @@ class NodeHandler(Protocol):
 
     def drain(self) -> None: ...
 
+    def set_role(self, incarnation: str, role: Role) -> None:
+        """Be another node when the running work is done; raises ConfigError when another incarnation is meant."""
+        ...
+
     def trace(self, after: int) -> Sequence[TraceEvent]: ...
+
+    def steps(self, after: int) -> Sequence[TraceStep]: ...
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
@@ -125,8 +134,17 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self._handler.drain()
         return node.DrainResponse()
 
+    async def SetRole(self, request: node.SetRoleRequest, context: _Context) -> node.SetRoleResponse:
+        self._handler.set_role(request.incarnation, role_from_pb(request.role))
+        return node.SetRoleResponse()
+
     async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
-        return node.TraceResponse(events=[trace_to_pb(event) for event in self._handler.trace(request.after)])
+        steps = self._handler.steps(request.steps_after) if request.HasField("steps_after") else ()
+        return node.TraceResponse(
+            events=[trace_to_pb(event) for event in self._handler.trace(request.after)],
+            monotonic_ns=time.monotonic_ns(),
+            steps=[trace_step_to_pb(step) for step in steps],
+        )
 
 
 def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:

@@ -2,40 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import grpc
 
 from baton.rpc import status
-from baton.rpc.channel import CHANNEL_OPTIONS
+from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.explanations import PlacementDecision, decision_from_pb
 from baton.rpc.messages import ClusterStatus
 from baton.rpc.operator_service import status_from_pb
+from baton.rpc.request_rows import RequestRow, row_from_pb
+from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet, event_from_pb, progress_from_pb
+from baton.rpc.timelines import Timeline, timeline_from_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 
 
 class OperatorStub:
     """Messages out, BatonErrors raised."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = dialer.blocking_channel(address)
         self._stub = operator_pb2_grpc.OperatorStub(self._channel)
 
     def status(self, timeout_s: float) -> ClusterStatus:
-        try:
+        with status.translated(self._address):
             response = self._stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self._address) from error
         return status_from_pb(response)
 
     def explain(self, request_id: str, timeout_s: float) -> Sequence[PlacementDecision]:
         """Raises RequestNotFound for one that the router does not remember."""
-        try:
+        with status.translated(self._address):
             response = self._stub.Explain(operator_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise status.from_rpc_error(error, self._address) from error
         return [decision_from_pb(decision) for decision in response.decisions]
+
+    def timeline(self, request_id: str, timeout_s: float) -> Timeline:
+        """Raises RequestNotFound for one that the router does not remember, or that is not over."""
+        with status.translated(self._address):
+            response = self._stub.GetTimeline(operator_pb2.GetTimelineRequest(request_id=request_id), timeout=timeout_s)
+        return timeline_from_pb(response.timeline)
+
+    def requests(self, limit: int, request_id: str, timeout_s: float) -> Sequence[RequestRow]:
+        asked = operator_pb2.ListRequestsRequest(limit=limit, request_id=request_id)
+        with status.translated(self._address):
+            response = self._stub.ListRequests(asked, timeout=timeout_s)
+        return [row_from_pb(row) for row in response.requests]
+
+    def cordon(self, names: Sequence[str], timeout_s: float) -> str:
+        with status.translated(self._address):
+            done = self._stub.CordonNodes(operator_pb2.CordonNodesRequest(nodes=names), timeout=timeout_s)
+        return str(done.warning)
+
+    def uncordon(self, names: Sequence[str], timeout_s: float) -> None:
+        with status.translated(self._address):
+            self._stub.UncordonNodes(operator_pb2.UncordonNodesRequest(nodes=names), timeout=timeout_s)
+
+    def set_role(self, name: str, role: str, timeout_s: float) -> RoleSet:
+        with status.translated(self._address):
+            done = self._stub.SetNodeRole(operator_pb2.SetNodeRoleRequest(node=name, role=role), timeout=timeout_s)
+        return RoleSet(done.unchanged, done.warning)
+
+    def drain(self, name: str, *, stop: bool, timeout_s: float | None) -> Iterator[DrainProgress]:
+        call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)
+        with self._ended(call):
+            for response in call:
+                yield progress_from_pb(response)
+
+    def events(self, after: int, *, follow: bool, timeout_s: float | None) -> Iterator[ClusterEvent]:
+        request = operator_pb2.WatchEventsRequest(after=after, follow=follow)
+        call = self._stub.WatchEvents(request, timeout=timeout_s)
+        with self._ended(call):
+            for response in call:
+                yield event_from_pb(response.event)
+
+    @contextmanager
+    def _ended(self, call: grpc.Call) -> Iterator[None]:
+        """The stream is over when nobody reads it any more."""
+        try:
+            with status.translated(self._address):
+                yield
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         self._channel.close()

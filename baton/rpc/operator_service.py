@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
 
-from baton.errors import BatonError
 from baton.rpc.explanations import PlacementDecision, decision_to_pb
 from baton.rpc.messages import ClusterStatus, NodeStatus
-from baton.rpc.status import abort
+from baton.rpc.request_rows import RequestRow, row_to_pb
+from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet, event_to_pb, progress_to_pb
+from baton.rpc.timelines import Timeline, timeline_to_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 
 SERVICE_NAME = "baton.v1.Operator"
+
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorHandler(Protocol):
@@ -26,12 +29,41 @@ class OperatorHandler(Protocol):
         """Attempt by attempt; raises RequestNotFound."""
         ...
 
+    def timeline(self, request_id: str) -> Timeline:
+        """Raises RequestNotFound."""
+        ...
+
+    def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
+        """At most so many that run and as many that are over, the latest first; 0: all that run. With an id that one
+        alone, if it is known.
+        """
+        ...
+
+
+class Steers(Protocol):
+    """What a router does for operators; raises NodeNotFound, InvalidRequest, and Unreachable without a registry."""
+
+    async def cordon(self, names: Sequence[str]) -> str:
+        """Returns why the cluster serves less from now on; empty: it does not."""
+        ...
+
+    async def uncordon(self, names: Sequence[str]) -> None: ...
+
+    async def set_role(self, name: str, role: str) -> RoleSet: ...
+
+    def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
+        """Ends when the node is idle, or its process has ended if that is asked for."""
+        ...
+
+    def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]: ...
+
 
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     """Turns the handler's answers into Protocol Buffers."""
 
-    def __init__(self, handler: OperatorHandler) -> None:
+    def __init__(self, handler: OperatorHandler, steering: Steers) -> None:
         self._handler = handler
+        self._steering = steering
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         operator_pb2_grpc.add_OperatorServicer_to_server(self, server)
@@ -48,11 +80,48 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def Explain(
         self, request: operator_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operator_pb2.ExplainResponse:
-        try:
-            decisions = self._handler.explain(request.request_id)
-        except BatonError as error:
-            await abort(context, error)
+        decisions = self._handler.explain(request.request_id)
         return operator_pb2.ExplainResponse(decisions=[decision_to_pb(decision) for decision in decisions])
+
+    async def GetTimeline(
+        self, request: operator_pb2.GetTimelineRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> operator_pb2.GetTimelineResponse:
+        return operator_pb2.GetTimelineResponse(timeline=timeline_to_pb(self._handler.timeline(request.request_id)))
+
+    async def ListRequests(
+        self, request: operator_pb2.ListRequestsRequest, context: _Context
+    ) -> operator_pb2.ListRequestsResponse:
+        rows = self._handler.requests(request.limit, request.request_id)
+        return operator_pb2.ListRequestsResponse(requests=map(row_to_pb, rows))
+
+    async def CordonNodes(
+        self, request: operator_pb2.CordonNodesRequest, context: _Context
+    ) -> operator_pb2.CordonNodesResponse:
+        return operator_pb2.CordonNodesResponse(warning=await self._steering.cordon(list(request.nodes)))
+
+    async def UncordonNodes(
+        self, request: operator_pb2.UncordonNodesRequest, context: _Context
+    ) -> operator_pb2.UncordonNodesResponse:
+        await self._steering.uncordon(list(request.nodes))
+        return operator_pb2.UncordonNodesResponse()
+
+    async def SetNodeRole(
+        self, request: operator_pb2.SetNodeRoleRequest, context: _Context
+    ) -> operator_pb2.SetNodeRoleResponse:
+        done = await self._steering.set_role(request.node, request.role)
+        return operator_pb2.SetNodeRoleResponse(unchanged=done.unchanged, warning=done.warning)
+
+    async def DrainNode(
+        self, request: operator_pb2.DrainNodeRequest, context: _Context
+    ) -> AsyncIterator[operator_pb2.DrainNodeResponse]:
+        async for progress in self._steering.drain(request.node, request.stop):
+            yield progress_to_pb(progress)
+
+    async def WatchEvents(
+        self, request: operator_pb2.WatchEventsRequest, context: _Context
+    ) -> AsyncIterator[operator_pb2.WatchEventsResponse]:
+        async for event in self._steering.events(request.after, request.follow):
+            yield operator_pb2.WatchEventsResponse(event=event_to_pb(event))
 
 
 def status_from_pb(pb: operator_pb2.GetStatusResponse) -> ClusterStatus:

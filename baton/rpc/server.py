@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError
+from baton.rpc import credentials
 from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.http2.server import Http2Server
 from baton.rpc.reflection import add_reflection
+from baton.security.tls_files import TlsFiles
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
+_WILDCARDS = ("", "0.0.0.0", "::")
 MAX_METADATA_BYTES = 8 << 10
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -33,8 +39,22 @@ _OPTIONS = (
 class RpcServer:
     """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
 
-    def __init__(self, service_names: tuple[str, ...], barrier: FaultBarrier | None = None) -> None:
-        self.server = grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_OPTIONS)
+    def __init__(
+        self,
+        service_names: tuple[str, ...],
+        barrier: FaultBarrier | None = None,
+        tls: credentials.Tls | None = None,
+        *,
+        asks_certificates: bool = False,
+        ours: Http2Server | None = None,
+    ) -> None:
+        """`asks_certificates`: with TLS, whoever connects must show one of the same authority. `ours` takes the
+        place of grpc.aio's server, with the barrier and the TLS that it was given.
+        """
+        self._tls = tls
+        self._asks_certificates = asks_certificates
+        self._ours = ours
+        self.server = ours or grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_OPTIONS)
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -44,6 +64,9 @@ class RpcServer:
         """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
         address = join_address(host, port)
         try:
+            if self._tls is not None and self._ours is None:
+                asks = self._asks_certificates
+                return self.server.add_secure_port(address, credentials.of_server(self._tls, asks_certificates=asks))
             return self.server.add_insecure_port(address)
         except RuntimeError as error:
             story = f"can't listen on {address}: the port is taken or not ours; choose another one"
@@ -64,6 +87,22 @@ class RpcServer:
         """Refuse new calls, let running ones end within the grace, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+def reached_as(host: str) -> str:
+    """Where others reach what listens on HOST: this machine's name when that is every address of it."""
+    return socket.gethostname() if host in _WILDCARDS else host
+
+
+def streaming_server(service_names: tuple[str, ...], barrier: FaultBarrier, tls: TlsFiles | None) -> RpcServer:
+    """One that thousands of clients may stream from; see `baton.rpc.http2`. Raises ConfigError."""
+    ours = Http2Server(
+        (barrier,),
+        tls.server_context("h2") if tls is not None else None,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_metadata_bytes=MAX_METADATA_BYTES,
+    )
+    return RpcServer(service_names, ours=ours)
 
 
 def join_address(host: str, port: int) -> str:

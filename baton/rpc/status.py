@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,16 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from baton import errors
-from baton.errors import BatonError, InvalidRequest, NodeLost, Overloaded, Status, TransferFailed, Unreachable
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    InvalidRequest,
+    Overloaded,
+    Status,
+    TransferCause,
+    TransferFailed,
+    Unreachable,
+)
 
 _DOMAIN = "baton"
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -22,9 +31,7 @@ _MAX_STORY_BYTES = 512
 """Of an error's words: they travel three times over in metadata, of which peers take 8 KiB, percent-encoded."""
 _CODES = {status: grpc.StatusCode[status.name] for status in Status}
 _BY_NAME: dict[str, type[BatonError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type) and issubclass(kind, BatonError) and kind is not TransferFailed
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BatonError)
 }
 _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.CANCELLED: errors.Cancelled,
@@ -41,6 +48,8 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     detail = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
     info.metadata["retryable"] = str(error.retryable).lower()
+    if isinstance(error, TransferFailed):
+        info.metadata["cause"], info.metadata["story"] = error.cause.value, _shortened(error.story)
     detail.details.add().Pack(info)
     if isinstance(error, InvalidRequest):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -88,7 +97,7 @@ def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
 
 def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
     message = error.details() or error.code().name
-    reason, field = "", ""
+    reason, field, metadata = "", "", {}
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:
@@ -96,18 +105,26 @@ def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
     for detail in status.details if status else ():
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         if detail.Unpack(info) and info.domain == _DOMAIN:
-            reason = info.reason
+            reason, metadata = info.reason, dict(info.metadata)
         elif detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
     kind = _BY_NAME.get(reason)
     if kind is not None and issubclass(kind, InvalidRequest):
         return kind(field, message)
+    if kind is not None and issubclass(kind, TransferFailed):
+        return _transfer_failed(metadata, message)
     if kind is not None:
         return kind(message)
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return Unreachable(f"{peer} is another service's address ({message.rstrip('!')})")
     kind = _BY_CODE.get(error.code(), BatonError)
     return kind(f"{peer} does not answer: {message}" if kind is Unreachable else message)
+
+
+def _transfer_failed(metadata: Mapping[str, str], message: str) -> BatonError:
+    known = [cause for cause in TransferCause if cause.value == metadata.get("cause")]
+    # A cause of a newer version is in the words.
+    return TransferFailed(known[0], metadata.get("story", "")) if known else AttemptsExhausted(message)
 
 
 @contextmanager
@@ -117,9 +134,3 @@ def translated(peer: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error, peer) from error
-
-
-def lost(error: grpc.RpcError, node_id: str) -> NodeLost:
-    """A node's stream ended; `node_id` names it for people."""
-    details = error.details() if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else str(error)
-    return NodeLost(f"node {node_id} is gone: {details}")

@@ -181,12 +181,14 @@ class Abandon(_message.Message):
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., reads_in_flight: _Optional[bool] = ...) -> None: ...
 
 class OfferLost(_message.Message):
-    __slots__ = ("attempt", "cause")
+    __slots__ = ("attempt", "story", "cause")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STORY_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     attempt: _node_pb2.Attempt
-    cause: str
-    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., cause: _Optional[str] = ...) -> None: ...
+    story: str
+    cause: _node_pb2.TransferCause
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., story: _Optional[str] = ..., cause: _Optional[_Union[_node_pb2.TransferCause, str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("seq",)

@@ -20,6 +20,7 @@ class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEG_WHOLE: _ClassVar[Leg]
     LEG_PREFILL: _ClassVar[Leg]
     LEG_DECODE: _ClassVar[Leg]
+    LEG_EMBED: _ClassVar[Leg]
 
 class KVCacheTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,17 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNKNOWN: _ClassVar[Outcome]
     OUTCOME_INVALID: _ClassVar[Outcome]
 
+class TransferCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_CAUSE_UNSPECIFIED: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_PEER_GONE: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_LEASE_LOST: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_DIGEST_MISMATCH: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_LAYOUT_MISMATCH: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_DEADLINE: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_REFUSED: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_CANCELLED: _ClassVar[TransferCause]
+
 class HandoffSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     HANDOFF_SIDE_UNSPECIFIED: _ClassVar[HandoffSide]
@@ -54,6 +66,7 @@ LEG_UNSPECIFIED: Leg
 LEG_WHOLE: Leg
 LEG_PREFILL: Leg
 LEG_DECODE: Leg
+LEG_EMBED: Leg
 KV_CACHE_TIER_UNSPECIFIED: KVCacheTier
 KV_CACHE_TIER_DEVICE: KVCacheTier
 KV_CACHE_TIER_HOST: KVCacheTier
@@ -69,6 +82,14 @@ OUTCOME_REFUSED: Outcome
 OUTCOME_MOVED: Outcome
 OUTCOME_UNKNOWN: Outcome
 OUTCOME_INVALID: Outcome
+TRANSFER_CAUSE_UNSPECIFIED: TransferCause
+TRANSFER_CAUSE_PEER_GONE: TransferCause
+TRANSFER_CAUSE_LEASE_LOST: TransferCause
+TRANSFER_CAUSE_DIGEST_MISMATCH: TransferCause
+TRANSFER_CAUSE_LAYOUT_MISMATCH: TransferCause
+TRANSFER_CAUSE_DEADLINE: TransferCause
+TRANSFER_CAUSE_REFUSED: TransferCause
+TRANSFER_CAUSE_CANCELLED: TransferCause
 HANDOFF_SIDE_UNSPECIFIED: HandoffSide
 HANDOFF_SIDE_SENDER: HandoffSide
 HANDOFF_SIDE_READER: HandoffSide
@@ -120,7 +141,7 @@ class AttachHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +150,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -137,7 +159,8 @@ class Submit(_message.Message):
     cache_salt: str
     kv_source: Peer
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("attempt",)
@@ -168,7 +191,7 @@ class AttachResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[NodeDescription, _Mapping]] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ...) -> None: ...
 
 class NodeDescription(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens")
+    __slots__ = ("node_id", "incarnation", "role", "address", "pid", "version", "model", "model_fingerprint", "dtype", "numerics", "bit_exact", "vocab_size", "max_model_len", "block_size", "num_blocks", "eos_token_ids", "on_transfer_failure", "kv_layout", "block_bytes", "max_num_seqs", "max_num_batched_tokens", "link_protocol", "embedding_size")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +213,8 @@ class NodeDescription(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LINK_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_SIZE_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: Role
@@ -211,7 +236,9 @@ class NodeDescription(_message.Message):
     block_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ...) -> None: ...
+    link_protocol: int
+    embedding_size: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., numerics: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., on_transfer_failure: _Optional[str] = ..., kv_layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., link_protocol: _Optional[int] = ..., embedding_size: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("deltas", "load", "kv_cache", "notice", "step", "next_token_ids", "next_places")
@@ -290,7 +317,7 @@ class AllBlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "sequence_index")
+    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -299,7 +326,9 @@ class RequestDelta(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_CAUSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -308,24 +337,30 @@ class RequestDelta(_message.Message):
     stop_token_id: int
     error: str
     timings: StageTimings
+    transfer_cause: TransferCause
     sequence_index: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., sequence_index: _Optional[int] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class StageTimings(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "external_tokens", "kv_bytes")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "external_tokens", "kv_bytes", "intake_ms", "decode_ms")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTERNAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INTAKE_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
     cached_tokens: int
     external_tokens: int
     kv_bytes: int
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    intake_ms: float
+    decode_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., intake_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ...) -> None: ...
 
 class LoadReport(_message.Message):
     __slots__ = ("running", "waiting", "waiting_for_remote_kvs", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "draining", "uncomputed_tokens", "context_tokens")
@@ -436,17 +471,47 @@ class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("incarnation", "role")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    role: Role
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TraceRequest(_message.Message):
-    __slots__ = ("after",)
+    __slots__ = ("after", "steps_after")
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_AFTER_FIELD_NUMBER: _ClassVar[int]
     after: int
-    def __init__(self, after: _Optional[int] = ...) -> None: ...
+    steps_after: int
+    def __init__(self, after: _Optional[int] = ..., steps_after: _Optional[int] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
-    __slots__ = ("events",)
+    __slots__ = ("events", "monotonic_ns", "steps")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[TraceEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[TraceEvent, _Mapping]]] = ...) -> None: ...
+    monotonic_ns: int
+    steps: _containers.RepeatedCompositeFieldContainer[TraceStep]
+    def __init__(self, events: _Optional[_Iterable[_Union[TraceEvent, _Mapping]]] = ..., monotonic_ns: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TraceStep, _Mapping]]] = ...) -> None: ...
+
+class TraceStep(_message.Message):
+    __slots__ = ("seq", "monotonic_ns", "figures", "goes_on")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    GOES_ON_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    monotonic_ns: int
+    figures: StepFigures
+    goes_on: bool
+    def __init__(self, seq: _Optional[int] = ..., monotonic_ns: _Optional[int] = ..., figures: _Optional[_Union[StepFigures, _Mapping]] = ..., goes_on: _Optional[bool] = ...) -> None: ...
 
 class TraceEvent(_message.Message):
     __slots__ = ("seq", "monotonic_ns", "name", "attempt", "value", "detail")

@@ -50,6 +50,11 @@ class NodeStub:
                 request_serializer=baton_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_node__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/baton.v1.Node/SetRole',
+                request_serializer=baton_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/baton.v1.Node/Trace',
                 request_serializer=baton_dot_v1_dot_node__pb2.TraceRequest.SerializeToString,
@@ -82,6 +87,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """SetRole makes the node another one: it refuses new work, and when the running work is done it is a new incarnation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Trace(self, request, context):
         """Trace returns the node's latest events.
         """
@@ -106,6 +118,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_node__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_node__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=baton_dot_v1_dot_node__pb2.SetRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_node__pb2.SetRoleResponse.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -195,6 +212,33 @@ class Node:
             '/baton.v1.Node/Drain',
             baton_dot_v1_dot_node__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_node__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/SetRole',
+            baton_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
+            baton_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

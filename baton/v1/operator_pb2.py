@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/operator.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10GetStatusRequest\"i\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06health\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12#\n\x05nodes\x18\x04 \x03(\x0b\x32\x14.baton.v1.NodeStatus\"\xcf\x02\n\nNodeStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\r\n\x05\x61ge_s\x18\x0c \x01(\x01\x12\x14\n\x0ctotal_blocks\x18\r \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x0e \x01(\r\x12\x15\n\rleased_blocks\x18\x0f \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x10 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x11 \x01(\t\x12\x11\n\tbit_exact\x18\x12 \x01(\x08\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"A\n\x0f\x45xplainResponse\x12.\n\tdecisions\x18\x01 \x03(\x0b\x32\x1b.baton.v1.PlacementDecision\"\xfa\x01\n\x11PlacementDecision\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65\x63ision\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_node\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x08 \x01(\t\x12$\n\x04ways\x18\t \x03(\x0b\x32\x16.baton.v1.PlacementWay\x12+\n\x07outcome\x18\n \x01(\x0b\x32\x1a.baton.v1.PlacementOutcome\"\xf1\x01\n\x0cPlacementWay\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x06 \x01(\r\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x10\n\x08stall_ms\x18\t \x01(\x01\x12\x10\n\x08token_ms\x18\n \x01(\x01\x12\x10\n\x08total_ms\x18\x0b \x01(\x01\"\xc7\x01\n\x10PlacementOutcome\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12$\n\x04\x62\x65st\x18\x07 \x01(\x0b\x32\x16.baton.v1.PlacementWay\x12\x11\n\tregret_ms\x18\x08 \x01(\x01\x32\x90\x01\n\x08Operator\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/operator.proto\x12\x08\x62\x61ton.v1\"\x12\n\x10GetStatusRequest\"i\n\x11GetStatusResponse\x12\x0f\n\x07\x63luster\x18\x01 \x01(\t\x12\x0e\n\x06health\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12#\n\x05nodes\x18\x04 \x03(\x0b\x32\x14.baton.v1.NodeStatus\"\x8a\x03\n\nNodeStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06status\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\r\x12\x0f\n\x07waiting\x18\t \x01(\r\x12\x10\n\x08kv_usage\x18\n \x01(\x01\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\r\n\x05\x61ge_s\x18\x0c \x01(\x01\x12\x14\n\x0ctotal_blocks\x18\r \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x0e \x01(\r\x12\x15\n\rleased_blocks\x18\x0f \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x10 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x11 \x01(\t\x12\x11\n\tbit_exact\x18\x12 \x01(\x08\x12\x10\n\x08\x63ordoned\x18\x13 \x01(\x08\x12\x14\n\x0c\x64\x65sired_role\x18\x14 \x01(\t\x12\x11\n\tin_flight\x18\x15 \x01(\r\"8\n\x13ListRequestsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\">\n\x14ListRequestsResponse\x12&\n\x08requests\x18\x01 \x03(\x0b\x32\x14.baton.v1.RequestRow\"\xa1\x02\n\nRequestRow\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x14\n\x0cprefill_node\x18\x05 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x06 \x01(\t\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x15\n\routput_tokens\x18\x08 \x01(\r\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x14\n\x07ttft_ms\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08total_ms\x18\x0b \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08kv_bytes\x18\x0c \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\r \x01(\tB\n\n\x08_ttft_msB\x0b\n\t_total_ms\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"A\n\x0f\x45xplainResponse\x12.\n\tdecisions\x18\x01 \x03(\x0b\x32\x1b.baton.v1.PlacementDecision\"\xfa\x01\n\x11PlacementDecision\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\r\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65\x63ision\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x14\n\x0cprefill_node\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x08 \x01(\t\x12$\n\x04ways\x18\t \x03(\x0b\x32\x16.baton.v1.PlacementWay\x12+\n\x07outcome\x18\n \x01(\x0b\x32\x1a.baton.v1.PlacementOutcome\"\xf1\x01\n\x0cPlacementWay\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x06 \x01(\r\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\x12\x11\n\tdecode_ms\x18\x08 \x01(\x01\x12\x10\n\x08stall_ms\x18\t \x01(\x01\x12\x10\n\x08token_ms\x18\n \x01(\x01\x12\x10\n\x08total_ms\x18\x0b \x01(\x01\"\xc7\x01\n\x10PlacementOutcome\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08kv_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x66irst_token_ms\x18\x06 \x01(\x01\x12$\n\x04\x62\x65st\x18\x07 \x01(\x0b\x32\x16.baton.v1.PlacementWay\x12\x11\n\tregret_ms\x18\x08 \x01(\x01\"(\n\x12GetTimelineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\";\n\x13GetTimelineResponse\x12$\n\x08timeline\x18\x01 \x01(\x0b\x32\x12.baton.v1.Timeline\"\xe7\x02\n\x08Timeline\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x10\n\x08\x61ttempts\x18\x05 \x01(\r\x12\x14\n\x0cprefill_node\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x07 \x01(\t\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\t \x01(\r\x12\x15\n\rcached_tokens\x18\n \x01(\r\x12\x10\n\x08kv_bytes\x18\x0b \x01(\x04\x12\x12\n\nkv_read_ns\x18\x0c \x01(\x04\x12\x14\n\x07ttft_ns\x18\r \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08total_ns\x18\x0e \x01(\x04\x12\'\n\x06stages\x18\x0f \x03(\x0b\x32\x17.baton.v1.TimelineStage\x12\x10\n\x08trace_id\x18\x10 \x01(\tB\n\n\x08_ttft_ns\"\\\n\rTimelineStage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\x12\x13\n\x0b\x64uration_ns\x18\x03 \x01(\x04\x12\x19\n\x11\x61\x66ter_first_token\x18\x04 \x01(\x08\"#\n\x12\x43ordonNodesRequest\x12\r\n\x05nodes\x18\x01 \x03(\t\"&\n\x13\x43ordonNodesResponse\x12\x0f\n\x07warning\x18\x01 \x01(\t\"%\n\x14UncordonNodesRequest\x12\r\n\x05nodes\x18\x01 \x03(\t\"\x17\n\x15UncordonNodesResponse\".\n\x10\x44rainNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04stop\x18\x02 \x01(\x08\"\x9a\x01\n\x11\x44rainNodeResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\rleased_blocks\x18\x03 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x0c\n\x04idle\x18\x06 \x01(\x08\x12\x0f\n\x07stopped\x18\x07 \x01(\x08\"0\n\x12SetNodeRoleRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"9\n\x13SetNodeRoleResponse\x12\x11\n\tunchanged\x18\x01 \x01(\x08\x12\x0f\n\x07warning\x18\x02 \x01(\t\"3\n\x12WatchEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"<\n\x13WatchEventsResponse\x12%\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x16.baton.v1.ClusterEvent\"\xa5\x01\n\x0c\x43lusterEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04time\x18\x02 \x01(\x01\x12\x10\n\x08severity\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07subject\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\x12\x0e\n\x06router\x18\t \x01(\t2\xab\x05\n\x08Operator\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponse\x12J\n\x0bGetTimeline\x12\x1c.baton.v1.GetTimelineRequest\x1a\x1d.baton.v1.GetTimelineResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponse\x12J\n\x0b\x43ordonNodes\x12\x1c.baton.v1.CordonNodesRequest\x1a\x1d.baton.v1.CordonNodesResponse\x12P\n\rUncordonNodes\x12\x1e.baton.v1.UncordonNodesRequest\x1a\x1f.baton.v1.UncordonNodesResponse\x12\x46\n\tDrainNode\x12\x1a.baton.v1.DrainNodeRequest\x1a\x1b.baton.v1.DrainNodeResponse0\x01\x12J\n\x0bSetNodeRole\x12\x1c.baton.v1.SetNodeRoleRequest\x1a\x1d.baton.v1.SetNodeRoleResponse\x12L\n\x0bWatchEvents\x12\x1c.baton.v1.WatchEventsRequest\x1a\x1d.baton.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE']._serialized_start=57
   _globals['_GETSTATUSRESPONSE']._serialized_end=162
   _globals['_NODESTATUS']._serialized_start=165
-  _globals['_NODESTATUS']._serialized_end=500
-  _globals['_EXPLAINREQUEST']._serialized_start=502
-  _globals['_EXPLAINREQUEST']._serialized_end=538
-  _globals['_EXPLAINRESPONSE']._serialized_start=540
-  _globals['_EXPLAINRESPONSE']._serialized_end=605
-  _globals['_PLACEMENTDECISION']._serialized_start=608
-  _globals['_PLACEMENTDECISION']._serialized_end=858
-  _globals['_PLACEMENTWAY']._serialized_start=861
-  _globals['_PLACEMENTWAY']._serialized_end=1102
-  _globals['_PLACEMENTOUTCOME']._serialized_start=1105
-  _globals['_PLACEMENTOUTCOME']._serialized_end=1304
-  _globals['_OPERATOR']._serialized_start=1307
-  _globals['_OPERATOR']._serialized_end=1451
+  _globals['_NODESTATUS']._serialized_end=559
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=561
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=617
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=619
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=681
+  _globals['_REQUESTROW']._serialized_start=684
+  _globals['_REQUESTROW']._serialized_end=973
+  _globals['_EXPLAINREQUEST']._serialized_start=975
+  _globals['_EXPLAINREQUEST']._serialized_end=1011
+  _globals['_EXPLAINRESPONSE']._serialized_start=1013
+  _globals['_EXPLAINRESPONSE']._serialized_end=1078
+  _globals['_PLACEMENTDECISION']._serialized_start=1081
+  _globals['_PLACEMENTDECISION']._serialized_end=1331
+  _globals['_PLACEMENTWAY']._serialized_start=1334
+  _globals['_PLACEMENTWAY']._serialized_end=1575
+  _globals['_PLACEMENTOUTCOME']._serialized_start=1578
+  _globals['_PLACEMENTOUTCOME']._serialized_end=1777
+  _globals['_GETTIMELINEREQUEST']._serialized_start=1779
+  _globals['_GETTIMELINEREQUEST']._serialized_end=1819
+  _globals['_GETTIMELINERESPONSE']._serialized_start=1821
+  _globals['_GETTIMELINERESPONSE']._serialized_end=1880
+  _globals['_TIMELINE']._serialized_start=1883
+  _globals['_TIMELINE']._serialized_end=2242
+  _globals['_TIMELINESTAGE']._serialized_start=2244
+  _globals['_TIMELINESTAGE']._serialized_end=2336
+  _globals['_CORDONNODESREQUEST']._serialized_start=2338
+  _globals['_CORDONNODESREQUEST']._serialized_end=2373
+  _globals['_CORDONNODESRESPONSE']._serialized_start=2375
+  _globals['_CORDONNODESRESPONSE']._serialized_end=2413
+  _globals['_UNCORDONNODESREQUEST']._serialized_start=2415
+  _globals['_UNCORDONNODESREQUEST']._serialized_end=2452
+  _globals['_UNCORDONNODESRESPONSE']._serialized_start=2454
+  _globals['_UNCORDONNODESRESPONSE']._serialized_end=2477
+  _globals['_DRAINNODEREQUEST']._serialized_start=2479
+  _globals['_DRAINNODEREQUEST']._serialized_end=2525
+  _globals['_DRAINNODERESPONSE']._serialized_start=2528
+  _globals['_DRAINNODERESPONSE']._serialized_end=2682
+  _globals['_SETNODEROLEREQUEST']._serialized_start=2684
+  _globals['_SETNODEROLEREQUEST']._serialized_end=2732
+  _globals['_SETNODEROLERESPONSE']._serialized_start=2734
+  _globals['_SETNODEROLERESPONSE']._serialized_end=2791
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=2793
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=2844
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=2846
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=2906
+  _globals['_CLUSTEREVENT']._serialized_start=2909
+  _globals['_CLUSTEREVENT']._serialized_end=3074
+  _globals['_OPERATOR']._serialized_start=3077
+  _globals['_OPERATOR']._serialized_end=3760
 # @@protoc_insertion_point(module_scope)

@@ -23,7 +23,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, cluster: _Optional[str] = ..., health: _Optional[str] = ..., detail: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact")
+    __slots__ = ("name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage", "version", "age_s", "total_blocks", "free_blocks", "leased_blocks", "quarantined_blocks", "detail", "bit_exact", "cordoned", "desired_role", "in_flight")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,9 @@ class NodeStatus(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     BIT_EXACT_FIELD_NUMBER: _ClassVar[int]
+    CORDONED_FIELD_NUMBER: _ClassVar[int]
+    DESIRED_ROLE_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     status: str
@@ -60,7 +63,54 @@ class NodeStatus(_message.Message):
     quarantined_blocks: int
     detail: str
     bit_exact: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ...) -> None: ...
+    cordoned: bool
+    desired_role: str
+    in_flight: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., status: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., model: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., version: _Optional[str] = ..., age_s: _Optional[float] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., detail: _Optional[str] = ..., bit_exact: _Optional[bool] = ..., cordoned: _Optional[bool] = ..., desired_role: _Optional[str] = ..., in_flight: _Optional[int] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("limit", "request_id")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    request_id: str
+    def __init__(self, limit: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestRow]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestRow, _Mapping]]] = ...) -> None: ...
+
+class RequestRow(_message.Message):
+    __slots__ = ("request_id", "state", "router", "age_s", "prefill_node", "decode_node", "prompt_tokens", "output_tokens", "attempts", "ttft_ms", "total_ms", "kv_bytes", "detail")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: str
+    router: str
+    age_s: float
+    prefill_node: str
+    decode_node: str
+    prompt_tokens: int
+    output_tokens: int
+    attempts: int
+    ttft_ms: float
+    total_ms: float
+    kv_bytes: int
+    detail: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., router: _Optional[str] = ..., age_s: _Optional[float] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -143,3 +193,163 @@ class PlacementOutcome(_message.Message):
     best: PlacementWay
     regret_ms: float
     def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., first_token_ms: _Optional[float] = ..., best: _Optional[_Union[PlacementWay, _Mapping]] = ..., regret_ms: _Optional[float] = ...) -> None: ...
+
+class GetTimelineRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class GetTimelineResponse(_message.Message):
+    __slots__ = ("timeline",)
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    timeline: Timeline
+    def __init__(self, timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+
+class Timeline(_message.Message):
+    __slots__ = ("request_id", "state", "detail", "age_s", "attempts", "prefill_node", "decode_node", "prompt_tokens", "completion_tokens", "cached_tokens", "kv_bytes", "kv_read_ns", "ttft_ns", "total_ns", "stages", "trace_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_READ_NS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_NS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: str
+    detail: str
+    age_s: float
+    attempts: int
+    prefill_node: str
+    decode_node: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    kv_bytes: int
+    kv_read_ns: int
+    ttft_ns: int
+    total_ns: int
+    stages: _containers.RepeatedCompositeFieldContainer[TimelineStage]
+    trace_id: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., age_s: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., kv_read_ns: _Optional[int] = ..., ttft_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[TimelineStage, _Mapping]]] = ..., trace_id: _Optional[str] = ...) -> None: ...
+
+class TimelineStage(_message.Message):
+    __slots__ = ("name", "where", "duration_ns", "after_first_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    DURATION_NS_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    where: str
+    duration_ns: int
+    after_first_token: bool
+    def __init__(self, name: _Optional[str] = ..., where: _Optional[str] = ..., duration_ns: _Optional[int] = ..., after_first_token: _Optional[bool] = ...) -> None: ...
+
+class CordonNodesRequest(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CordonNodesResponse(_message.Message):
+    __slots__ = ("warning",)
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    warning: str
+    def __init__(self, warning: _Optional[str] = ...) -> None: ...
+
+class UncordonNodesRequest(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UncordonNodesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node", "stop")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    stop: bool
+    def __init__(self, node: _Optional[str] = ..., stop: _Optional[bool] = ...) -> None: ...
+
+class DrainNodeResponse(_message.Message):
+    __slots__ = ("running", "waiting", "leased_blocks", "quarantined_blocks", "in_flight", "idle", "stopped")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    leased_blocks: int
+    quarantined_blocks: int
+    in_flight: int
+    idle: bool
+    stopped: bool
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., in_flight: _Optional[int] = ..., idle: _Optional[bool] = ..., stopped: _Optional[bool] = ...) -> None: ...
+
+class SetNodeRoleRequest(_message.Message):
+    __slots__ = ("node", "role")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    role: str
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
+
+class SetNodeRoleResponse(_message.Message):
+    __slots__ = ("unchanged", "warning")
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    unchanged: bool
+    warning: str
+    def __init__(self, unchanged: _Optional[bool] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("after", "follow")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    follow: bool
+    def __init__(self, after: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class WatchEventsResponse(_message.Message):
+    __slots__ = ("event",)
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    event: ClusterEvent
+    def __init__(self, event: _Optional[_Union[ClusterEvent, _Mapping]] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("seq", "time", "severity", "reason", "subject", "incarnation", "request_id", "detail", "router")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SEVERITY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    time: float
+    severity: str
+    reason: str
+    subject: str
+    incarnation: str
+    request_id: str
+    detail: str
+    router: str
+    def __init__(self, seq: _Optional[int] = ..., time: _Optional[float] = ..., severity: _Optional[str] = ..., reason: _Optional[str] = ..., subject: _Optional[str] = ..., incarnation: _Optional[str] = ..., request_id: _Optional[str] = ..., detail: _Optional[str] = ..., router: _Optional[str] = ...) -> None: ...

@@ -45,6 +45,41 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/baton.v1.Operator/GetTimeline',
+                request_serializer=baton_dot_v1_dot_operator__pb2.GetTimelineRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.GetTimelineResponse.FromString,
+                _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/baton.v1.Operator/ListRequests',
+                request_serializer=baton_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.CordonNodes = channel.unary_unary(
+                '/baton.v1.Operator/CordonNodes',
+                request_serializer=baton_dot_v1_dot_operator__pb2.CordonNodesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.CordonNodesResponse.FromString,
+                _registered_method=True)
+        self.UncordonNodes = channel.unary_unary(
+                '/baton.v1.Operator/UncordonNodes',
+                request_serializer=baton_dot_v1_dot_operator__pb2.UncordonNodesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.UncordonNodesResponse.FromString,
+                _registered_method=True)
+        self.DrainNode = channel.unary_stream(
+                '/baton.v1.Operator/DrainNode',
+                request_serializer=baton_dot_v1_dot_operator__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.SetNodeRole = channel.unary_unary(
+                '/baton.v1.Operator/SetNodeRole',
+                request_serializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/baton.v1.Operator/WatchEvents',
+                request_serializer=baton_dot_v1_dot_operator__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -65,6 +100,54 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """GetTimeline says where a request's time went, as long as this router remembers it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequests(self, request, context):
+        """ListRequests tells the requests that this router serves, and the latest that are over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CordonNodes(self, request, context):
+        """CordonNodes keeps new requests away from nodes until UncordonNodes; what runs there goes on. The registry keeps it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UncordonNodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """DrainNode cordons a node and tells how much is left there, until nothing is. Whoever leaves may come again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetNodeRole(self, request, context):
+        """SetNodeRole makes a node what it is to be from now on; it changes when its running work is done.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents tells what became of the cluster, as this router saw it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +160,41 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.ExplainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.ExplainResponse.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.GetTimelineRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.GetTimelineResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.ListRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'CordonNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonNodes,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.CordonNodesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.CordonNodesResponse.SerializeToString,
+            ),
+            'UncordonNodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonNodes,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.UncordonNodesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.UncordonNodesResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.DrainNodeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'SetNodeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetNodeRole,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.WatchEventsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.WatchEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +252,195 @@ class Operator:
             '/baton.v1.Operator/Explain',
             baton_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/GetTimeline',
+            baton_dot_v1_dot_operator__pb2.GetTimelineRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.GetTimelineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/ListRequests',
+            baton_dot_v1_dot_operator__pb2.ListRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CordonNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/CordonNodes',
+            baton_dot_v1_dot_operator__pb2.CordonNodesRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.CordonNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UncordonNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/UncordonNodes',
+            baton_dot_v1_dot_operator__pb2.UncordonNodesRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.UncordonNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Operator/DrainNode',
+            baton_dot_v1_dot_operator__pb2.DrainNodeRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetNodeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/SetNodeRole',
+            baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Operator/WatchEvents',
+            baton_dot_v1_dot_operator__pb2.WatchEventsRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.WatchEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

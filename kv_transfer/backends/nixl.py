@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from baton.engine.runner.base import KVMemory
@@ -30,6 +33,13 @@ from kv_transfer.backends.base import (
 )
 
 _UCX = "UCX"
+_DEFAULTS = {
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "FATAL",
+    # The kernel would take a host for gone after a quarter of an hour, and so long reads from it would hold blocks.
+    "UCX_TCP_USER_TIMEOUT": "30s",
+}
+"""What the environment does not say."""
 
 
 @dataclass(slots=True)
@@ -225,11 +235,12 @@ class _NixlErrors:
 
 def _load_nixl() -> tuple[Any, _NixlErrors]:
     """NIXL's API and its exceptions. Loading is late, because UCX reads its environment then."""
-    for variable in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):
-        os.environ.setdefault(variable, "FATAL")
+    for variable, value in _DEFAULTS.items():
+        os.environ.setdefault(variable, value)
     raise_exceptions = logging.raiseExceptions
     try:
-        from nixl import _api, _bindings
+        package = _nixl_package()
+        _api, _bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
     except ImportError as error:
         raise ConfigError(f"NIXL is not installed or can't be loaded ({error}); pip install nixl") from error
     # NIXL's Python side sets up logging on import: INFO lines to stdout, and errors inside handlers silenced.
@@ -245,6 +256,19 @@ def _load_nixl() -> tuple[Any, _NixlErrors]:
         disconnected=_bindings.nixlRemoteDisconnectError,
         not_found=_bindings.nixlNotFoundError,
     )
+
+
+def _nixl_package() -> str:
+    """`nixl` chooses among its builds by torch's CUDA, and imports torch for that: a second and more of a start.
+
+    Who has not loaded torch has nothing on a GPU. Any build will do then, in the order in which `nixl` itself takes
+    them when it finds no CUDA.
+    """
+    if "torch" not in sys.modules:
+        for name in ("nixl_cu13", "nixl_cu12"):
+            if find_spec(name) is not None:
+                return name
+    return "nixl"
 
 
 def _say(error: Exception) -> str:

@@ -42,6 +42,7 @@ async def stream(client: Client, events: Events, writer: EventWriter, opening: b
             if pending:
                 data, pending = pending, b""
                 await client.write(data)
+        raise BatonError("a stream ended without an end")
     except BatonError as error:
         if not client.has_begun:
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from starlette.exceptions import HTTPException
@@ -14,7 +14,10 @@ from starlette.types import Receive, Scope, Send
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.ids import new_request_id
+from baton.security.callers import current_caller
+from baton.security.pages import PageDoor
 from router.http.body import ClientGone, check_headers
+from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import HttpError, Kind, error_body, error_headers, kind_of
 from router.http.model import ServedModel
@@ -38,7 +41,11 @@ class HttpFront:
         clock: Clock,
         rng: Random,
         keep_alive_s: float = KEEP_ALIVE_S,
+        door: PageDoor | None = None,
+        more: Sequence[Route] = (),
     ) -> None:
+        """Without a door it stands open. `more`: pages of others."""
+        self._door = door or PageDoor()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
@@ -46,7 +53,9 @@ class HttpFront:
             [
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chats, methods=["POST"]),
+                Route("/v1/embeddings", Embeddings(handler, model), methods=["POST"]),
                 *pages(model, clock.wall(), why_not_ready, figures),
+                *more,
             ],
             redirect_slashes=False,
             default=_no_such_path,
@@ -57,6 +66,7 @@ class HttpFront:
         request_id = ""
         try:
             check_headers(scope)
+            current_caller.set(self._door.check(scope["path"], scope["headers"]))
             request_id = request_id_of(scope, self._rng)
             scope["state"] = {"request_id": request_id}
             # With this, a wrong method is raised, and not answered in starlette's own way.

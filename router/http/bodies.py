@@ -18,7 +18,10 @@ from baton.rpc.messages import GenerateRequest
 
 MAX_PROMPTS = 32
 _ANY_OBJECT = '{"type": "object"}'
+MAX_INPUTS = 256
+"""Of one call for embeddings."""
 B = TypeVar("B", bound="Body")
+M = TypeVar("M", bound="_Strict")
 
 
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
@@ -28,6 +31,21 @@ def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
         raise ValueError("must be a string, a list of token ids, or a list of such")
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
+    return tuple(value)
+
+
+def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
+    if value in ("", []):
+        raise ValueError("is empty")
+    if isinstance(value, str) or _is_ids(value):
+        return (value,)
+    is_alike = isinstance(value, list) and (all(isinstance(one, str) for one in value) or all(map(_is_ids, value)))
+    if not is_alike:
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if len(value) > MAX_INPUTS:
+        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken")
+    if not all(value):
+        raise ValueError(f"has an input that is empty: number {next(n for n, one in enumerate(value) if not one)}")
     return tuple(value)
 
 
@@ -79,6 +97,7 @@ def _not_served(value: Any) -> None:
 
 
 Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts)]
+Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs)]
 Stop = Annotated[Sequence[str], PlainValidator(_stop)]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
 Content = Annotated[str, PlainValidator(_content)]
@@ -290,18 +309,57 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+class EmbeddingBody(_Strict):
+    """POST /v1/embeddings"""
+
+    inputs: Inputs = Field(alias="input")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    # Served in one way only.
+    add_special_tokens: Literal[True] | None = None
+    normalize: Literal[True] | None = None
+
+    # Changes nothing here.
+    user: str | None = None
+
+    # Known and not served.
+    truncate_prompt_tokens: NotServed = None
+
+    def request(self, prompt: str | Sequence[int], request_id: str, traceparent: str = "") -> GenerateRequest:
+        """The core's request, for one input."""
+        return GenerateRequest(
+            prompt=prompt,
+            request_id=request_id,
+            model=self.model or "",
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            traceparent=traceparent,
+            embeds=True,
+        )
+
+
 def read(kind: type[B], found: Mapping[str, Any]) -> B:
     """The body as its model; raises InvalidRequest naming the first field that is wrong."""
-    try:
-        body = kind.model_validate(found)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
+    body = read_as(kind, found)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "goes with stream alone")
     return body
 
 
-def _refusal(kind: type[Body], error: ValidationError) -> InvalidRequest:
+def read_as(kind: type[M], found: Mapping[str, Any]) -> M:
+    """What clients sent as this model; raises InvalidRequest naming the first field that is wrong."""
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+
+
+def _refusal(kind: type[_Strict], error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     place = first["loc"]
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")

@@ -45,6 +45,10 @@ class Handler(Protocol):
         """Accepted, Chunks, Finished. Closing the generator cancels the request."""
         ...
 
+    def most_at_once(self) -> int | None:
+        """How many requests whoever asks may have running; None: any number."""
+        ...
+
     def resume(
         self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
@@ -62,6 +66,10 @@ class Question:
     """One for each prompt."""
     wishes: Wishes
     timeout_s: float | None
+
+    def traced(self, traceparent: str) -> Question:
+        """The same, of a caller whose span has this W3C traceparent."""
+        return replace(self, requests=[replace(request, traceparent=traceparent) for request in self.requests])
 
     @property
     def num_sequences(self) -> int:
@@ -85,11 +93,13 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         found = parse_json(await read_body(scope, receive))
-        timeout_s = _timeout_s(headers.get(b"x-request-timeout-ms"))
+        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
-        with _renamed(self.names, found):
+        with renamed(self.names, found):
             async with Client(receive, send, self._keep_alive_s) as client:
                 question = await self._question(found, scope["state"]["request_id"], timeout_s)
+                if (traceparent := headers.get(b"traceparent")) is not None:
+                    question = question.traced(traceparent.decode("latin-1"))
                 if last_event_id is not None:
                     positions = _positions(last_event_id, b"x-request-id" in headers, question)
                     await self._resume(client, question, positions)
@@ -129,7 +139,7 @@ class Endpoint:
             await stream(client, events, writer, writer.opening() if positions is None else b"")
 
     async def _whole(self, client: Client, question: Question) -> None:
-        answers = await _all([self._collect(request, question) for request in question.requests])
+        answers = await all_of([self._collect(request, question) for request in question.requests])
         choices = [
             choice
             for place, answer in enumerate(answers)
@@ -167,8 +177,8 @@ class Completions(Endpoint):
 
     async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
         body = read(CompletionBody, found)
-        _check_request_id(body, request_id)
-        ids = [request_id] if len(body.prompts) == 1 else [f"{request_id[:60]}-{n}" for n in range(len(body.prompts))]
+        check_request_id(body.request_id, request_id)
+        ids = ids_of_parts(request_id, len(body.prompts))
         requests = [body.request(prompt, one, body.logprobs) for prompt, one in zip(body.prompts, ids, strict=True)]
         return Question(request_id, body, requests, _wishes(body, body.logprobs is not None), timeout_s)
 
@@ -186,7 +196,7 @@ class ChatCompletions(Endpoint):
 
     async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
         body = read(ChatBody, found)
-        _check_request_id(body, request_id)
+        check_request_id(body.request_id, request_id)
         card = self._model.card
         check_model(body.model or "", card)
         prompt = await self._model.chat_prompt(body)
@@ -209,8 +219,14 @@ def request_id_of(scope: Scope, rng: Random) -> str:
     return str(text)
 
 
-def _check_request_id(body: Body, request_id: str) -> None:
-    if body.request_id not in (None, request_id):
+def ids_of_parts(request_id: str, count: int) -> Sequence[str]:
+    """What the requests are called that a call is made of."""
+    return [request_id] if count == 1 else [f"{request_id[:60]}-{place}" for place in range(count)]
+
+
+def check_request_id(in_body: str | None, request_id: str) -> None:
+    """Raises InvalidRequest where the body has another one than the header."""
+    if in_body not in (None, request_id):
         raise InvalidRequest("request_id", "is another one than x-request-id; send the header alone")
 
 
@@ -218,7 +234,8 @@ def _wishes(body: Body, logprobs: bool) -> Wishes:
     return Wishes(body.includes_usage, body.usage_in_all, logprobs, bool(body.return_token_ids))
 
 
-def _timeout_s(header: bytes | None) -> float | None:
+def timeout_of(header: bytes | None) -> float | None:
+    """Seconds, of an x-request-timeout-ms; raises InvalidRequest."""
     if header is None:
         return None
     # Bounded first: Python reads no number of thousands of digits.
@@ -238,7 +255,7 @@ def _positions(last_event_id: bytes, has_request_id: bool, question: Question) -
     return positions
 
 
-async def _all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results; the first error ends the others."""
     if len(parts) == 1:
         return [await parts[0]]
@@ -252,7 +269,8 @@ async def _all(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 @contextmanager
-def _renamed(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
+def renamed(names: Mapping[str, Sequence[str]], found: Mapping[str, Any]) -> Iterator[None]:
+    """What is raised in here names fields as the client does; see `Endpoint.names`."""
     try:
         yield
     except InvalidRequest as error:

@@ -14,6 +14,7 @@ from baton.errors import (
     Overloaded,
     SlowReader,
     Status,
+    TransferFailed,
     UnknownModel,
 )
 
@@ -31,6 +32,8 @@ class Kind:
 
 
 _BY_STATUS = {
+    Status.UNAUTHENTICATED: Kind(401, "authentication_error", "invalid_api_key"),
+    Status.PERMISSION_DENIED: Kind(403, "permission_error", "permission_denied"),
     Status.INVALID_ARGUMENT: Kind(400, "invalid_request_error"),
     Status.NOT_FOUND: Kind(404, "invalid_request_error", "not_found"),
     Status.ALREADY_EXISTS: Kind(409, "conflict_error", "request_id_in_use"),
@@ -64,6 +67,8 @@ def kind_of(error: BatonError) -> Kind:
     """The error's status and words; a kind that has none of its own takes its parent's, at last its gRPC status's."""
     if isinstance(error, HttpError):
         return error.kind
+    if isinstance(error, TransferFailed):
+        return Kind(503, "server_error", f"kv_transfer_{error.cause.value}")
     for parent in type(error).__mro__:
         if parent in _BY_TYPE:
             return _BY_TYPE[parent]
@@ -83,6 +88,9 @@ def error_headers(error: BatonError) -> Headers:
     """Whether and when trying again makes sense, in the words of OpenAI's clients."""
     status = kind_of(error).status
     headers: Headers = list(error.headers) if isinstance(error, HttpError) else []
+    if status == 401:
+        # A browser asks for a name, which may be anything, and for a password, which is the key.
+        headers.append((b"www-authenticate", b'Bearer, Basic realm="baton"'))
     if status in (429, 503):
         seconds = _retry_after_s(error)
         headers.append((b"retry-after", b"%d" % math.ceil(seconds)))

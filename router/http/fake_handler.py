@@ -18,10 +18,10 @@ class FakeCall:
         self.timeout_s = timeout_s
         self.request: GenerateRequest | None = None
         self.is_closed = asyncio.Event()
-        self._events: asyncio.Queue[GenerateEvent | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[GenerateEvent | Exception | None] = asyncio.Queue()
 
-    def tell(self, *events: GenerateEvent | Exception) -> None:
-        """What comes next; an error or Finished ends it."""
+    def tell(self, *events: GenerateEvent | Exception | None) -> None:
+        """What comes next; an error or Finished ends it, and so does None, as no core should."""
         for event in events:
             self._events.put_nowait(event)
 
@@ -38,6 +38,8 @@ class FakeCall:
                 event = await self._events.get()
                 if isinstance(event, Exception):
                     raise event
+                if event is None:
+                    return
                 yield event
         finally:
             self.is_closed.set()
@@ -48,11 +50,16 @@ class FakeHandler:
 
     def __init__(self) -> None:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
+        self.most: int | None = None
+        """What `most_at_once` says."""
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         call = FakeCall(request.request_id, (), timeout_s)
         call.request = request
         return self._begin(call)
+
+    def most_at_once(self) -> int | None:
+        return self.most
 
     def resume(
         self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None

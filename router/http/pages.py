@@ -10,7 +10,6 @@ from starlette.routing import Route
 
 from baton.errors import UnknownModel
 from baton.observe.metrics import CONTENT_TYPE
-from router.http.errors import HttpError, Kind
 from router.http.model import ServedModel
 
 
@@ -50,10 +49,6 @@ def pages(
     async def metrics(_request: Request) -> Response:
         return Response(figures(), media_type=CONTENT_TYPE)
 
-    async def embeddings(_request: Request) -> Response:
-        story = "embeddings are not served: this cluster generates text"
-        raise HttpError(Kind(501, "not_implemented_error", "not_implemented"), story)
-
     return [
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
@@ -61,5 +56,4 @@ def pages(
         Route("/readyz", ready),
         Route("/health", ready),
         Route("/metrics", metrics),
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
     ]

@@ -8,12 +8,15 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton.errors import ConfigError
+from baton.security.tls_files import TlsFiles
 from router.http.body import MAX_HEADER_BYTES
+from router.http.patience import HEAD_S, PatientProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -25,14 +28,18 @@ _BACKLOG = 2048
 class HttpServer:
     """Serves an ASGI application: bind, start, stop."""
 
-    def __init__(self, app: ASGIApp, stall_s: float = 30.0) -> None:
-        """`stall_s`: how long a connection may take nothing of what waits for it before it is cut."""
+    def __init__(
+        self, app: ASGIApp, stall_s: float = 30.0, tls: TlsFiles | None = None, head_s: float = HEAD_S
+    ) -> None:
+        """`stall_s`: how long a connection may take nothing of what waits for it before it is cut; `head_s`: and how
+        long to say what it wants.
+        """
         self._stall_s = stall_s
         self._socket: socket.socket | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=partial(PatientProtocol, head_s),  # type: ignore[arg-type]  # it is called like the class
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -44,6 +51,8 @@ class HttpServer:
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
                 backlog=_BACKLOG,
+                ssl_certfile=tls.cert if tls is not None else None,
+                ssl_keyfile=tls.key if tls is not None else None,
             )
         )
         self._serving: asyncio.Task[None] | None = None

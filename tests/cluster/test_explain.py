@@ -57,6 +57,18 @@ async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_wh
         )
         assert (taken["cached_tokens"], after["outcome"]["cached_tokens"]) == (192, 192)
         assert sum(way["cached_tokens"] == 192 for way in after["ways"]) < len(after["ways"]), "others have it not"
+        listed = json.loads(await baton(cluster, "get", "requests", "-o", "json"))
+        assert [(row["request_id"], row["state"], row["output_tokens"]) for row in listed["items"]] == [
+            ("second", "Finished", 4),
+            ("other", "Finished", 4),
+            ("first", "Finished", 4),
+        ]
+        assert json.loads(await baton(cluster, "describe", "request", "first", "-o", "json"))["attempts"] == 1
         text = await baton(cluster, "explain", "second")
         assert text.startswith("second, attempt 1, ")
         assert "in hindsight" in text
+        timeline = json.loads(await baton(cluster, "trace", "second", "-o", "json"))
+        assert sum(stage["duration_ns"] for stage in timeline["stages"]) == timeline["total_ns"]
+        first_token = [stage["duration_ns"] for stage in timeline["stages"] if not stage["after_first_token"]]
+        assert sum(first_token) == timeline["ttft_ns"]
+        assert (timeline["cached_tokens"], timeline["prefill_node"]) == (192, after["prefill_node"])

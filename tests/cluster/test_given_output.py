@@ -15,8 +15,9 @@ from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.ids import AttemptKey
 from baton.rpc.messages import Outcome, RequestDelta, StepReport, Submit
-from baton.rpc.node_client import NodeClient, NodeStream
+from baton.rpc.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
+from tests.support.reports import HeardStream
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16
@@ -38,7 +39,7 @@ SAMPLINGS = {
 class Legs:
     """A router's part, by hand: it submits legs and hears what comes of them."""
 
-    def __init__(self, cluster: MiniCluster, prefill: NodeStream, decode: NodeStream) -> None:
+    def __init__(self, cluster: MiniCluster, prefill: HeardStream, decode: HeardStream) -> None:
         self._source = cluster.nodes["prefill-0"].description.kv_source
         self._prefill, self._decode = prefill, decode
         self._reports = {stream: aiter(stream) for stream in (prefill, decode)}
@@ -48,19 +49,19 @@ class Legs:
         """Everything on the decode node."""
         self._flight += 1
         key = AttemptKey("whole", 1, self._flight)
-        await self._decode.send(Submit(key, Leg.WHOLE, prompt, params, output_token_ids=given))
+        self._decode.send(Submit(key, Leg.WHOLE, prompt, params, output_token_ids=given))
         return Output(await self._until_end(self._decode, key))
 
     async def pair(self, prompt: Sequence[int], params: SamplingParams, given: Sequence[int]) -> tuple[Output, Output]:
         """What the two legs of a hand-off say."""
         self._flight += 1
         key = AttemptKey("pair", 2, self._flight)
-        await self._prefill.send(Submit(key, Leg.PREFILL, prompt, params, output_token_ids=given))
+        self._prefill.send(Submit(key, Leg.PREFILL, prompt, params, output_token_ids=given))
         decode = Submit(key, Leg.DECODE, prompt, params, kv_source=self._source, output_token_ids=given)
-        await self._decode.send(decode)
+        self._decode.send(decode)
         return Output(await self._until_end(self._prefill, key)), Output(await self._until_end(self._decode, key))
 
-    async def _until_end(self, stream: NodeStream, key: AttemptKey) -> list[RequestDelta]:
+    async def _until_end(self, stream: HeardStream, key: AttemptKey) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
         while not deltas or deltas[-1].outcome is None:
             report: StepReport = await anext(self._reports[stream])
@@ -91,7 +92,7 @@ async def legs(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         max_num_batched_tokens=32,
     ) as cluster:
         clients = [NodeClient(cluster.nodes[name].description.address) for name in ("prefill-0", "decode-0")]
-        yield Legs(cluster, *[await client.attach("by-hand") for client in clients])
+        yield Legs(cluster, *[HeardStream(await client.attach("by-hand")) for client in clients])
         for client in clients:
             await client.close()
         await cluster.idle()

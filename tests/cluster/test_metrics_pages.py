@@ -1,25 +1,48 @@
-"""What the nodes' metrics pages say while a prompt is handed over."""
+"""What the metrics pages of all processes say: while a prompt is handed over, and which metrics there are at all."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
+from baton.errors import InvalidRequest, TransferCause
+from baton.observe.metrics import render
 from baton.rpc.messages import GenerateRequest
+from kv_transfer.figures import failure_figures
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
 SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 
 
-async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
-    """A node's samples."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", cluster.nodes[node_id].node.metrics_port)
-    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+
+
+async def text_at(port: int) -> str:
+    """The page of a process."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     body = (await reader.read()).decode().partition("\r\n\r\n")[2]
     writer.close()
+    return body
+
+
+async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
+    """A node's samples."""
+    body = await text_at(cluster.nodes[node_id].node.metrics_port or 0)
     lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
     return {sample: float(value) for sample, _, value in lines}
 
@@ -55,8 +78,195 @@ async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None
         arrived = ',outcome="arrived",peer="prefill-0",role="decode"'
         assert decode[f'baton_kv_transfers_total{{model_name="{model}",node="decode-0"{arrived}}}'] == 1
         of_peer = ',peer="prefill-0",role="decode"'
-        for figure in ("kv_transfer_bytes_total", "kv_handshake_seconds"):
-            assert decode[f'baton_{figure}{{model_name="{model}",node="decode-0"{of_peer}}}'] > 0
+        for figure in ("seconds", "post_seconds", "bytes", "descriptors"):
+            assert decode[f'baton_kv_transfer_{figure}_sum{{model_name="{model}",node="decode-0"{of_peer}}}'] > 0
+        assert decode[f'baton_kv_handshake_seconds_count{{model_name="{model}",node="decode-0"{of_peer}}}'] == 1
         assert not any(decode["baton_kv_open_transfers" + on_decode(model, state)] for state in open_states)
         states = [value for sample, value in prefill.items() if sample.startswith("baton_kv_leases{")]
         assert states == [0, 0, 0]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a process tells under one name."""
+
+    type: str
+    labels: frozenset[str]
+    """Beside those of the process."""
+    bounds: tuple[float, ...] = ()
+    """Of a histogram's buckets, the infinite one aside."""
+
+
+OF_A_PROCESS = frozenset({"model_name", "node", "role"})
+TTFT = (*(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75), *(1, 2.5, 5, 7.5, 10, 20, 40, 80))
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def gauge(*labels: str) -> Kind:
+    return Kind("gauge", frozenset(labels))
+
+
+def counter(*labels: str) -> Kind:
+    return Kind("counter", frozenset(labels))
+
+
+def histogram(*labels: str, bounds: tuple[float, ...] = ()) -> Kind:
+    return Kind("histogram", frozenset(labels), bounds)
+
+
+ROUTER = {
+    "num_requests_running": gauge(),
+    "num_requests_waiting": gauge(),
+    "prompt_tokens_total": counter(),
+    "generation_tokens_total": counter(),
+    "request_success_total": counter("finished_reason"),
+    "request_failure_total": counter(),
+    "time_to_first_token_seconds": histogram(bounds=TTFT),
+    "inter_token_latency_seconds": histogram(bounds=ITL),
+    "request_time_per_output_token_seconds": histogram(bounds=ITL),
+    "e2e_request_latency_seconds": histogram(),
+    "request_queue_time_seconds": histogram(),
+    "request_prefill_time_seconds": histogram(),
+    "request_decode_time_seconds": histogram(),
+    "request_attempts_total": counter("cause"),
+    "router_decisions_total": counter("decision", "reason"),
+    "rejections_total": counter("reason"),
+    "node_up": gauge(),
+}
+NODE = {
+    "num_requests_running": gauge(),
+    "num_requests_waiting": gauge(),
+    "num_requests_waiting_by_reason": gauge("reason"),
+    "num_requests_kv_fetch_by_stage": gauge("stage"),
+    "kv_cache_usage_perc": gauge(),
+    "prefix_cache_queries_total": counter(),
+    "prefix_cache_hits_total": counter("source"),
+    "prompt_tokens_by_source_total": counter("source"),
+    "num_preemptions_total": counter("mode"),
+    "iteration_tokens_total": histogram(bounds=TOKENS),
+    "kv_leased_blocks": gauge(),
+    "kv_quarantined_blocks": gauge(),
+}
+PREFILL = {**NODE, "kv_lease_age_seconds": gauge()}
+DECODE = {
+    **NODE,
+    "kv_transfer_seconds": histogram("peer"),
+    "kv_transfer_bytes": histogram("peer"),
+    "kv_transfer_descriptors": histogram("peer"),
+    "kv_handshake_seconds": histogram("peer"),
+    "kv_digest_mismatch_total": counter(),
+}
+
+
+def kinds(text: str) -> dict[str, Kind]:
+    """What a page has, by its name without the prefix."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.name.startswith("baton_"), family.name
+        assert family.documentation
+        name = family.name.removeprefix("baton_") + ("_total" if family.type == "counter" else "")
+        labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+        assert len(labels) == 1, f"{name} has now these labels and now those: {labels}"
+        bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
+        assert name not in found, f"{name} is there twice"
+        found[name] = Kind(family.type, labels.pop() - OF_A_PROCESS, tuple(sorted(bounds - {float("inf")})))
+    return found
+
+
+@asynccontextmanager
+async def some_requests(directory: Path) -> AsyncIterator[MiniCluster]:
+    """A cluster that has served a pair of them, and refused one."""
+    simulated_model_dir(directory, 256, 512)
+    async with mini_cluster(lambda _: SimulatedRunner(SPEC), directory, token_ids_only=True, metrics_port=0) as cluster:
+        for seed in (1, 2):
+            answer = await cluster.generate(GenerateRequest([seed] * 40, temperature=0.0, max_tokens=4))
+            assert len(answer.token_ids) == 4
+        with pytest.raises(InvalidRequest):
+            await cluster.generate(GenerateRequest([1], temperature=-1.0))
+        yield cluster
+
+
+def listed(expected: dict[str, Kind], found: dict[str, Kind]) -> None:
+    """All of these are there, as they should be."""
+    for name, kind in expected.items():
+        seen = found[name]
+        assert (name, seen.type, seen.labels) == (name, kind.type, kind.labels)
+        assert not kind.bounds or seen.bounds == kind.bounds, name
+        assert kind.type != "histogram" or seen.bounds, name
+
+
+def names_in(expression: str) -> set[str]:
+    """Metrics of an expression of Prometheus."""
+    return set(re.findall(r"\bbaton[_:][A-Za-z0-9_:]+", expression))
+
+
+def check_expression(expression: str, found: dict[str, Kind], recorded: Iterable[str]) -> None:
+    """It names metrics and labels that there are."""
+    labels: set[str] = set(OF_A_PROCESS)
+    for name in names_in(expression):
+        if ":" in name:
+            assert name in recorded, f"{name} is recorded by no rule: {expression}"
+            labels |= {"cause"}
+            continue
+        base = re.sub(r"_(bucket|sum|count)\Z", "", name.removeprefix("baton_"))
+        assert base in found, f"{name} is told by no process: {expression}"
+        assert (base == name.removeprefix("baton_")) == (found[base].type != "histogram"), expression
+        labels |= found[base].labels | ({"le"} if name.endswith("_bucket") else set())
+    groups = re.findall(r"\b(?:by|on|without) \(([^)]*)\)", expression)
+    selectors = re.findall(r"\{([^}]*)\}", expression)
+    used = {label.strip() for group in groups for label in group.split(",")}
+    used |= {label for selector in selectors for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)}
+    assert used <= labels, f"{used - labels} in {expression}"
+    for opening, closing in ("()", "{}", "[]"):
+        assert expression.count(opening) == expression.count(closing), expression
+
+
+def rules() -> Sequence[dict[str, Any]]:
+    groups = yaml.safe_load((MONITORING / "rules.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+async def test_every_process_tells_what_is_promised_and_nothing_else_is_asked_of_it(tmp_path: Path) -> None:
+    async with some_requests(tmp_path) as cluster:
+        router = kinds(await text_at(int(cluster.router.http.rpartition(":")[2])))
+        prefill, decode = [
+            kinds(await text_at(cluster.nodes[name].node.metrics_port or 0)) for name in ("prefill-0", "decode-0")
+        ]
+    listed(ROUTER, router)
+    listed(PREFILL, prefill)
+    listed(DECODE, decode)
+    # Told once something has gone wrong.
+    faults = kinds(
+        render(failure_figures({("p", TransferCause.LEASE_LOST): 1}), dict.fromkeys(OF_A_PROCESS, "")).decode()
+    )
+    assert faults["kv_transfer_failures_total"] == counter("cause", "peer")
+    found = {**router, **prefill, **decode, **faults}
+    recorded = [rule["record"] for rule in rules() if "record" in rule]
+    for rule in rules():
+        assert ("alert" in rule) == ("annotations" in rule)
+        check_expression(rule["expr"], found, recorded)
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    assert len(expressions) > 30
+    for expression in expressions:
+        check_expression(expression, found, recorded)
+
+
+def test_panels_lie_beside_each_other() -> None:
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [panel["gridPos"] for panel in panels]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(set(cells)) == len(cells)
+    assert all(before["y"] <= after["y"] for before, after in pairwise(places))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["rate(baton_no_such_metric[1m])", "sum by (colour) (baton_node_up)", "baton:nothing:rate1m", "sum(baton_node_up"],
+)
+def test_an_expression_that_names_what_is_not_there_is_found(expression: str) -> None:
+    with pytest.raises(AssertionError):
+        check_expression(expression, {"node_up": gauge()}, ())

@@ -15,7 +15,7 @@ import pytest
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.base import ModelInfo
 from baton.engine.runner.simulated import SimulatedRunner
-from baton.errors import EngineFault
+from baton.errors import TransferCause, TransferFailed
 from baton.rpc.messages import GenerateRequest, OpenHandoff
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
@@ -74,14 +74,15 @@ async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -
         assert lease.attempt == transfer.attempt
         assert (lease.num_blocks, transfer.num_blocks) == (2, 5)
 
-        rows = await baton(cluster, "get", "leases")
+        rows = (await baton(cluster, "get", "leases"))["items"]
         seen = [(row["node"], row["side"], row["state"], row["peer"], row["num_blocks"]) for row in rows]
         assert seen == [
             ("prefill-0", "sender", "READING", "decode-0", 2),
             ("decode-0", "reader", "READING", "prefill-0", 5),
         ]
         assert {row["request_id"] for row in rows} == {lease.attempt.request_id}
-        assert [row["node"] for row in await baton(cluster, "get", "leases", "-l", "role=decode")] == ["decode-0"]
+        decoding = await baton(cluster, "get", "leases", "-l", "role=decode")
+        assert [row["node"] for row in decoding["items"]] == ["decode-0"]
         described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
         assert described["leases_by_state"] == {"READING": 1}
         assert described["waiting_by_reason"]["remote_kv"] == 1
@@ -89,7 +90,7 @@ async def test_a_lease_is_seen_from_both_ends_until_it_is_over(tmp_path: Path) -
         gate.allow(None)
         assert len((await answer).token_ids) == 4
         await cluster.idle()
-        assert await baton(cluster, "get", "leases") == []
+        assert await baton(cluster, "get", "leases") == {"version": 1, "items": []}
         described = (await baton(cluster, "describe", "node", "decode-0"))["report"]
         assert described["ended_transfers"] == [{"peer": "prefill-0", "outcome": "arrived", "count": 1}]
 
@@ -102,8 +103,9 @@ async def test_a_link_that_layouts_forbid_is_shown_at_both_nodes(tmp_path: Path)
 
     settings = {"token_ids_only": True, "on_transfer_failure": "fail"}
     async with mini_cluster(make_runner, tmp_path, **settings) as cluster:  # type: ignore[arg-type]
-        with pytest.raises(EngineFault, match="layout_mismatch"):
+        with pytest.raises(TransferFailed) as failed:
             await cluster.generate(GenerateRequest([1] * 40, temperature=0.0, max_tokens=4))
+        assert failed.value.cause is TransferCause.LAYOUT_MISMATCH
         async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
             stub, told = operator_pb2_grpc.OperatorStub(channel), dict[str, str]()
             while not (told.get("decode-0") and told.get("prefill-0")):

@@ -309,7 +309,9 @@ async def test_what_keeps_a_router_from_starting_is_said_in_one_line(model_dir: 
                 await membership.close()
 
         with pytest.raises(ConfigError, match="the port is taken"):
-            await start(replace(one.config, grpc_port=taken))
+            await start(replace(one.config, router_id="router-2", grpc_port=taken))
+        with pytest.raises(ConfigError, match=r"the name router-1 is taken: .*--router-id"):
+            await start(one.config)
         with pytest.raises(ConfigError, match="does not exist"):
             await start(replace(one.config, model_dir=tmp_path / "nowhere"))
         one.store.stop()

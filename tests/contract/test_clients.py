@@ -27,7 +27,7 @@ from baton.errors import (
 from baton.rpc import generation_service
 from baton.rpc.generation_client import GenerationStub
 from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, Path
+from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, Path, TakeChunk
 from baton.rpc.server import RpcServer
 
 T = TypeVar("T")
@@ -54,13 +54,15 @@ class Router:
         self.calls: list[object] = []
         self.closed = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append(request)
         async for event in self._answer(request.request_id, 0):
             yield event
 
     async def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.append((request_id, *next_token_index))
         if not self.knows:
@@ -181,7 +183,7 @@ async def test_who_comes_again_too_early_takes_the_live_stream(ask: Ask) -> None
         """Begins anew, but has the request already."""
 
         async def generate(
-            self, request: GenerateRequest, timeout_s: float | None
+            self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
         ) -> AsyncGenerator[GenerateEvent, None]:
             self.calls.append(request)
             raise DuplicateRequest("is live")

@@ -13,10 +13,19 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from baton import errors
-from baton.errors import BatonError, EngineFault, InvalidRequest, Overloaded, QueueFull, TransferCause, TransferFailed
+from baton.errors import (
+    AttemptsExhausted,
+    BatonError,
+    EngineFault,
+    InvalidRequest,
+    Overloaded,
+    QueueFull,
+    TransferCause,
+    TransferFailed,
+)
 from baton.rpc import generation_service, status
 from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard
+from baton.rpc.messages import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.rpc.server import RpcServer
 from baton.v1 import generation_pb2, generation_pb2_grpc
 
@@ -27,6 +36,7 @@ CODES = {
     "UsageError": "INVALID_ARGUMENT",
     "DuplicateRequest": "ALREADY_EXISTS",
     "RequestNotFound": "NOT_FOUND",
+    "NodeNotFound": "NOT_FOUND",
     "Overloaded": "UNAVAILABLE",
     "NoCapacity": "UNAVAILABLE",
     "QueueFull": "UNAVAILABLE",
@@ -40,6 +50,9 @@ CODES = {
     "StreamDiverged": "ABORTED",
     "TransferFailed": "ABORTED",
     "SlowReader": "RESOURCE_EXHAUSTED",
+    "QuotaExceeded": "RESOURCE_EXHAUSTED",
+    "Unauthenticated": "UNAUTHENTICATED",
+    "PermissionDenied": "PERMISSION_DENIED",
     "EngineFault": "INTERNAL",
     "ConfigError": "FAILED_PRECONDITION",
 }
@@ -64,7 +77,9 @@ class Broken:
         self.error = error
         self.events = events
 
-    async def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None = None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         for event in self.events:
             yield event
         raise self.error
@@ -142,6 +157,23 @@ async def test_who_is_turned_away_is_told_when_to_come_again() -> None:
         assert isinstance(meant, QueueFull)
         assert meant.retry_after_s == 2.5
         assert meant.tokens_sent is None
+
+
+@pytest.mark.parametrize("cause", TransferCause)
+async def test_a_client_hears_why_kv_did_not_come(cause: TransferCause) -> None:
+    async with served(
+        Broken(TransferFailed(cause, "3 attempts failed"), Accepted("r", 5, 3), Chunk(0, (7,), "a"))
+    ) as channel:
+        told = await end_of(channel, 2)
+        meant = status.from_rpc_error(told, "router")
+        assert isinstance(meant, TransferFailed)
+        assert (meant.cause, meant.story, meant.tokens_sent) == (cause, "3 attempts failed", 1)
+        assert str(meant) == told.details()
+
+
+def test_a_cause_of_a_newer_version_is_in_the_words() -> None:
+    lost = status._transfer_failed({"cause": "moon_phase"}, "KV transfer failed: moon_phase")
+    assert (type(lost), str(lost)) == (AttemptsExhausted, "KV transfer failed: moon_phase")
 
 
 async def test_a_stream_that_breaks_says_how_much_it_brought() -> None:

@@ -68,7 +68,7 @@ class RedisServer(RedisProcess):
         self._made: list[RedisFlightRecords] = []
 
     def connect(self, cluster: str = "c") -> RedisFlightRecords:
-        self._made.append(RedisFlightRecords.connect(self.url, cluster))
+        self._made.append(RedisFlightRecords.connect(self.url_of(cluster), cluster))
         return self._made[-1]
 
     async def lifetime_s(self, request_id: str) -> float | None:

@@ -16,6 +16,7 @@ EXPECTED = {
     errors.InvalidRequest: 400,
     errors.UsageError: 400,
     errors.RequestNotFound: 404,
+    errors.NodeNotFound: 404,
     errors.DuplicateRequest: 409,
     errors.SlowReader: 408,
     errors.Overloaded: 503,
@@ -26,6 +27,9 @@ EXPECTED = {
     errors.TransferFailed: 503,
     errors.DeadlineExceeded: 504,
     errors.Cancelled: 499,
+    errors.QuotaExceeded: 429,
+    errors.Unauthenticated: 401,
+    errors.PermissionDenied: 403,
     errors.EngineFault: 500,
     errors.ConfigError: 500,
     errors.BatonError: 500,
@@ -62,6 +66,12 @@ def test_every_error_has_a_status_and_an_object(kind: type[BatonError]) -> None:
     # Clients try these again by themselves, unless they are told not to.
     if status in (408, 409, 429) or status >= 500:
         assert headers["x-should-retry"] == str(kind.retryable).lower()
+
+
+@pytest.mark.parametrize("cause", TransferCause)
+def test_a_client_sees_why_kv_did_not_come(cause: TransferCause) -> None:
+    found = json.loads(error_body(TransferFailed(cause, "3 attempts failed")))["error"]
+    assert (found["type"], found["code"]) == ("server_error", f"kv_transfer_{cause.value}")
 
 
 def test_every_status_of_the_tree_has_a_kind() -> None:

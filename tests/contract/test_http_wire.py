@@ -46,9 +46,9 @@ class Served:
 
 
 @asynccontextmanager
-async def served(stall_s: float = 30.0) -> AsyncIterator[Served]:
+async def served(stall_s: float = 30.0, head_s: float = 20.0) -> AsyncIterator[Served]:
     rig = HttpRig()
-    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s)
+    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, head_s=head_s)
     port = server.bind("127.0.0.1", 0)
     before = asyncio.all_tasks()
     await server.start()
@@ -148,6 +148,41 @@ async def test_a_body_that_is_too_long_is_refused_while_it_comes() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 20)
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        writer.close()
+
+
+HEAD = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("said", [b"", HEAD[:30]])
+async def test_who_does_not_say_what_it_wants_is_cut(said: bytes) -> None:
+    async with served(head_s=0.05) as one:
+        reader, writer = await one.connect()
+        writer.write(said)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_who_does_not_say_what_it_wants_next_is_cut() -> None:
+    async with served(head_s=0.05) as one:
+        reader, writer = await one.connect()
+        writer.write(HEAD)
+        assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200 OK")
+        writer.write(HEAD[:30])
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_who_has_said_what_it_wants_may_wait_for_it() -> None:
+    async with served(head_s=0.05) as one:
+        reader, writer = await one.connect()
+        await one.post(writer, json.dumps(PROMPT).encode())
+        call = await one.rig.called()
+        silent, other = await one.connect()
+        assert await silent.read() == b"", "so long has the head of another one been waited for"
+        call.tell(chunk(0, "cd"), finished())
+        assert b"200 OK" in await reader.readline()
+        other.close()
         writer.close()
 
 

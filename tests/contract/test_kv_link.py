@@ -40,6 +40,7 @@ from tests.support.handoff_rig import (
     BLOCK_BYTES,
     LAYOUT,
     NUM_BLOCKS,
+    VOCAB_SIZE,
     WITHIN_S,
     AnnouncingBackend,
     HandoffRig,
@@ -138,7 +139,7 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     write_block(rig.sender.memory, THEIRS[3], b"\x01" * BLOCK_BYTES)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY]
+    assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY].story
     assert KEY not in rig.receiver.notes.arrived
 
 
@@ -154,7 +155,7 @@ async def test_of_a_sample_every_other_block_is_compared(make_memory: Callable[[
         notes = rig.receiver.notes
         await notes.until(lambda: len(notes.arrived) + len(notes.failed) == len(damaged))
         assert set(notes.arrived) == {"a#1", "c#1@1"}
-        assert all("is not what p0 computed" in story for story in notes.failed.values())
+        assert all("is not what p0 computed" in lost.story for lost in notes.failed.values())
 
 
 async def test_digests_may_be_what_a_prompt_waits_for_last(rig: HandoffRig) -> None:
@@ -181,7 +182,7 @@ async def test_a_read_that_flips_a_bit_is_noticed() -> None:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         rig.sender.finish(rig.sender.request(KEY, 18), THEIRS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY]
+        assert "is not what p0 computed" in rig.receiver.notes.failed[KEY].story
         assert rig.receiver.intake.book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
 
 
@@ -280,7 +281,7 @@ async def test_sender_aborts_before_anything_is_computed(rig: HandoffRig) -> Non
     await _settled(rig)
     assert rig.sender.finish(rig.sender.request(KEY, 18), [], RequestStatus.ABORTED) is BlockFate.FREE
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "lease_lost" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.CANCELLED
 
 
 async def test_sender_aborts_while_computing_for_nobody_yet(rig: HandoffRig) -> None:
@@ -371,7 +372,7 @@ async def test_a_cut_link_fails_the_transfer_and_frees_both_sides(rig: HandoffRi
     await rig.sender.notes.event("read_progress", KEY)
     await rig.sender.server.stop(None)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
     rig.receiver.finish(decode, OURS, transferring=True)
     await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
     rig.sender.finish(prefill, THEIRS)
@@ -401,6 +402,8 @@ async def test_a_link_cut_under_a_running_read_keeps_the_blocks(rig: HandoffRig)
 async def test_after_a_cut_the_next_request_opens_a_new_link_to_memory_that_stayed_connected(rig: HandoffRig) -> None:
     rig.receiver.take("a#1", 18, rig.sender.source, OURS)
     await rig.receiver.notes.event("subscribed", "a#1")
+    # The reader may have its welcome before the sender has the link.
+    await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > 0)
     rig.sender.handoff._links.cut(1, "test")
     await rig.receiver.notes.until(lambda: "a#1" in rig.receiver.notes.failed)
     rig.receiver.take(KEY, 18, rig.sender.source, OURS)
@@ -415,7 +418,7 @@ async def test_a_sender_that_is_gone_is_dropped_with_its_memory(rig: HandoffRig)
     await rig.receiver.notes.event("subscribed", KEY)
     await rig.sender.stop()
     await rig.receiver.notes.until(lambda: rig.receiver.notes.dropped_peers == ["p0.first"])
-    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
 
 
 async def test_a_restarted_sender_replaces_its_predecessor() -> None:
@@ -482,7 +485,7 @@ async def test_a_reader_whose_process_is_gone_gets_no_grace(listens: bool) -> No
 async def test_nobody_listens(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, address="127.0.0.1:1"), OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "peer_gone" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
 
 
 async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
@@ -506,8 +509,8 @@ async def test_a_restarted_reader_ends_its_predecessor(rig: HandoffRig) -> None:
 async def test_a_stale_incarnation_is_refused(rig: HandoffRig) -> None:
     rig.receiver.take(KEY, 18, replace(rig.sender.source, incarnation="p0.old"), OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "peer_gone" in rig.receiver.notes.failed[KEY]
-    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.PEER_GONE
+    assert "p0.first, not p0.old" in rig.receiver.notes.failed[KEY].story
 
 
 async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
@@ -515,8 +518,8 @@ async def test_layouts_that_differ_are_refused_with_both_printed() -> None:
     async with HandoffRig(receiver_layout=other) as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        story = rig.receiver.notes.failed[KEY]
-        assert "layout_mismatch" in story
+        story = rig.receiver.notes.failed[KEY].story
+        assert rig.receiver.notes.failed[KEY].cause is TransferCause.LAYOUT_MISMATCH
         assert "numerics, block_size" in story
         assert str(LAYOUT) in story
         assert str(other) in story
@@ -532,7 +535,7 @@ async def test_another_cluster_is_refused() -> None:
     async with HandoffRig(cluster="elsewhere") as rig:
         rig.receiver.take(KEY, 18, rig.sender.source, OURS)
         await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-        assert "refused" in rig.receiver.notes.failed[KEY]
+        assert rig.receiver.notes.failed[KEY].cause is TransferCause.REFUSED
 
 
 # Peers that break the rules.
@@ -572,6 +575,7 @@ BAD_OFFERS = {
     "closing too early": Offer(ATTEMPT, 0, (1, 2), 1000, Closing(18, (7,), False)),
     "another prompt": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(17, (7,), False)),
     "no first token": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(18, (), False)),
+    "a token that there is not": Offer(ATTEMPT, 0, (1, 2, 3, 4, 5), 1000, Closing(18, (VOCAB_SIZE,), False)),
 }
 
 
@@ -583,7 +587,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "refused" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.REFUSED
     assert "read_started" not in rig.receiver.notes.names(KEY)
     await server.stop(None)
 
@@ -592,7 +596,7 @@ async def test_a_sender_that_falls_silent_is_taken_for_lost(rig: HandoffRig) -> 
     source, server = await _odd_source(rig, lambda request: [])
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "no heartbeat" in rig.receiver.notes.failed[KEY]
+    assert "no heartbeat" in rig.receiver.notes.failed[KEY].story
     await server.stop(None)
 
 
@@ -636,7 +640,7 @@ async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: 
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
-    assert "lease_lost" in rig.receiver.notes.failed[KEY]
+    assert rig.receiver.notes.failed[KEY].cause is TransferCause.LEASE_LOST
     assert "read_done" in rig.receiver.notes.names(KEY)
     assert KEY not in rig.receiver.notes.arrived
     await server.stop(None)

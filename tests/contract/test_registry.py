@@ -76,7 +76,7 @@ class RedisServer(RedisProcess):
         return self.redis.socket.stat().st_mode & 0o777
 
     def connect(self, cluster: str = "c") -> AnyRegistry:
-        self._made.append(Registry.connect(self.url, cluster))
+        self._made.append(Registry.connect(self.url_of(cluster), cluster))
         return self._made[-1]
 
     async def start_empty(self) -> None:

@@ -5,15 +5,20 @@ one bad message may cost.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import inspect
 import signal
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from baton import errors
 from baton.engine.kv_events import BlockStored
@@ -31,6 +36,7 @@ from baton.errors import (
 )
 from baton.ids import AttemptKey
 from baton.rpc import generation_service, node_service, operator_service, status
+from baton.rpc.credentials import Dialer
 from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.generation_client import GenerationStub
 from baton.rpc.generation_service import GenerationServicer
@@ -50,18 +56,26 @@ from baton.rpc.messages import (
     NodeReport,
     Path,
     RequestDelta,
+    Role,
     RouterMessage,
+    StepFigures,
     StepReport,
     Submit,
+    TakeChunk,
     TraceEvent,
+    TraceStep,
     WatchKVCache,
 )
 from baton.rpc.node_client import NodeClient
 from baton.rpc.node_service import NodeServicer
 from baton.rpc.operator_client import OperatorStub
 from baton.rpc.operator_service import OperatorServicer
-from baton.rpc.server import RpcServer
+from baton.rpc.server import RpcServer, streaming_server
+from baton.security.authority import make_certificates
+from baton.security.matrix import CallerRole
+from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
+from tests.support.reports import HeardStream
 from tests.support.router_parts import decode
 
 SECRET = "/home/somebody/secret.py"
@@ -81,17 +95,26 @@ class Handler:
         self.may_end.set()
         self.closed = asyncio.Event()
         self.asked: list[object] = []
+        self.offered: Sequence[Chunk] = ()
+        """Chunks that need not be yielded where they are taken."""
+        self.num_refused = 0
 
     def _maybe_raise(self) -> None:
         if self.error is not None:
             raise self.error
 
-    async def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
+    async def generate(
+        self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
+    ) -> AsyncGenerator[GenerateEvent, None]:
         self.asked.append(request)
         try:
             self._maybe_raise()
             for event in self.events:
                 yield event
+            for offered in self.offered:
+                if take is None or not take(offered):
+                    self.num_refused += 1
+                    yield offered
             await self.may_end.wait()
             index = 2
             while self.endless:
@@ -121,13 +144,31 @@ class Handler:
         return ClusterStatus("c", "ok", "", ())
 
 
+SERVERS: dict[str, Callable[[tuple[str, ...], FaultBarrier], RpcServer]] = {
+    "grpcio": RpcServer,
+    "own": lambda names, barrier: streaming_server(names, barrier, None),
+}
+SERVING = {"kind": "grpcio"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What clients speak to runs on both servers, nodes on grpcio's alone."""
+    kinds = ["grpcio"] if "node" in metafunc.fixturenames else [*SERVERS]
+    metafunc.parametrize("server_kind", kinds, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def server_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SERVING, "kind", request.param)
+
+
 @asynccontextmanager
 async def served(handler: Handler, stall_s: float = 30.0) -> AsyncIterator[tuple[str, GenerationStub]]:
     names = (generation_service.SERVICE_NAME, operator_service.SERVICE_NAME)
-    server = RpcServer(names, FaultBarrier(stall_s))
+    server = SERVERS[SERVING["kind"]](names, FaultBarrier(stall_s))
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     GenerationServicer(handler).add_to_server(server.server)
-    OperatorServicer(handler).add_to_server(server.server)
+    OperatorServicer(handler, handler).add_to_server(server.server)
     await server.start()
     stub = GenerationStub(address)
     try:
@@ -282,6 +323,18 @@ async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_what_is_taken_at_once_keeps_its_place_and_a_full_stream_takes_nothing() -> None:
+    handler = Handler()
+    count, size = 400, 1000
+    handler.offered = [Chunk(2 + size * number, [7] * size, "x" * size, []) for number in range(count)]
+    async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
+        indices = [answer.chunk.first_index async for answer in call if answer.WhichOneof("event") == "chunk"]
+        assert indices == [0, *(chunk.first_index for chunk in handler.offered)]
+        refused = handler.num_refused
+        assert refused == count if SERVING["kind"] == "grpcio" else 0 < refused < count
+
+
 async def test_a_path_that_is_no_ascii_does_not_cost_the_answer() -> None:
     handler = Handler()
     handler.events = [Accepted("r", 5, 3), replace(FINISHED, path=Path("prefill-ü", "d", 1, "zwei\nZeilen"))]
@@ -339,6 +392,7 @@ class NodeHandler:
         self.open_error: Exception | None = None
         self.receive_error: Exception | None = None
         self.drains = 0
+        self.roles: list[tuple[str, Role]] = []
 
     def describe(self) -> NodeDescription:
         return self.description
@@ -356,8 +410,14 @@ class NodeHandler:
     def drain(self) -> None:
         self.drains += 1
 
+    def set_role(self, incarnation: str, role: Role) -> None:
+        self.roles.append((incarnation, role))
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return [TraceEvent(after + 1, 10, "queued", KEY, 3, "x")]
+
+    def steps(self, after: int) -> Sequence[TraceStep]:
+        return [TraceStep(after + 1, 20, StepFigures(1.5, 2, 3, 4), True)]
 
 
 class Node:
@@ -385,17 +445,17 @@ async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
     assert stream.welcome == node.handler.description
     port = await node.handler.ports.get()
     assert (port.router_id, port.router_incarnation) == ("router-1", "router-1.x")
-    await stream.send(SUBMIT)
-    await stream.send(Abort(KEY, "enough"))
+    stream.send(SUBMIT)
+    stream.send(Abort(KEY, "enough"))
     assert [await port.received.get() for _ in range(2)] == [
         replace(SUBMIT, prompt_token_ids=[1, 2, 3]),
         Abort(KEY, "enough"),
     ]
     report = StepReport([RequestDelta(KEY, 3, [9], [TokenLogprobs(9, -0.5, 1, [(9, -0.5)])])], LoadReport(running=1))
     port.queue.put_nowait(report)
-    reports = aiter(stream)
+    reports = aiter(HeardStream(stream))
     assert await anext(reports) == report
-    await stream.send(WatchKVCache())
+    stream.send(WatchKVCache())
     assert await port.received.get() == WatchKVCache()
     report = StepReport([], LoadReport(), KVCacheUpdate(3, 4, [BlockStored((b"k" * 32,), b"p" * 32)], restart=True))
     port.queue.put_nowait(report)
@@ -434,12 +494,70 @@ async def test_a_node_that_dies_is_lost_to_reader_and_writer(node: Node) -> None
     stream = await node.client.attach("router-1")
     await node.server.stop(0)
     with pytest.raises(NodeLost, match="is gone"):
-        await anext(aiter(stream))
+        await anext(aiter(HeardStream(stream)))
     with pytest.raises(NodeLost, match="is gone"):
-        await stream.send(SUBMIT)
+        stream.send(SUBMIT)
     with pytest.raises(BatonError) as caught:
         await node.client.attach("router-1")
     assert caught.value.retryable
+
+
+async def served_with(files: TlsFiles) -> RpcServer:
+    """A node that shows this certificate and asks for one."""
+    server = RpcServer((node_service.SERVICE_NAME,), FaultBarrier(), files.live(), asks_certificates=True)
+    NodeServicer(NodeHandler()).add_to_server(server.server)
+    return server
+
+
+def make_intermediate(directory: Path, now: datetime.datetime) -> None:
+    """The authority there is another one's, which nobody names."""
+    ca = x509.load_pem_x509_certificate((directory / "ca.crt").read_bytes())
+    root = ec.generate_private_key(ec.SECP256R1())
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(ca.subject)
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "root")]))
+        .public_key(ca.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(root, hashes.SHA256())
+    )
+    (directory / "ca.crt").write_bytes("# für uns\n".encode() + signed.public_bytes(serialization.Encoding.PEM))
+
+
+async def test_a_node_is_known_by_its_certificate(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    ours, others, signed = tmp_path / "ours", tmp_path / "others", tmp_path / "signed"
+    for directory in (ours, others, signed):
+        make_certificates(directory, "default", ["127.0.0.1"], 1, now)
+    make_intermediate(signed, now)
+    router = certificate_files(ours, "router").read()
+    cases = [
+        (certificate_files(ours, "node"), router, None),
+        (certificate_files(signed, "node"), certificate_files(signed, "router").read(), None),
+        (certificate_files(ours, "router"), router, "hostname mismatch"),
+        (certificate_files(others, "node"), router, "certificate verify failed"),
+        (certificate_files(ours, "node"), TlsBytes(router.ca, None, None), ""),
+        (certificate_files(ours, "node"), None, ""),
+    ]
+    for shown, ours_is, story in cases:
+        server = await served_with(shown)
+        address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
+        await server.start()
+        client = NodeClient(address, Dialer.to_role(CallerRole.NODE, "default", ours_is))
+        try:
+            if story is None:
+                stream = await client.attach("router-1")
+                assert stream.welcome == NodeHandler().description
+                await stream.close()
+            else:
+                with pytest.raises(Unreachable, match=f"{address} does not answer.*(?i:{story})"):
+                    await client.attach("router-1")
+        finally:
+            await client.close()
+            await server.stop(0)
 
 
 async def test_a_router_that_leaves_closes_its_port(node: Node) -> None:
@@ -456,8 +574,7 @@ import asyncio
 from baton.rpc.node_client import NodeClient
 async def main():
     stream = await NodeClient("{node.address}").attach("router-1")
-    async for _ in stream:
-        pass
+    await asyncio.get_running_loop().create_future()
 asyncio.run(main())
 """
     router = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
@@ -472,14 +589,19 @@ asyncio.run(main())
 
 async def test_a_router_that_leaves_without_having_read_closes_its_port(node: Node) -> None:
     """The node is then in the middle of a write, which HTTP/2's flow control holds."""
-    stream = await node.client.attach("router-1")
-    port = await node.handler.ports.get()
-    for _ in range(50):
-        port.queue.put_nowait(StepReport([RequestDelta(KEY, 0, [9], error="x" * 100_000)], LoadReport()))
-    await anext(aiter(stream))
-    assert not port.closed.is_set()
-    await stream.close()
-    await port.closed.wait()
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        call = node_pb2_grpc.NodeStub(channel).Attach()
+        await call.write(node_pb2.AttachRequest(hello=node_pb2.AttachHello(router_id="router-1")))
+        await call.read()
+        port = await node.handler.ports.get()
+        for _ in range(300):
+            port.queue.put_nowait(StepReport([RequestDelta(KEY, 0, [9], error="x" * 100_000)], LoadReport()))
+        await call.read()
+        # It takes one more each time that one is read.
+        assert port.queue.qsize() > 100
+        assert not port.closed.is_set()
+        call.cancel()
+        await port.closed.wait()
 
 
 async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> None:
@@ -499,7 +621,7 @@ async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> N
 
 async def test_next_tokens_are_left_for_routers_that_understand_them(node: Node) -> None:
     reports = [StepReport([RequestDelta(KEY, index, [index])], LoadReport()) for index in range(3)]
-    newest = await node.client.attach("router-1")
+    newest = HeardStream(await node.client.attach("router-1"))
     port = await node.handler.ports.get()
     for report in reports:
         port.queue.put_nowait(report)
@@ -523,12 +645,12 @@ async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: No
     stream = await node.client.attach("router-1")
     port = await node.handler.ports.get()
     node.handler.receive_error = RuntimeError(f"no such thing in {SECRET}")
-    await stream.send(SUBMIT)
+    stream.send(SUBMIT)
     attempt, error = await port.refused.get()
     assert attempt == KEY
     assert SECRET not in error
     node.handler.receive_error = None
-    await stream.send(Abort(KEY, "x"))
+    stream.send(Abort(KEY, "x"))
     assert await port.received.get() == Abort(KEY, "x")
 
 
@@ -536,5 +658,15 @@ async def test_questions_are_answered(node: Node) -> None:
     load, handoff = LoadReport(running=3, total_blocks=8), HandoffReport("", [], [], [])
     assert await node.client.describe() == NodeReport(node.handler.description, load, {"capacity": 2}, handoff)
     assert await node.client.trace(4) == [TraceEvent(5, 10, "queued", KEY, 3, "x")]
+    traced = await node.client.trace_steps(4, 6)
+    assert traced.events == [TraceEvent(5, 10, "queued", KEY, 3, "x")]
+    assert traced.steps == [TraceStep(7, 20, StepFigures(1.5, 2, 3, 4), True)]
+    assert traced.monotonic_ns > 0
     await node.client.drain()
+    await node.client.set_role(Role.DECODE, "p1.a")
+    assert node.handler.roles == [("p1.a", Role.DECODE)]
+    async with grpc.aio.insecure_channel(node.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await node_pb2_grpc.NodeStub(channel).SetRole(node_pb2.SetRoleRequest())
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert node.handler.drains == 1

@@ -74,7 +74,7 @@ async def test_a_crash_loop_is_shown(tmp_path: Path) -> None:
             shown = cluster.baton("status")
             assert "CrashLoop" in shown.stdout
             assert "safetensors" in shown.stdout, "and why"
-            found = json.loads(cluster.baton("get", "nodes", "-o", "json").stdout)
+            found = json.loads(cluster.baton("get", "nodes", "-o", "json").stdout)["items"]
             assert {node["name"]: node["status"] for node in found}["prefill-0"] == "CrashLoop"
             alone = await session.generate(prompt)
             assert alone.end.path.prefill_node == ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from random import Random
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
+from baton.engine.runner.simulated import expected_embedding
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
@@ -28,7 +30,7 @@ from tests.support.mutations import mutated
 
 EXAMPLES = int(os.environ.get("BATON_FUZZ_EXAMPLES", "150"))
 TEMPLATE = ChatTemplate(DEFAULT_TEMPLATE, {})
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 
 
 class Spelling(Letters):
@@ -135,6 +137,21 @@ ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
     "top_logprobs": (CHAT, [], [*NO_NUMBERS, -1, 1, 21]),
     "tools": (CHAT, [None, []], [[{"type": "function"}], 1]),
 }
+OF_EMBEDDINGS: dict[str, tuple[list[Any], list[Any]]] = {
+    "input": (
+        ["hello", [1, 2, 96], ["hello", "é"], [[1, 2], [3]], "x" * 128, [1] * 128],
+        [
+            *(None, 1, "", [], [[]], ["a", ""], ["a", [1]], [1, "a"], {}, [[1], []]),
+            *([97], [-1], [[1], [97]], [True], [1.5], [10**400], "x" * 129, [1] * 129, "\0", ["a", "\ud800"]),
+            ["a"] * 257,
+        ],
+    ),
+    "encoding_format": ([None, "float"], ["", "hex", 1, []]),
+    "dimensions": ([None], [*NO_NUMBERS[:-1], 0, -1, 7, 1.5, 2**64]),
+    **{name: FIELDS[name] for name in ("priority", "cache_salt", "user", "model")},
+    "truncate_prompt_tokens": ([None], [1, -1]),
+    "no_such_field": FIELDS["no_such_field"],
+}
 HEADERS: dict[str, tuple[list[str], list[str]]] = {
     "x-request-id": (["mine", "a" * 64], ["", "a b", "a" * 65, "\xff"]),
     "x-request-timeout-ms": (["100000", "86400000"], ["", "0", "-1", "x", "1" * 30, "0" * 11 + "1" + "9" * 5000]),
@@ -205,6 +222,32 @@ def test_good_bodies_are_served_and_one_wrong_field_is_named(run: Run, data: st.
     named = str(exchange.error["param"])
     related = {"last-event-id": {"x-request-id", "stream"}, "n": {"best_of"}}.get(spoilt, set())
     assert named.partition(".")[0].partition("[")[0] in {spoilt, *related}, (spoilt, exchange.error)
+
+
+def test_a_call_for_embeddings_is_served_or_its_one_wrong_field_named(run: Run) -> None:
+    def ask(body: Mapping[str, Any]) -> Exchange:
+        exchange = run(lambda cluster: post(cluster, EMBEDDINGS, json.dumps(body).encode(), {}))
+        assert isinstance(exchange, Exchange)
+        return exchange
+
+    for name, (good, bad) in OF_EMBEDDINGS.items():
+        for value in good:
+            body = {"input": [5, 6], name: value}
+            exchange = ask(body)
+            assert exchange.status == 200, (body, exchange.body)
+            for one, prompt in zip(exchange.json["data"], prompts_of(body["input"]), strict=True):
+                assert struct.pack(f"<{len(one['embedding'])}f", *one["embedding"]) == expected_embedding(prompt, SPEC)
+        for value in bad:
+            exchange = ask({"input": "ab", name: value})
+            assert_is_error(exchange)
+            assert exchange.status == (404 if name == "model" and isinstance(value, str) else 400), (name, value)
+            assert str(exchange.error["param"]).partition("[")[0] == name, exchange.error
+
+
+def prompts_of(inputs: Any) -> list[list[int]]:
+    """Token ids of what was sent as `input`."""
+    is_one = isinstance(inputs, str) or isinstance(inputs[0], int)
+    return [Letters().encode(one) if isinstance(one, str) else one for one in ([inputs] if is_one else inputs)]
 
 
 def comes_back(spoilt: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> bool:

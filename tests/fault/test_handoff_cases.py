@@ -74,6 +74,16 @@ async def all_offered(cluster: SimulatedCluster, num_blocks: int) -> None:
     raise AssertionError("decode-0 was not offered everything")
 
 
+async def reading(cluster: SimulatedCluster, count: int) -> None:
+    """Wait until so many prompts are being read at once."""
+    readers = [node.half for node in cluster.nodes.values() if isinstance(node.half, Intake)]
+    for _ in range(int(BOUND_S / STEP_S)):
+        if sum(reader.counts().in_progress for reader in readers) == count:
+            return
+        await asyncio.sleep(STEP_S)
+    raise AssertionError(f"{count} prompts were never read at once")
+
+
 async def idle(cluster: SimulatedCluster, within_s: float = BOUND_S) -> None:
     await cluster.idle(within_s)
     for node in cluster.nodes.values():
@@ -436,8 +446,16 @@ def test_240_at_once_and_no_false_alarm() -> None:
     async def main() -> None:
         limits = replace(SMALL, num_blocks=3000, chunk=256, max_num_seqs=256)
         async with simulated_cluster(Random(1), limits=limits, prefill=2, decode=2) as cluster:
+            for name in ("prefill-0.1", "prefill-1.1"):
+                cluster.fabric.freeze(name)
             asking = [ask(cluster, prompt_of(10 + i % 20, seed=i), f"r{i}", 3) for i in range(240)]
-            ends = await asyncio.gather(*asking)
+            answers = asyncio.gather(*asking)
+            await reading(cluster, 240)
+            # Longer than a lease, which heartbeats renew.
+            await asyncio.sleep(2 * SMALL.lease.lease_s)
+            for name in ("prefill-0.1", "prefill-1.1"):
+                cluster.fabric.thaw(name)
+            ends = await answers
             assert {finished.path.attempts for finished in ends} == {1}
             assert all(finished.kv_bytes for finished in ends)
             for node_id in cluster.nodes:

@@ -25,7 +25,13 @@ from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 PORT, OPERATOR_PORT, REDIS_PORT = 7000, 7001, 7002
 BATON = [sys.executable, "-P", "-m", "baton.cli.main"]
-ENVIRONMENT = {**STEP_TIMES, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "v0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **STEP_TIMES,
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "v0",
+    "UCX_TCP_USER_TIMEOUT": "3s",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class HostsCluster:
@@ -41,7 +47,7 @@ class HostsCluster:
         address = self.network.address
         redis = [str(find_redis_server()), "--port", str(REDIS_PORT), "--bind", address("router"), "--save", ""]
         self._start("router", [*redis, "--protected-mode", "no"], b"ready")
-        common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model)]
+        common = ["--registry", f"redis://{address('router')}:{REDIS_PORT}", "--model", str(self._model), "--insecure"]
         front = ["--router-id", "router-0", "--grpc-port", str(PORT), "--operator-port", str(OPERATOR_PORT)]
         # Every request takes the way between hosts, also where one node alone would be cheaper.
         settings = [*common, "--host", address("router"), "--runner", "simulated", "--placement", "least-loaded"]
@@ -151,6 +157,24 @@ async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, 
     await session.whole()
     first = [event.name for event in await session.trace(name, "unplugged") if event.attempt.attempt == 1]
     assert "kv_arrived" not in first
+
+
+async def test_a_read_from_a_host_that_does_not_come_back_ends(session: HostsSession, spread: HostsCluster) -> None:
+    """Until then it may write, so its blocks are kept."""
+    request = ask("vanished")
+    with ExitStack() as slow:
+        for name in PREFILL:
+            slow.enter_context(spread.network.throttled(name, "40kbit"))
+        answering = asyncio.create_task(session.generate(request, BOUND_S))
+        prefill = await session.seen("prefill", "offered", "vanished")
+        # The first chunk fits into what a throttled host sends at once, the second is on its way for seconds.
+        decode = await session.seen("decode", "read_started", "vanished", 2)
+        with spread.network.unplugged(prefill):
+            assert_right(await answering, request)
+            await session.idle(decode)
+            told = [event.name for event in await session.trace(decode, "vanished") if event.attempt.attempt == 1]
+            assert told.index("quarantined") < told.index("quarantine_released")
+            assert "kv_arrived" not in told
 
 
 @pytest.mark.parametrize("deaf", ["both", "prefill", "decode"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import EngineFault
+from baton.errors import TransferCause, TransferFailed
 from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster
 from tests.support.slow_model import BRISK_STEP_TIMES, FLAGS, ask, assert_right
@@ -40,8 +40,9 @@ async def test_the_policy_is_kept(session: ClusterSession, asked: Path, policy: 
             assert_right(answer, wanted)
             assert answer.end.path.attempts == 1, "nobody else was asked"
         else:
-            with pytest.raises(EngineFault, match="KV transfer failed"):
+            with pytest.raises(TransferFailed) as lost:
                 await session.generate(wanted)
+            assert lost.value.cause is TransferCause.PEER_GONE
         assert drill.has_struck()
         killed = before[drill.pid]
     assert killed.role == "prefill"

@@ -10,6 +10,7 @@ import pytest
 
 from baton.engine.runner.random_model import write_random_model
 from tests.process.shell import Shell
+from tests.support.browser import Browser, NoBrowser, browser
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.tiny_models import TINY_MODELS
 
@@ -35,3 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ProcessCluster]:
     with process_cluster(tmp_path_factory.mktemp("cluster") / "run", model, "--threads", "1") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    try:
+        with browser(tmp_path_factory.mktemp("chromium")) as opened:
+            yield opened
+    except NoBrowser as error:
+        pytest.skip(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -33,3 +34,11 @@ def test_tokens_and_requests_get_through(front: str) -> None:
     assert report.relay.requests_per_s.median == 0
     assert report.requests.requests_per_s.median > 0
     assert report.router_mb > 0
+    told = report.summary()
+    assert told["requests_per_s"] == report.requests.requests_per_s.median
+    assert told["tokens_per_s"] == report.relay.tokens_per_s.median
+    added = report.added_latency_ms
+    assert told["added_latency_ms"] == {"p50": added.p50, "p99": added.p99}
+    assert 0 < report.direct_ms.median < report.half.latency_ms_p99.median
+    assert report.placement_us.median > 0
+    json.dumps(told, allow_nan=False)

@@ -40,7 +40,8 @@ def test_a_load_is_measured_over_both_fronts(cluster: ProcessCluster, tmp_path: 
 
 
 def test_nodes_are_watched_during_a_load(cluster: ProcessCluster) -> None:
-    ran = cluster.baton("bench", "nodes", *SMALL[:4], "--num-prompts", "8", "--max-concurrency", "4", "-o", "json")
+    words = ("--num-prompts", "8", "--max-concurrency", "4", "--seed", "5")  # no prompt that a cache knows
+    ran = cluster.baton("bench", "nodes", *SMALL[:4], *words, "-o", "json")
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout)
     assert result["completed"] == 8
@@ -48,6 +49,13 @@ def test_nodes_are_watched_during_a_load(cluster: ProcessCluster) -> None:
     watched = result["arrangements"][0]["rates"][0]["node_metrics"]
     assert set(watched) == {"prefill-0", "decode-0"}
     assert all(len(node["seconds"]) == len(node["running"]) >= 1 for node in watched.values())
+    timeline = result["arrangements"][0]["rates"][0]["timeline"]
+    computed = {node: sum(size for _, _, kind, size in rows if kind != "transfer") for node, rows in timeline.items()}
+    assert computed == {"prefill-0": 8 * 24, "decode-0": 8 * 5}, "every token once, and none from before the run"
+    moved = [row for row in timeline["decode-0"] if row[2] == "transfer"]
+    assert len(moved) >= 8
+    assert all(size > 0 for _, _, _, size in moved)
+    assert all(-0.1 < begin <= end < result["duration"] + 0.1 for rows in timeline.values() for begin, end, *_ in rows)
 
 
 async def _until_busy(cluster: ProcessCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -62,8 +63,8 @@ def test_a_cluster_without_a_supervisor(shell: Shell, registry: str, model: Path
     with ExitStack() as stack:
         started = [stack.enter_context(process(shell, *words)) for words in commands]
         said = [json.loads(line_with(b"ready", one.stderr)) for one in started]
-        assert [line["process"] for line in said[:2]] == ["front", "left"]
-        assert said[2]["process"].startswith("decode-")
+        assert [line["node"] for line in said[:2]] == ["front", "left"]
+        assert said[2]["node"].startswith("decode-")
         grpc, operators = (said[0]["event"].split(f"{word} on ")[1].split(",")[0] for word in ("gRPC", "operators"))
 
         ask = ("generate", "--token-ids", "1,2,3", "--temperature", 0, "-o", "json", "--address", grpc)
@@ -75,6 +76,14 @@ def test_a_cluster_without_a_supervisor(shell: Shell, registry: str, model: Path
         assert {node["role"]: node["pid"] for node in nodes} == {
             role: one.pid for role, one in zip(("router", "prefill", "decode"), started, strict=True)
         }
+
+        # Nobody takes another one's name while it lives, whatever its role.
+        taken = refusal(shell.baton("node", "--role", "decode", *common, "--node-id", "left"), 78)
+        assert re.search(
+            rf"the name left is taken: left\.\w+ at \S+ \(pid {started[1].pid}\) lives; .* --node-id", taken
+        )
+        taken = refusal(shell.baton(*commands[0]), 78)
+        assert re.search(rf"the name front is taken: front\.\w+ .*\(pid {started[0].pid}\) .* --router-id", taken)
 
         # A node that leaves is missed by nobody for whom another can stand in.
         with process(shell, *commands[1][:-1], "right") as another:
@@ -91,7 +100,7 @@ def wait_for_nodes(shell: Shell, operators: str, count: int) -> list[dict[str, o
     """Ask until so many are ready; asking takes a while, so that it is not in the way of those that are asked."""
     while True:
         done = shell.baton("get", "nodes", "-l", "status=Ready", "-o", "json", "--address", operators)
-        nodes: list[dict[str, object]] = json.loads(done.stdout)
+        nodes: list[dict[str, object]] = json.loads(done.stdout)["items"]
         if len(nodes) == count:
             return nodes
 

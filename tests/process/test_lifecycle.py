@@ -63,7 +63,8 @@ def test_two_clusters_on_one_machine(shell: Shell, tmp_path: Path) -> None:
         for place in places
     ]
     assert len({p["pid"] for state in states for p in state["processes"]}) == 8
-    nodes = [json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", place).stdout) for place in places]
+    listed = [json.loads(shell.baton("get", "nodes", "-o", "json", "--run-dir", place).stdout) for place in places]
+    nodes = [each["items"] for each in listed]
     for state, found in zip(states, nodes, strict=True):
         ours = {p["pid"] for p in state["processes"] if p["role"] != "redis"}
         assert {node["pid"] for node in found} == ours
@@ -85,7 +86,7 @@ def test_a_drain_that_takes_too_long_can_be_forced(shell: Shell, tmp_path: Path)
         while not running:
             assert client.poll() is None
             nodes = json.loads(shell.baton("get", "nodes", "-o", "json", *where).stdout)
-            running = sum(node["running"] for node in nodes)
+            running = sum(node["running"] for node in nodes["items"])
         said = refusal(shell.baton("down", "--timeout", "0", *where), 6)
         assert said.endswith("still drains after 0 s: wait on, or end it with `baton down --force`")
         assert shell.baton("down", "--force", *where).returncode == 0

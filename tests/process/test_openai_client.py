@@ -66,6 +66,28 @@ def test_a_chat_streamed_and_whole(client: OpenAI) -> None:
     assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=3).usage.completion_tokens == 3
 
 
+def test_embeddings_of_texts_and_of_token_ids(client: OpenAI) -> None:
+    texts = ["hello", "something longer, of more than one block: " * 4, "h"]
+    answer = client.embeddings.create(model=MODEL, input=texts)
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    assert all(sum(x * x for x in one.embedding) == pytest.approx(1) for one in answer.data)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > sum(map(len, texts)) / 8
+    # The client asks for base64 by itself; as numbers, alone and again it is the same to the bit.
+    for text, one in zip(texts, answer.data, strict=True):
+        again = client.embeddings.create(
+            model=MODEL, input=text, encoding_format="float", dimensions=len(one.embedding), user="me"
+        )
+        assert again.data[0].embedding == one.embedding
+    ids = [[5, 6, 7], [5, 6, 8]]
+    first, second = client.embeddings.create(model=MODEL, input=ids).data
+    assert first.embedding != second.embedding
+    assert client.embeddings.create(model=MODEL, input=ids[1]).data[0].embedding == second.embedding
+    for bad, param in (({"input": ["x", ""]}, "input"), ({"input": "x", "dimensions": 3}, "dimensions")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(model=MODEL, **bad)  # type: ignore[call-overload]
+        assert refused.value.param == param
+
+
 def test_errors_are_the_client_s_own(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="another", prompt="x")

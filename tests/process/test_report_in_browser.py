@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.bench.report.write import write_report
-from tests.support.browser import Browser, NoBrowser, browser
+from tests.support.browser import Browser
 from tests.support.example_results import CONDITIONAL, DISAGGREGATED, Behaviour, all_failed, comparison
 
 HOSTILE = "</script><script>window.pwned=1</script><img src=http://192.0.2.1/x onerror=window.pwned=1>\"'&"
@@ -27,15 +26,6 @@ PLOTS = """[...document.querySelectorAll('.plot, .lanes, .stacks')].map(plot => 
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 BACKGROUND = "getComputedStyle(document.documentElement).backgroundColor"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    try:
-        with browser(tmp_path_factory.mktemp("chromium")) as opened:
-            yield opened
-    except NoBrowser as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,10 @@ def test_leases_and_descriptions_in_every_format(shell: Shell, cluster: ProcessC
     table = shell.baton(*ask)
     assert (table.returncode, table.stderr) == (0, "")
     assert table.stdout.split() == ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
-    for how, said in (("json", "[]\n"), ("yaml", "[]\n"), ("name", "")):
-        assert shell.baton(*ask, "-o", how).stdout == said
+    nothing = {"version": 1, "items": []}
+    assert json.loads(shell.baton(*ask, "-o", "json").stdout) == nothing
+    assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout) == nothing
+    assert shell.baton(*ask, "-o", "name").stdout == ""
     assert shell.baton(*ask, "--no-headers").stdout == ""
     ask = ("describe", "node", "decode-0", "--run-dir", cluster.run_dir)
     described = json.loads(shell.baton(*ask, "-o", "json").stdout)
@@ -144,7 +146,7 @@ def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> Non
     assert wide[0].split()[:6] == table[0].split()
     assert [len(line.split()) for line in wide[:3]] == [len(wide[0].split())] * 3
     assert cluster.process("router-0").http_address in wide[3]
-    found = json.loads(shell.baton(*ask, "-o", "json").stdout)
+    found = json.loads(shell.baton(*ask, "-o", "json").stdout)["items"]
     promised = ["name", "role", "status", "incarnation", "address", "pid", "model", "running", "waiting", "kv_usage"]
     assert all(set(promised) <= set(node) for node in found)
     for node, process in zip(found, [cluster.process(name) for name in names], strict=True):
@@ -155,7 +157,7 @@ def test_get_nodes_in_every_format(shell: Shell, cluster: ProcessCluster) -> Non
             process.pid,
         )
         assert (node["model"], node["running"], node["waiting"]) == ("tiny", 0, 0)
-    assert [node["name"] for node in yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)] == names
+    assert [node["name"] for node in yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)["items"]] == names
 
 
 def test_status(shell: Shell, cluster: ProcessCluster) -> None:
@@ -163,12 +165,27 @@ def test_status(shell: Shell, cluster: ProcessCluster) -> None:
     said = shell.baton(*ask)
     assert said.returncode == 0
     assert said.stdout.splitlines()[:2] == ["default: ok", "1/1 prefill ready, 1/1 decode ready, 1/1 router ready"]
-    rows = [line.split() for line in said.stdout.splitlines()[4:]]
-    assert [row[:3] for row in rows] == [[p.name, "Ready", "0"] for p in cluster.state.processes]
+    rows = [line.split() for line in said.stdout.splitlines()]
+    for process in cluster.state.processes:
+        assert [process.name, "Ready", "0"] in [row[:3] for row in rows]
     found = json.loads(shell.baton(*ask, "-o", "json").stdout)
-    assert (found["cluster"], found["health"], found["detail"]) == ("default", "ok", "")
+    assert (found["version"], found["cluster"], found["health"], found["detail"]) == (1, "default", "ok", "")
+    assert (found["degraded"], [each["open_leases"] for each in found["load"]]) == ([], [0, 0, None])
     assert found["supervisor"]["grpc_address"] == cluster.state.grpc_address
     assert yaml.safe_load(shell.baton(*ask, "-o", "yaml").stdout)["health"] == "ok"
+
+
+def test_a_conversation_and_the_live_screen(shell: Shell, cluster: ProcessCluster) -> None:
+    greedy = ("--temperature", "0", "--max-tokens", "4")
+    here = shell.baton("chat", *greedy, "--run-dir", cluster.run_dir, input="hello\nmore\n")
+    there = shell.baton("chat", *greedy, "--url", f"http://{cluster.state.http_address}", input="hello\nmore\n")
+    assert (here.returncode, here.stderr) == (0, ""), here
+    assert here.stdout == there.stdout != ""
+    shown = shell.baton("top", "--run-dir", cluster.run_dir)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("default: ok   2/2 nodes ready")
+    assert [line.split()[0] for line in lines[3:6]] == ["prefill-0", "decode-0", "router-0"]
 
 
 def test_by_address_alone(shell: Shell, cluster: ProcessCluster) -> None:

@@ -104,3 +104,46 @@ def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
     assert (demo.returncode, complaint) == (130, b"")
     assert output.decode().endswith("interrupted; everything is stopped\n")
     shell.nothing_left()
+
+
+def reused_number(copy: Path) -> str:
+    replace(copy / "proto/baton/v1/kv_link.proto", "string incarnation = 4;", "string generation = 4;")
+    return 'Field "4" on message "LinkHello" changed name from "incarnation" to "generation"'
+
+
+def another_type(copy: Path) -> str:
+    replace(copy / "proto/baton/v1/kv_link.proto", "uint32 protocol_version = 1;", "string protocol_version = 1;")
+    return 'Field "1" with name "protocol_version" on message "LinkHello" changed type from "uint32" to "string"'
+
+
+def number_left_free(copy: Path) -> str:
+    replace(copy / "proto/baton/v1/kv_link.proto", "  string incarnation = 4;\n", "")
+    return 'Previously present field "4" with name "incarnation" on message "LinkHello" was deleted'
+
+
+def missing_call(copy: Path) -> str:
+    replace(copy / "proto/baton/v1/kv_link.proto", "rpc Open(stream", "rpc Begin(stream")
+    return 'Previously present RPC "Open" on service "KvLink" was deleted'
+
+
+@pytest.mark.parametrize("change", [reused_number, another_type, number_left_free, missing_call])
+def test_a_wire_that_the_last_release_does_not_understand_is_refused(
+    shell: Shell, copy: Path, change: Callable[[Path], str]
+) -> None:
+    shutil.copy(ROOT / "buf.yaml", copy)
+    assert shell.run([str(copy / "scripts/wire"), "--check"]).returncode == 0
+    story = change(copy)
+    checked = shell.run([str(copy / "scripts/wire"), "--check"])
+    assert checked.returncode == 100
+    assert story in checked.stdout
+
+
+def test_what_is_new_on_the_wire_is_no_harm(shell: Shell, copy: Path) -> None:
+    shutil.copy(ROOT / "buf.yaml", copy)
+    replace(
+        copy / "proto/baton/v1/kv_link.proto", "string incarnation = 4;", "string incarnation = 4;\n  bool new = 99;"
+    )
+    assert shell.run([str(copy / "scripts/wire"), "--check"]).returncode == 0
+    assert shell.run([str(copy / "scripts/wire"), "--release"]).returncode == 0
+    replace(copy / "proto/baton/v1/kv_link.proto", "bool new = 99;", "bool renewed = 99;")
+    assert shell.run([str(copy / "scripts/wire"), "--check"]).returncode == 100

@@ -45,11 +45,22 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-        nothing = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-        self._call("Network.emulateNetworkConditions", offline=True, **nothing)
 
     def open(self, path: Path, width: int = 1200, height: int = 900, scheme: str = "light", media: str = "") -> None:
         """Load a file, with the network gone, on a screen of this size."""
+        self._load(path.resolve().as_uri(), width, height, scheme, media, offline=True)
+
+    def visit(self, url: str, width: int = 1200, height: int = 900, scheme: str = "light") -> None:
+        """Load a page from a server, on a screen of this size."""
+        self._load(url, width, height, scheme, "", offline=False)
+
+    def leave(self) -> None:
+        """Show nothing, so that whoever served the page is rid of it."""
+        self._call("Page.navigate", url="about:blank")
+
+    def _load(self, url: str, width: int, height: int, scheme: str, media: str, *, offline: bool) -> None:
+        nothing = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        self._call("Network.emulateNetworkConditions", offline=offline, **nothing)
         self.complaints.clear()
         self.requests.clear()
         self._call(
@@ -59,7 +70,7 @@ class Browser:
             "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
         )
         self._events.clear()
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self._call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._read()
 

@@ -77,9 +77,10 @@ class CannedEndpoint(asyncio.Protocol):
 
     def _answer(self, stream: int) -> bytes:
         # 0x88 is ":status: 200" of the static table.
+        begin = b"\x88\0" + _string("content-type") + _string("application/grpc")
         frames = [_frame(_DATA, 0, stream, message) for message in self._messages]
-        head = [_frame(_HEADERS, _END_HEADERS, stream, b"\x88")] if frames else []
-        end = self._trailers if frames else b"\x88" + self._trailers
+        head = [_frame(_HEADERS, _END_HEADERS, stream, begin)] if frames else []
+        end = self._trailers if frames else begin + self._trailers
         return b"".join([*head, *frames, _frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, end)])
 
 

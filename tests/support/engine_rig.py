@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.clock import ManualClock
 from baton.engine.block_hash import CacheKeyFields
-from baton.engine.connector import ArrivedKV, KVTransferOutput
+from baton.engine.connector import ArrivedKV, KVTransferOutput, LostKV
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
 from baton.engine.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -16,6 +16,7 @@ from baton.engine.runner.base import StepExecutor
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence_group import sequence_seed, split_sequence_id
+from baton.errors import TransferCause
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 
@@ -116,11 +117,12 @@ class EngineRig:
         arrived: Mapping[str, Sequence[int]] | None = None,
         failed: Mapping[str, str] | None = None,
         released: Sequence[str] = (),
+        cause: TransferCause = TransferCause.PEER_GONE,
     ) -> list[EngineCoreOutput]:
-        """Report to the scheduler; arrivals are first tokens by request id."""
+        """Report to the scheduler; arrivals are first tokens by request id, failures their stories."""
         report = KVTransferOutput(
             arrived={request_id: ArrivedKV(tokens) for request_id, tokens in (arrived or {}).items()},
-            failed=failed or {},
+            failed={request_id: LostKV(cause, why) for request_id, why in (failed or {}).items()},
             released=frozenset(released),
         )
         return self._note(self.core.update_from_kv_transfer(report))

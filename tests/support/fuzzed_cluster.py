@@ -100,7 +100,7 @@ class FuzzedCluster:
         cluster, codec = self.cluster, Letters()
 
         def card() -> ModelCard:
-            return ModelCard(SPEC.name, SPEC.max_model_len, SPEC.vocab_size)
+            return ModelCard(SPEC.name, SPEC.max_model_len, SPEC.vocab_size, embedding_size=8)
 
         limits = DispatchLimits(thread_text_chars=200)
         self.dispatcher = Dispatcher(cluster.view, cluster._links, codec, card, self.timers, Random(2), limits)

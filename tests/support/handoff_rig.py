@@ -13,7 +13,7 @@ import grpc
 import torch
 
 from baton.clock import ManualClock, SystemClock
-from baton.engine.connector import KVTransferOutput
+from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory
 from baton.engine.runner.block_digests import block_digests
@@ -29,6 +29,7 @@ from prefill_node.handoff import HandOff, OfferConnector
 BLOCK_SIZE = 4
 BLOCK_BYTES = 64
 NUM_BLOCKS = 1280
+VOCAB_SIZE = 1000
 HEARTBEAT_S = 0.05
 WITHIN_S = 20.0
 KV_LAYOUT = KVLayout.uniform(BLOCK_SIZE, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -65,7 +66,7 @@ class Notes:
     """What one half told its engine and its event log, and a way to wait for it."""
 
     arrived: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, LostKV] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     events: list[tuple[str, str, int, str]] = field(default_factory=list)
     reads_posted: int = 0
@@ -181,7 +182,7 @@ class SenderHalf:
             is_running=self.notes.says_running,
         )
         post = asyncio.get_running_loop().call_soon_threadsafe
-        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post)
+        self.connector = OfferConnector(self.handoff, KV_LAYOUT, post, post, lambda work: work())
         self.server = grpc.aio.server()
         self.source = KVSource(identity.node_id, identity.incarnation, "")
 
@@ -264,6 +265,7 @@ class ReceiverHalf:
             heartbeat_s=HEARTBEAT_S,
             digest_every=digest_every,
             is_running=self.notes.says_running,
+            vocab_size=VOCAB_SIZE,
         )
         self.connector = IntakeConnector(self.intake, KV_LAYOUT, post)
 

@@ -16,7 +16,7 @@ from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL
 
 NOW = datetime(2026, 1, 2)
-CARD = ModelCard(MODEL, 64, 300)
+CARD = ModelCard(MODEL, 64, 300, embedding_size=2)
 
 
 class LetterSpelling:
@@ -32,13 +32,14 @@ class LetterSpelling:
 class HttpRig(AsgiClient):
     """What a test asks, and the calls that its core gets."""
 
-    def __init__(self, keep_alive_s: float = 1000.0, template: str = DEFAULT_TEMPLATE) -> None:
+    def __init__(self, keep_alive_s: float = 1000.0, template: str = DEFAULT_TEMPLATE, card: ModelCard = CARD) -> None:
+        self.card = card
         self.handler = FakeHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
 
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
-        model = ServedModel(lambda: CARD, LetterSpelling(), ChatTemplate(template, {}), lambda: NOW)
+        model = ServedModel(lambda: self.card, LetterSpelling(), ChatTemplate(template, {}), lambda: NOW)
         return HttpFront(
             handler, model, lambda: self.why_not_ready, lambda: b"figures\n", ManualClock(5.0), Random(1), keep_alive_s
         )

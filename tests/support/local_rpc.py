@@ -86,7 +86,8 @@ class LocalServer:
         async def find(_: Any) -> Any:
             return self._handlers[path]
 
-        handler = await self._barrier.intercept_service(find, SimpleNamespace(method=path))  # type: ignore[arg-type]
+        details = SimpleNamespace(method=path, invocation_metadata=())
+        handler = await self._barrier.intercept_service(find, details)  # type: ignore[arg-type]
         context.serialize = handler.response_serializer
         behaviour = handler.unary_stream or handler.unary_unary
         try:

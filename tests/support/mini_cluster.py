@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -18,27 +17,60 @@ import grpc
 
 from baton.config import NodeConfig
 from baton.engine.runner import ModelRunner, SimulatedSpec
-from baton.node.serve import Node, NodeStop
+from baton.node.serve import Node
+from baton.node.stop import NodeStop
+from baton.registry import Membership
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import NodeDescription, TraceEvent
+from baton.rpc.messages import NodeDescription, Role, TraceEvent
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from router.app import RouterAddresses, RouterConfig, run_router
 from router.placer import PlacementSettings, Policy
 from tests.support.caller import Caller
+from tests.support.reports import HeardStream
 
 CLUSTER = "mini"
 
 
-@dataclass(slots=True)
 class RunningNode:
-    """One node of the cluster, and the handle that ends it."""
+    """One node of the cluster, through all its incarnations, and the handle that ends it."""
 
-    node: Node
-    description: NodeDescription
-    stop: NodeStop
-    task: asyncio.Task[None]
+    def __init__(self, config: NodeConfig, runner: ModelRunner, membership: Membership) -> None:
+        self.node: Node
+        """The latest incarnation."""
+        self.description: NodeDescription
+        self.stop = NodeStop()
+        self._ready = asyncio.Event()
+        self.task = asyncio.create_task(self._serve(config, runner, membership), name=config.node_id)
+
+    async def started(self) -> None:
+        """Return once it serves; raises why it does not."""
+        ready = asyncio.create_task(self._ready.wait())
+        await asyncio.wait((ready, self.task), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self.task.done():
+            self.task.result()
+
+    async def end(self) -> None:
+        """Wait for nothing that runs."""
+        self.stop()
+        self.stop()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def _serve(self, config: NodeConfig, runner: ModelRunner, membership: Membership) -> None:
+        role: Role | None = Role(config.role)
+        while role is not None:
+            make_role = import_module(f"{role.value}_node.app").make_role
+            self.node = Node(config.model_copy(update={"role": role.value}), runner, make_role, membership)
+            await self.node.serve(self._on_ready, self.stop)
+            role = self.stop.begin_again()
+            if role is not None:
+                self.node.scheduler.check_invariant()
+
+    def _on_ready(self, description: NodeDescription) -> None:
+        self.description = description
+        self._ready.set()
 
     @property
     def in_use(self) -> int:
@@ -73,7 +105,7 @@ class MiniCluster(Caller):
             running = self.nodes[node_id]
             client = NodeClient(running.description.address)
             try:
-                stream = await client.attach("test-watcher")
+                stream = HeardStream(await client.attach("test-watcher"))
                 async for report in stream:
                     load = report.load
                     if load.free_blocks == load.total_blocks and not (load.running or load.waiting):
@@ -134,20 +166,10 @@ async def _start_node(
     config = NodeConfig.model_validate(values)
     membership = MemoryRegistry(store, CLUSTER)
     stack.push_async_callback(membership.close)
-    node, stop = Node(config, runner, import_module(f"{role}_node.app").make_role, membership), NodeStop()
-    ready: asyncio.Future[NodeDescription] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(node.serve(ready.set_result, stop), name=name)
-    stack.push_async_callback(_end, task, stop)
-    await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        task.result()
-    return RunningNode(node, ready.result(), stop, task)
-
-
-async def _end(task: asyncio.Task[None], stop: NodeStop) -> None:
-    stop()
-    stop()
-    await asyncio.gather(task, return_exceptions=True)
+    running = RunningNode(config, runner, membership)
+    stack.push_async_callback(running.end)
+    await running.started()
+    return running
 
 
 async def _start_router(

@@ -62,7 +62,7 @@ class NodeRig:
         )
         self.drained = 0
         self.log = EventLog()
-        description = replace(DESCRIPTION, role=role)
+        description = replace(DESCRIPTION, role=role, embedding_size=runner.model.embedding_size)
         self.service = NodeService(description, self.role, self.driver, self.log, self.clock, self._drain, **service)
 
     def fill(self, block_ids: Sequence[int], prompt: Sequence[int]) -> None:

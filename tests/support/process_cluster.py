@@ -16,11 +16,13 @@ import grpc
 
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState
+from baton.errors import NodeLost, Unreachable
 from baton.rpc.messages import ClusterStatus, LoadReport, TraceEvent
 from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from tests.support.caller import Caller
+from tests.support.reports import HeardStream
 
 BOUND_S = 100.0
 """Nothing waits longer. Far beyond what anything takes, also on a busy machine."""
@@ -183,15 +185,27 @@ class ClusterSession(Caller):
         """Wait until these nodes (default: all) run nothing, and lease, quarantine and use no block."""
         async with asyncio.timeout(BOUND_S):
             for name in names or (*self.cluster.nodes("prefill"), *self.cluster.nodes("decode")):
-                client = NodeClient(self.cluster.process(name).address)
-                try:
-                    stream = await client.attach("test-watch")
-                    async for report in stream:
-                        if is_idle(report.load):
-                            break
-                    await stream.close()
-                finally:
-                    await client.close()
+                while True:
+                    if await self._has_become_idle(name):
+                        break
+                    await asyncio.sleep(_PAUSE_S)
+
+    async def _has_become_idle(self, name: str) -> bool:
+        """False: nobody is there. What was killed a moment ago counts as ready until somebody has noticed."""
+        client = NodeClient(self.cluster.process(name).address)
+        try:
+            stream = HeardStream(await client.attach("test-watch"))
+            try:
+                async for report in stream:
+                    if is_idle(report.load):
+                        return True
+            finally:
+                await stream.close()
+        except (NodeLost, Unreachable):
+            pass
+        finally:
+            await client.close()
+        return False
 
 
 def is_idle(load: LoadReport) -> bool:
@@ -228,3 +242,9 @@ def ended(pids: Sequence[int], act: Callable[[], None]) -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a signal was sent to a process that has not taken it yet."""
+    fields = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool((int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)) >> (number - 1) & 1)

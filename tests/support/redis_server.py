@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
+from baton.registry.acl import acl_rules
 from baton.registry.embedded import READY_WORDS, embedded_redis
+
+CLUSTERS = ("c", "one", "two", "other", "another")
+_PASSWORD = "secret"
+
+
+def _users() -> Iterator[str]:
+    for cluster in CLUSTERS:
+        yield from ("--user", cluster, *acl_rules(cluster, _PASSWORD))
 
 
 class RedisProcess:
-    """Reached over a socket in a directory of its own."""
+    """Reached over a socket in a directory of its own. Each cluster's user may do no more than it needs."""
 
     def __init__(self, run_dir: Path) -> None:
         self.redis = embedded_redis(run_dir)
@@ -18,12 +28,17 @@ class RedisProcess:
 
     @property
     def url(self) -> str:
+        """As the user who may do anything."""
         return self.redis.url
+
+    def url_of(self, cluster: str) -> str:
+        """As the user of one cluster, which is one of CLUSTERS."""
+        return self.redis.url.replace("unix://", f"unix://{cluster}@") + f"?password={_PASSWORD}"
 
     async def start(self) -> None:
         """Return when it answers."""
         self._process = await asyncio.create_subprocess_exec(
-            *self.redis.command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            *self.redis.command, *_users(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
         assert self._process.stdout is not None
         said = b""

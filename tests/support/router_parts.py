@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
@@ -56,5 +57,6 @@ def request(request_id: str = "r", *, max_tokens: int = 8, stop: tuple[str, ...]
     return ValidRequest(request_id, MODEL, (5, 6, 7), params, stop, num_returned=n)
 
 
+@cache
 def key(attempt: int = 1, request_id: str = "r") -> AttemptKey:
     return AttemptKey(request_id, attempt)

@@ -31,6 +31,7 @@ from router.flight_journal import FlightJournal
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.placer import Placer
+from router.request_spans import RequestSpans
 from router.timers import ManualTimers
 from router.view import ClusterView
 from tests.support.router_parts import MODEL, record_of
@@ -111,7 +112,9 @@ class Reader:
 class RouterRig:
     """What a test holds: the dispatcher, its nodes by name, and time."""
 
-    def __init__(self, limits: DispatchLimits | None, placer: Placer | None = None) -> None:
+    def __init__(
+        self, limits: DispatchLimits | None, placer: Placer | None = None, spans: RequestSpans | None = None
+    ) -> None:
         self.timers = ManualTimers()
         self.view = ClusterView()
         self.fakes = FakeNodes()
@@ -128,6 +131,7 @@ class RouterRig:
             limits,
             self.journal("router-1.a"),
             placer,
+            spans,
         )
         self.nodes: dict[str, FakeNode] = {}
 
@@ -210,11 +214,14 @@ class RouterRig:
 
 @asynccontextmanager
 async def router_rig(
-    *descriptions: NodeDescription, limits: DispatchLimits | None = None, placer: Placer | None = None
+    *descriptions: NodeDescription,
+    limits: DispatchLimits | None = None,
+    placer: Placer | None = None,
+    spans: RequestSpans | None = None,
 ) -> AsyncIterator[RouterRig]:
     """A rig with these nodes attached. At the end nothing may be left of it: no request, timer, task or client."""
     before = asyncio.all_tasks()
-    rig = RouterRig(limits, placer)
+    rig = RouterRig(limits, placer, spans)
     rig.register(*descriptions)
     await rig.attached(len(descriptions))
     try:

@@ -14,11 +14,13 @@ from baton.rpc.messages import (
     NodeDescription,
     Outcome,
     RequestDelta,
+    Role,
     RouterMessage,
     StageTimings,
     StepReport,
     Submit,
     TraceEvent,
+    TraceStep,
 )
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
 from baton.rpc.server import RpcServer
@@ -118,5 +120,11 @@ class ServedNode:
     def drain(self) -> None:
         raise NotImplementedError
 
+    def set_role(self, incarnation: str, role: Role) -> None:
+        raise NotImplementedError
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
+        return ()
+
+    def steps(self, after: int) -> Sequence[TraceStep]:
         return ()

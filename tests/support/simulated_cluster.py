@@ -8,6 +8,7 @@ token follows from every KV byte of the history: a wrong block gives wrong token
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -26,7 +27,7 @@ from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
-from baton.errors import BatonError, NodeLost
+from baton.errors import BatonError, NodeLost, TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.event_log import EventLog
@@ -52,6 +53,7 @@ from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
 from kv_transfer.lease import LeaseTimes
+from kv_transfer.liveness import Port
 from kv_transfer.manual_mover import ManualMover
 from kv_transfer.mover_events import MoverEvent
 from kv_transfer.window import WindowLimits
@@ -231,7 +233,7 @@ class _Role:
 
     def attempt_aborted(self, attempt: AttemptKey) -> None:
         if isinstance(self.half, HandOff):
-            self.half.withdraw(attempt, "aborted")
+            self.half.withdraw(attempt, "aborted", TransferCause.CANCELLED)
         else:
             self.half.abandon(attempt)
 
@@ -281,7 +283,7 @@ class SimulatedNode:
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
             )
             self.half = handoff
-            connector = OfferConnector(handoff, self.runner.layout, outbox.add, post)
+            connector = OfferConnector(handoff, self.runner.layout, outbox.add, post, outbox.add_work)
         else:
             intake = cluster.make_intake(
                 identity,
@@ -294,7 +296,7 @@ class SimulatedNode:
                 lambda address: network.channel(self.incarnation, address),
                 digest_every=1 if limits.digests else 0,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
-                nobody_listens=cluster.nobody_listens,
+                look_at=cluster.look_at,
             )
             self.half, connector = intake, IntakeConnector(intake, self.runner.layout, post)
         self.connector = connector
@@ -353,6 +355,7 @@ class SimulatedNode:
             num_blocks=spec.num_blocks,
             eos_token_ids=frozenset(),
             on_transfer_failure=self._cluster.limits.on_transfer_failure,
+            embedding_size=model.embedding_size,
         )
 
     @property
@@ -437,6 +440,7 @@ class _Stream:
             asyncio.create_task(self._carry_up(), name=f"up-{node.incarnation}"),
             asyncio.create_task(self._carry_down(), name=f"down-{node.incarnation}"),
         ]
+        self._telling: asyncio.Task[None] | None = None
 
     async def _carry_up(self) -> None:
         while True:
@@ -447,12 +451,18 @@ class _Stream:
             self._down.send(report)
         self._down.send(NodeLost(f"node {self._node.node_id} ended the stream"))
 
-    async def send(self, message: RouterMessage) -> None:
+    def send(self, message: RouterMessage) -> None:
         self._up.send(message)
 
-    async def __aiter__(self) -> AsyncIterator[StepReport]:
-        while True:
-            yield await self._down.read()
+    def listen(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None:
+        self._telling = asyncio.create_task(self._tell(on_report, on_lost), name=f"tell-{self._node.incarnation}")
+
+    async def _tell(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None:
+        try:
+            while True:
+                on_report(await self._down.read())
+        except NodeLost as loss:
+            on_lost(loss)
 
     def cut(self) -> None:
         """The connection breaks, for both at once."""
@@ -466,6 +476,9 @@ class _Stream:
 
     async def close(self) -> None:
         self._let_go()
+        if self._telling is not None:
+            self._telling.cancel()
+            self._tasks.append(self._telling)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
@@ -542,9 +555,13 @@ class SimulatedCluster:
         self._streams.append(stream)
         return stream
 
-    async def nobody_listens(self, address: str) -> bool:
+    async def look_at(self, address: str) -> Port:
         """What the kernel says of a port."""
-        return all(node.description.address != address for node in self.nodes.values())
+        is_taken = any(node.description.address == address for node in self.nodes.values())
+        return Port.TAKEN if is_taken else Port.FREE
+
+    async def nobody_listens(self, address: str) -> bool:
+        return await self.look_at(address) is Port.FREE
 
     async def start(self, node_id: str) -> SimulatedNode:
         """A new incarnation of the node, registered."""
@@ -597,10 +614,17 @@ class SimulatedCluster:
     async def generate(self, request: GenerateRequest, timeout_s: float | None = None) -> Answer:
         """Run one request to its end."""
         answer = Answer()
+
+        def note(event: GenerateEvent) -> bool:
+            assert answer.finished is None, f"{event} after the end"
+            answer.note(event)
+            return True
+
+        # Every other client takes chunks at once, as those of the router's own gRPC server do.
+        take = note if zlib.crc32(request.request_id.encode()) % 2 else None
         try:
-            async for event in self.dispatcher.generate(request, timeout_s):
-                assert answer.finished is None, f"{event} after the end"
-                answer.note(event)
+            async for event in self.dispatcher.generate(request, timeout_s, take):
+                note(event)
         except BatonError as error:
             answer.error = error
         return answer

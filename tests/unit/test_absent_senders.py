@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from baton.engine.request import KVSource
 from decode_node.absent_senders import AbsentSenders
+from kv_transfer.liveness import Port
 from tests.support.virtual_time import run_virtually
 
 FIRST = KVSource("p0", "p0.first", "host:1")
@@ -14,15 +15,17 @@ OTHER = KVSource("p1", "p1.first", "host:2")
 
 
 class Host:
-    """Says of a port whether anybody listens, from some moment on."""
+    """Says of a port that it is taken, and something else from some moment on."""
 
     def __init__(self) -> None:
         self.ends_at: dict[str, float] = {}
+        self.then = Port.FREE
         self.asked = 0
 
-    async def nobody_listens(self, address: str) -> bool:
+    async def look_at(self, address: str) -> Port:
         self.asked += 1
-        return asyncio.get_running_loop().time() >= self.ends_at.get(address, float("inf"))
+        is_over = asyncio.get_running_loop().time() >= self.ends_at.get(address, float("inf"))
+        return self.then if is_over else Port.TAKEN
 
 
 def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> list[str]:
@@ -31,7 +34,7 @@ def check(play: Callable[[AbsentSenders, Host, list[str]], Awaitable[None]]) -> 
 
     async def main() -> None:
         host = Host()
-        senders = AbsentSenders(dropped.append, host.nobody_listens)
+        senders = AbsentSenders(dropped.append, host.look_at)
         await play(senders, host, dropped)
         await senders.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -96,3 +99,42 @@ def test_a_successor_ends_those_before_it_and_no_others() -> None:
         assert len(senders) == 1
 
     assert check(play) == ["p0.first"]
+
+
+def test_one_whose_process_ends_long_after_its_link_is_dropped_then() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        host.ends_at["host:1"] = asyncio.get_running_loop().time() + 10_000
+        senders.left(FIRST)
+        await asyncio.sleep(9_990)
+        assert dropped == []
+        await asyncio.sleep(100)
+
+    assert check(play) == ["p0.first"]
+
+
+def test_one_that_went_with_its_host_is_dropped_in_the_end() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        host.then, host.ends_at["host:1"] = Port.SILENT, 0.0
+        senders.left(FIRST)
+        senders.left(OTHER)
+        await asyncio.sleep(600)
+        assert dropped == []
+        await asyncio.sleep(400)
+        assert (dropped, len(senders)) == (["p0.first"], 1)
+        senders.came("p0", "p0.second")
+
+    assert check(play) == ["p0.first"]
+
+
+def test_one_that_is_heard_of_now_and_then_is_kept() -> None:
+    async def play(senders: AbsentSenders, host: Host, dropped: list[str]) -> None:
+        host.then, host.ends_at["host:1"] = Port.SILENT, 0.0
+        senders.left(FIRST)
+        for _ in range(5):
+            await asyncio.sleep(600)
+            host.then = Port.TAKEN
+            await asyncio.sleep(100)
+            host.then = Port.SILENT
+        assert len(senders) == 1
+
+    assert check(play) == []

@@ -72,9 +72,13 @@ async def test_an_orphan_runs_on_and_is_told_from_the_beginning_to_who_adopts_it
     await rig.service.wait_idle()
 
 
-async def test_what_ended_as_an_orphan_or_just_before_is_told_as_well() -> None:
+def test_what_ended_as_an_orphan_or_just_before_is_told_as_well() -> None:
+    run_virtually(_told_as_well())
+
+
+async def _told_as_well() -> None:
     for closes_after in (True, False):
-        rig = rig_with_grace()
+        rig = NodeRig(Role.DECODE, clock=LoopClock(), orphan_grace_s=GRACE_S)
         first, second = attach(rig, "router-0"), attach(rig, "router-1")
         rig.ask(first)
         if not closes_after:

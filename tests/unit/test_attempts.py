@@ -17,6 +17,7 @@ from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.scripted import expected_tokens
 from baton.engine.sequence_group import sequence_seed
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent
 from baton.node.attempt_clock import AttemptClock
@@ -93,11 +94,12 @@ def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
 def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, [1, 2]))
-    attempt.note(RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone"))
+    end = RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone", transfer_cause=TransferCause.PEER_GONE)
+    attempt.note(end)
     assert list(attempt.told_again()) == [
         RequestDelta(attempt.key),
         RequestDelta(attempt.key, 0, (1, 2)),
-        RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone"),
+        end,
     ]
 
 

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.compare.arrangement import chosen, conditional, split
+from baton.bench.arrangement import Arrangement, chosen
 from baton.bench.compare.report import compare_result, ratios, verdict
-from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun, common_rate, seed_of
-from baton.bench.compare.search import GoodputSearch
+from baton.bench.compare.run import Comparison
+from baton.bench.compare.turns import CompareConfig, Measured, RateRun, common_rate, seed_of
+from baton.bench.goodput import GoodputSearch
+from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.samples import impossible_spans
 from baton.bench.outcome import Outcome, Outcomes
 from baton.bench.serve.load import GeneratorLoad
@@ -61,12 +63,20 @@ def test_a_limit_that_nobody_keeps_is_a_goodput_of_nothing() -> None:
 
 
 def test_arrangements_have_the_same_nodes() -> None:
-    assert [one.name for one in chosen([], 3)] == ["colocated", "1p2d", "2p1d", "conditional"]
-    assert {one.nodes for one in chosen([], 3)} == {3}
-    assert chosen(["1P1D"], 2) == [split(1, 1)]
-    assert split(1, 1).is_disaggregated
-    assert not conditional(2).is_disaggregated
-    for names, nodes in ((["2p1d"], 2), (["0p2d"], 2), (["pd"], 2), ([], 1), (["1p1d", "1P1D"], 2)):
+    assert list(map(str, chosen([], 3))) == ["colocated:3", "1p2d", "2p1d", "conditional:1p2d"]
+    assert {one.num_nodes for one in chosen([], 3)} == {3}
+    assert chosen(["1P1D", "colocated", "conditional"], 2) == [
+        *(Arrangement(1, 1), Arrangement(0, 2), Arrangement(1, 1, is_conditional=True))
+    ]
+    assert [one.is_disaggregated for one in chosen([], 2)] == [False, True, False]
+    for names, nodes in (
+        (["2p1d"], 2),
+        (["0p2d"], 2),
+        (["pd"], 2),
+        ([], 1),
+        (["1p1d", "1P1D"], 2),
+        (["colocated:4"], 2),
+    ):
         with pytest.raises(InvalidRequest):
             chosen(names, nodes)
 
@@ -91,7 +101,8 @@ def rate_run(repeat: int, rate: float, gap_s: float) -> RateRun:
     outcomes = Outcomes()
     outcomes.append(Outcome(0, 0.0, 0.0, 0.1, 0.1 + gap_s, 8, 2, [gap_s]))
     summary = summarize(outcomes, 1.0, Slo(tpot_ms=50))
-    return RateRun(repeat, rate, summary, LoadRun(outcomes, 1.0, 1, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False))
+    run = LoadRun(outcomes, 1.0, 1, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False)
+    return RateRun(repeat, rate, summary, NodesRun(run, {}, {}, 0))
 
 
 def test_a_comparison_says_ratios_with_their_spread() -> None:
@@ -105,24 +116,29 @@ def test_a_comparison_says_ratios_with_their_spread() -> None:
         measured[0].common.append(rate_run(repeat, 2.0, 0.4))
         measured[1].common.append(rate_run(repeat, 2.0, 0.1))
     config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
-    comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured, False)
+    comparison = Comparison(Slo(tpot_ms=50), summarize(Outcomes(), 1.0), measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
-    assert result["goodput"] == {"colocated": 2, "1p1d": 8}
+    assert result["goodput"] == {"colocated:2": 2, "1p1d": 8}
     assert result["goodput_ratio"] == 3
     assert result["goodput_ratio_spread"] == {"median": 3, "p10": 2, "p90": 4}
     assert result["p99_gap_ratio"] == pytest.approx(0.25)
     assert result["best_split"] == "1p1d"
     assert result["arrangements"][0]["cores"] == 2
     assert result["arrangements"][0]["limited_by"] is None
-    assert result["arrangements"][1]["limited_by"] == {"rate": 16.0, "attainment": 0.0, "kept": {"tpot_ms": 0.0}}
-    assert verdict(result)[0] == "1p1d has 3.00 [2.00, 4.00] times the goodput of colocated"
+    assert result["arrangements"][1]["limited_by"] == {
+        "rate": 16.0,
+        "attainment": 0.0,
+        "kept": {"tpot_ms": 0.0},
+        "busy": {},
+    }
+    assert verdict(result)[0] == "1p1d has 3.00 [2.00, 4.00] times the goodput of colocated:2"
 
 
 def test_without_a_goodput_there_is_no_ratio() -> None:
     arrangements = chosen(["colocated", "1p1d"], 2)
     measured = [Measured(arrangements[0], {}, [0.0]), Measured(arrangements[1], {}, [1.0])]
     config = CompareConfig(arrangements, Path("model"), "auto", WorkloadSpec(), None)
-    comparison = Comparison(Slo(tpot_ms=50), {}, measured, False)
+    comparison = Comparison(Slo(tpot_ms=50), {}, measured)
     result = compare_result(config, comparison, "2026-01-01T00:00:00+00:00")
     assert result["goodput_ratio"] is None
     assert "kept the SLO at no rate" in verdict(result)[0]

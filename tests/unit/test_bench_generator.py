@@ -6,20 +6,25 @@ import asyncio
 import json
 import signal
 import socket
+import threading
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
+from baton.bench.result_file import read_result
+from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.serve.generator import Generator, sessions, share_of
 from baton.bench.serve.grpc_endpoint import GrpcEndpoint
 from baton.bench.serve.http_endpoint import HttpEndpoint
 from baton.bench.serve.load import GeneratorLoad
+from baton.bench.serve.report import remarks
 from baton.bench.serve.run import LoadPlan, run_load, shares, with_own_ids
+from baton.bench.summary import summarize
 from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
 from baton.bench.workloads.multi_turn import MultiTurn
 from baton.bench.workloads.spec import WorkloadSpec
@@ -45,6 +50,7 @@ class FakeEndpoint:
     answer: str | None = "at once"
     """None: not before somebody calls the listeners; at once; or an error."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: list[bytes] = field(default_factory=list)
 
     async def listener(self, number: int) -> Listener:
         """Whoever waits for this one of the answers, once it was sent."""
@@ -59,7 +65,7 @@ class FakeEndpoint:
     def prepare(self, request: WorkloadRequest) -> bytes:
         return str(request.index).encode()
 
-    def send(self, message: bytes, listener: Listener) -> None:
+    def send(self, message: bytes, listener: Listener) -> Cancel:
         self.sent.append((message, asyncio.get_running_loop().time()))
         self.listeners.append(listener)
         self.changed.set()
@@ -69,6 +75,7 @@ class FakeEndpoint:
             listener.on_end(None, Usage(20, 4))
         elif self.answer is not None:
             listener.on_end(self.answer, None)
+        return lambda: self.cancelled.append(message)
 
     def close(self) -> None:
         pass
@@ -152,6 +159,14 @@ async def test_a_run_ends_when_nobody_is_there_any_more() -> None:
     assert generator.outcomes.errors == {"full": 100}
 
 
+async def test_who_waits_no_longer_says_so() -> None:
+    endpoint = FakeEndpoint(answer=None)
+    generator = Generator(endpoint, None, request_timeout_s=0.01)
+    await generator.run(sessions([request(0), request(1)]), 0.0)
+    assert endpoint.cancelled == [b"0", b"1"]
+    assert generator.outcomes.errors == {"no answer in time": 2}
+
+
 async def test_an_answer_without_a_token_has_failed() -> None:
     endpoint = FakeEndpoint(answer=None)
     generator = Generator(endpoint, None)
@@ -210,6 +225,20 @@ def test_lateness_is_held_against_what_was_measured(took_s: float, is_bottleneck
     assert bool(GeneratorLoad.of(outcomes, [0.1], [0.2]).bottleneck) is is_bottleneck
 
 
+async def test_a_generator_that_is_asked_for_too_much_says_so() -> None:
+    spec = WorkloadSpec(num_prompts=3000, request_rate=1e6, random_input_len=64, random_output_len=2)
+    async with canned_endpoint(2) as address:
+        target = replace(TARGET, address=address)
+        ran = await asyncio.to_thread(run_load, LoadPlan(target, spec))
+    assert ran.load.bottleneck
+    assert ran.load.to_json()["is_bottleneck"] is True
+    said = remarks(ran, summarize(ran.outcomes, ran.duration_s), None)
+    assert any(line.startswith("the generator was the bottleneck: ") for line in said)
+    assert "use more --processes" in " ".join(said)
+    # Requests count from when they were planned: being late makes nothing look fast.
+    assert ran.outcomes.ttft_s.mean() >= (ran.outcomes.sent_s - ran.outcomes.planned_s).mean()
+
+
 async def through_grpc(tokens: int, status: int = 0) -> Generator:
     async with canned_endpoint(tokens, status) as address:
         endpoint = GrpcEndpoint(replace(TARGET, address=address))
@@ -249,6 +278,51 @@ class Silent(asyncio.Protocol):
         self._transports.append(transport)
 
 
+class Mute(asyncio.Protocol):
+    """A server that never answers; it notes what its client does in the end."""
+
+    def __init__(self, done: list[str], heard: asyncio.Event) -> None:
+        self._done = done
+        self._heard = heard
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))  # HTTP/2's first word: settings, none
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        # A frame of RST_STREAM for stream 1, with CANCEL.
+        if bytes([0, 0, 4, 3, 0, 0, 0, 0, 1, 0, 0, 0, 8]) in self._received:
+            self._note("reset")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._note("left")
+
+    def _note(self, what: str) -> None:
+        self._done.append(what)
+        self._heard.set()
+
+
+@pytest.mark.parametrize(("make", "says"), [(GrpcEndpoint, "reset"), (HttpEndpoint, "left")])
+async def test_a_request_without_an_answer_in_time_is_cancelled_at_the_server(
+    make: type[GrpcEndpoint | HttpEndpoint], says: str
+) -> None:
+    done: list[str] = []
+    heard = asyncio.Event()
+    server = await asyncio.get_running_loop().create_server(lambda: Mute(done, heard), "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    endpoint = make(replace(TARGET, address=address, connections=1))
+    await endpoint.open()
+    generator = Generator(endpoint, None, request_timeout_s=0.01)
+    await generator.run(sessions([request(0)]), asyncio.get_running_loop().time())
+    await heard.wait()
+    assert done == [says]
+    assert generator.outcomes.errors == {"no answer in time": 1}
+    endpoint.close()
+    server.close()
+
+
 class CountedEndpoint(GrpcEndpoint):
     """Says when so many requests were sent."""
 
@@ -257,11 +331,12 @@ class CountedEndpoint(GrpcEndpoint):
         self._left = count
         self.has_sent_them = asyncio.Event()
 
-    def send(self, message: bytes, listener: Listener) -> None:
-        super().send(message, listener)
+    def send(self, message: bytes, listener: Listener) -> Cancel:
+        cancel = super().send(message, listener)
         self._left -= 1
         if not self._left:
             self.has_sent_them.set()
+        return cancel
 
 
 async def test_connections_that_break_are_made_again() -> None:
@@ -281,7 +356,7 @@ async def test_connections_that_break_are_made_again() -> None:
     endpoint.close()
     server.close()
     assert sum(generator.outcomes.errors.values()) == 25
-    assert all(error.startswith("the connection is lost") for error in generator.outcomes.errors)
+    assert all("the connection is lost" in error for error in generator.outcomes.errors)
     assert generator.progress.completed == 35
     assert not generator.progress.is_unreachable
 
@@ -338,6 +413,59 @@ async def test_nobody_there_is_unreachable(endpoint: type[GrpcEndpoint | HttpEnd
         pass
     with pytest.raises(Unreachable, match="can't be reached"):
         await endpoint(replace(TARGET, address=address)).open()
+
+
+class ShortLived(ThreadingHTTPServer):
+    """An OpenAI endpoint that answers so many requests and then is gone, with whoever listened at its address."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: int) -> None:
+        super().__init__(("127.0.0.1", 0), OneOfManyAnswers)
+        self.left = answers
+        self.lock = threading.Lock()
+
+
+class OneOfManyAnswers(BaseHTTPRequestHandler):
+    server: ShortLived
+
+    def do_GET(self) -> None:
+        self.wfile.write(plain_answer(200, json.dumps({"data": [{"id": "brief", "max_model_len": 512}]})))
+
+    def do_POST(self) -> None:
+        with self.server.lock:
+            self.server.left -= 1
+            if self.server.left == 0:
+                self.server.shutdown()
+                self.server.socket.close()
+            if self.server.left <= 0:
+                return
+        self.rfile.read(int(self.headers["content-length"]))
+        self.wfile.write(sse_answer(3))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_came_before_an_endpoint_went_away_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = ShortLived(answers=12)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    path = tmp_path / "partial.json"
+    words = ("bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{server.server_port}")
+    load = ("--num-prompts", "200", "--max-concurrency", "1", "--random-input-len", "8", "--random-output-len", "3")
+    assert main([*words, *load, "--result-filename", str(path), "--goodput", "ttft:0.0001"]) == 5
+    said = capfd.readouterr()
+    result = read_result(path)
+    assert result["completed"] == 11
+    assert result["is_complete"] is False
+    assert len(result["arrangements"][0]["rates"][0]["outcomes"]["index"]) == len(result_errors(result)) + 11
+    assert "the endpoint went away" in said.err
+    assert "no request met the SLO: median TTFT was " in said.err
+    assert "Successful requests" in said.out
+
+
+def result_errors(result: dict[str, Any]) -> list[str]:
+    return [error for error in result["arrangements"][0]["rates"][0]["outcomes"]["error"] if error is not None]
 
 
 def test_a_result_goes_into_its_folder_whether_that_is_there_or_not(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import yaml
 
 from baton.cli.ask_nodes import ask_all, can_be_asked
 from baton.cli.cluster_view import view_cluster
-from baton.cli.describe import NodeNotFound, find_node
+from baton.cli.describe import find_node
 from baton.cli.leases import lease_json, lease_row, oldest_first
 from baton.cli.node_page import node_json, node_lines
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState
-from baton.errors import DeadlineExceeded
+from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.ids import AttemptKey
 from baton.rpc import node_service
 from baton.rpc.messages import (

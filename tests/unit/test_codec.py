@@ -7,7 +7,7 @@ import pytest
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.ids import AttemptKey
 from baton.rpc import codec_generation, codec_node, codec_node_report, codec_sampling
 from baton.rpc.messages import (
@@ -85,6 +85,8 @@ def test_absent_logprobs_stay_absent() -> None:
         WatchKVCache(),
         Adopt(KEY),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
+        Submit(KEY, Leg.EMBED, [1], PARAMS),
+        Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ],
 )
 def test_router_messages_keep_every_field(message: RouterMessage) -> None:
@@ -100,21 +102,25 @@ def test_an_unknown_router_message_is_refused_by_name() -> None:
 
 def test_reports_keep_every_field() -> None:
     deltas = [
-        RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)),
+        RequestDelta(KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)),
         RequestDelta(KEY, outcome=Outcome.KV_LOST, error="peer gone"),
         RequestDelta(KEY, outcome=Outcome.INVALID, error="json_schema: is too complex"),
         RequestDelta(KEY, 0, [0]),
         RequestDelta(KEY, 1, [4], [], sequence_index=7),
+        *(RequestDelta(KEY, outcome=Outcome.KV_LOST, error="why", transfer_cause=cause) for cause in TransferCause),
     ]
+    deltas.append(RequestDelta(KEY, outcome=Outcome.STOP, embedding=b"\0\1\xff\2"))
     load = LoadReport(1, 2, 3, 100, 50, 5, 6, True, uncomputed_tokens=2**33, context_tokens=9)
     report = StepReport(deltas, load, step=StepFigures(1.5, 512, 3, 2**33))
     again = codec_node.report_from_pb(codec_node.report_to_pb(report))
     assert again.step == report.step
     assert again.load == report.load
-    assert [d.outcome for d in again.deltas] == [Outcome.STOP, Outcome.KV_LOST, Outcome.INVALID, None, None]
-    assert [d.sequence_index for d in again.deltas] == [0, 0, 0, 0, 7]
+    assert [d.outcome for d in again.deltas[:5]] == [Outcome.STOP, Outcome.KV_LOST, Outcome.INVALID, None, None]
+    assert [d.sequence_index for d in again.deltas[:5]] == [0, 0, 0, 0, 7]
+    assert [d.transfer_cause for d in again.deltas[:-1]] == [None] * 5 + list(TransferCause)
+    assert (again.deltas[0].embedding, again.deltas[-1].embedding) == (b"", b"\0\1\xff\2")
     assert again.deltas[0] == RequestDelta(
-        KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6)
+        KEY, 3, [7, 8], [LOGPROBS], Outcome.STOP, 8, "", StageTimings(1, 2, 3, 4, 5, 6, 7, 8)
     )
     assert again.deltas[3].stop_token_id is None
 
@@ -153,7 +159,7 @@ def test_an_outcome_of_a_newer_version_is_an_error_not_progress() -> None:
 def test_descriptions_and_traces_keep_every_field() -> None:
     description = NodeDescription(
         *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
-        *("fail", "kv", 2**40, 64, 512),
+        *("fail", "kv", 2**40, 64, 512, 4, 4096),
     )
     assert codec_node.description_from_pb(codec_node.description_to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")

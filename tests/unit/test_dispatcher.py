@@ -20,7 +20,7 @@ from baton.errors import (
     SlowReader,
 )
 from baton.ids import AttemptKey
-from baton.rpc.messages import Chunk, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
+from baton.rpc.messages import Chunk, Finished, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
 from router.limits import DispatchLimits
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
@@ -336,6 +336,40 @@ async def test_a_slow_reader_blocks_nobody_and_is_ended_in_the_end() -> None:
         assert (rest.first_index, rest.text) == (4, "efgh")
         with pytest.raises(SlowReader, match="unread"):
             await anext(slow)
+
+
+async def test_what_a_reader_takes_while_it_waits_is_no_backlog_and_slowness_is_forgiven() -> None:
+    limits = DispatchLimits(max_backlog_tokens=2, stall_s=3.0)
+    async with router_rig(decode("d1"), limits=limits) as rig:
+        taken: list[Chunk] = []
+        has_room = False
+
+        def take(one: Chunk) -> bool:
+            if has_room:
+                taken.append(one)
+            return has_room
+
+        events = rig.dispatcher.generate(GenerateRequest("hello", max_tokens=12), take=take)
+        await anext(events)
+        attempt = (await rig.submitted("d1")).attempt
+        rig.tell("d1", attempt, 0, "abcd")
+        await rig.nodes["d1"].all_read()
+        # Four wait for a reader that does something else. Then it comes back, and takes what follows at once.
+        rest = await anext(events)
+        assert isinstance(rest, Chunk)
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        has_room = True
+        rig.tell("d1", attempt, 4, "efg")
+        await rig.nodes["d1"].all_read()
+        assert [one.text for one in taken] == ["efg"]
+        rig.timers.advance(10.0)
+        assert not waiting.done()
+        rig.tell("d1", attempt, 7, "hijkl", Outcome.LENGTH)
+        assert isinstance(await waiting, Finished)
+        assert "".join(one.text for one in taken) == "efghijkl"
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
 
 
 async def test_waits_for_a_node_that_comes_back() -> None:

@@ -31,6 +31,12 @@ HEALTHY = Facts(
     rdma_devices=(),
     ports={"--grpc-port": 50051, "--http-port": 8000},
     ports_in_use=frozenset(),
+    run_dir="/tmp/baton-0",
+    disk_free=20 << 30,
+    seconds_since_installed=3600.0,
+    clock_is_kept=True,
+    version="0.1.0",
+    unmet=(),
 )
 
 
@@ -49,6 +55,11 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
     [
         ({"kernel_path": None, "kernel_reason": "not built"}, "kernels", Level.WARNING, "(not built)", "/usr/bin/cc"),
         ({"kernel_path": None, "compiler": ""}, "kernels", Level.WARNING, "padded products", "install a C compiler"),
+        ({"disk_free": 1 << 20}, "disk", Level.CRITICAL, "1.0 MiB free for /tmp/baton-0", "--run-dir"),
+        ({"disk_free": 100 << 20}, "disk", Level.WARNING, "100.0 MiB", "free some"),
+        ({"disk_free": None}, "disk", Level.UNKNOWN, "unknown", "look"),
+        ({"seconds_since_installed": -5.0}, "clock", Level.CRITICAL, "no certificate", "chrony"),
+        ({"unmet": ["torch>=9 (2 is here)"]}, "versions", Level.WARNING, "wants torch>=9 (2 is here)", "pip install"),
         ({"native_bfloat16": False}, "bfloat16", Level.WARNING, "float32 is the default", "processor"),
         ({"model": ModelFacts("m", "no config.json")}, "model", Level.CRITICAL, "no config.json", "--model"),
         ({"model": ModelFacts("m", "broken")}, "bit-exact", Level.UNKNOWN, "does not load", "line above"),

@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.engine.block_hash import CacheKeyFields
-from baton.engine.connector import KVTransferOutput
+from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
 from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
@@ -21,6 +21,7 @@ from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.errors import TransferCause
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
@@ -85,7 +86,7 @@ def test_a_live_id_ends_the_second_one_alone(rig: DriverRig) -> None:
     (refused,) = news.outputs[2].outputs
     assert refused.finish_reason is FinishReason.ERROR
     assert "here already" in (refused.error or "")
-    rig.driver.tell_transfer(KVTransferOutput(failed={"r": "gone"}))
+    rig.driver.tell_transfer(KVTransferOutput(failed={"r": LostKV(TransferCause.PEER_GONE, "gone")}))
     assert rig.until_end("r")[-1].kv_lost
 
 
@@ -163,12 +164,13 @@ def test_stop_does_not_wait_for_work_that_is_left(ahead: bool) -> None:
 
 
 def test_what_a_step_leaves_behind_goes_after_its_news() -> None:
-    """An offer wakes another node; the first token of the same step must not wait for that."""
+    """An offer wakes another node; the first token of the same step must not wait for that, nor the offer for work."""
     order: queue.SimpleQueue[str] = queue.SimpleQueue()
     outbox = Outbox(lambda action: action())
 
     class Connector(FakeConnector):
         def blocks_computed(self, request: Request, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+            outbox.add_work(lambda: order.put("done at last"))
             outbox.add(lambda: order.put("left by the step"))
 
     engine = EngineRig(connector=Connector())
@@ -181,7 +183,8 @@ def test_what_a_step_leaves_behind_goes_after_its_news() -> None:
     driver = EngineDriver(engine.core, publish, lambda error: None, outbox.flush)
     driver.start()
     driver.submit(request("r", leg=Leg.PREFILL))
-    assert [order.get(timeout=LONG_S) for _ in range(3)] == ["left before", "news", "left by the step"]
+    expected = ["left before", "news", "left by the step", "done at last"]
+    assert [order.get(timeout=LONG_S) for _ in expected] == expected
     driver.stop()
 
 
@@ -204,12 +207,12 @@ class WatchedThread(StepThread):
 class GatedRig:
     """A driver of a simulated runner, whose steps pass a gate; it decides ahead of it unless told otherwise."""
 
-    def __init__(self, allowed: int, ahead: bool = True) -> None:
+    def __init__(self, allowed: int, ahead: bool = True, connector: KVConnector | None = None) -> None:
         self.gate = StepGate(allowed)
         self.thread = WatchedThread()
         runner = SimulatedRunner(replace(SPEC, sleep=self.gate))
         fields = CacheKeyFields.of(runner.model, runner.layout)
-        self.scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, SystemClock())
+        self.scheduler = Scheduler(SchedulerConfig(64, block_size=4), fields, SystemClock(), connector)
         self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
         core = EngineCore(self.scheduler, runner, self.thread if ahead else None)
         self.driver = EngineDriver(core, self.publish, lambda error: None)
@@ -272,6 +275,22 @@ def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
         if output.finish_reason is not None:
             ends[output.request_id] = output.finish_reason
     assert ends == {"huge": FinishReason.IGNORED, "aborted": FinishReason.ABORT}
+    rig.gate.allow(None)
+    rig.driver.stop()
+
+
+def test_an_arrival_joins_the_step_after_the_one_that_is_computed_meanwhile() -> None:
+    rig = GatedRig(allowed=1, ahead=False, connector=FakeConnector())
+    rig.driver.submit(request("d", leg=Leg.DECODE, kv_source=SOURCE))
+    rig.driver.submit(Request("stream", prompt_of(6), SamplingParams(max_tokens=20)))
+    assert rig.outputs.get(timeout=LONG_S).request_id == "stream"
+    rig.gate.wait_for_step(2)
+    # Heard between the second step and the third.
+    rig.driver.tell_transfer(KVTransferOutput(arrived={"d": ArrivedKV((7,))}))
+    rig.gate.allow(3)
+    told = [rig.outputs.get(timeout=LONG_S) for _ in range(3)]
+    assert [(output.request_id, output.first_index) for output in told] == [("stream", 1), ("stream", 2), ("d", 0)]
+    assert len(told[-1].new_token_ids) == 2, "the one that came and the one that it drew"
     rig.gate.allow(None)
     rig.driver.stop()
 

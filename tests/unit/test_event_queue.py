@@ -10,6 +10,7 @@ from baton.engine.outputs import TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
 from router.event_queue import MAX_JOINED_TOKENS, EventQueue
+from router.turns import Turns
 
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
@@ -79,3 +80,119 @@ async def test_the_error_of_the_end_comes_after_all_events_and_only_the_first_en
     for _ in range(2):
         with pytest.raises(EngineFault, match="first"):
             await queue.get()
+
+
+class Taker:
+    """Takes chunks while it waits, as long as it has room."""
+
+    def __init__(self, queue: EventQueue) -> None:
+        self.taken: list[GenerateEvent] = []
+        self.has_room = True
+        self.is_broken = False
+        self.num_woken = 0
+        self._queue = queue
+        queue.hand_to(self._take)
+        self.task = asyncio.create_task(self._read())
+
+    def _take(self, chunk: Chunk) -> bool:
+        if self.is_broken:
+            raise RuntimeError("it can't")
+        if self.has_room:
+            self.taken.append(chunk)
+        return self.has_room
+
+    async def _read(self) -> None:
+        while (event := await self._queue.get()) is not None:
+            self.num_woken += 1
+            self.taken.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.taken if isinstance(event, Chunk))
+
+
+async def test_a_waiting_reader_takes_chunks_without_being_woken_and_all_else_in_its_place() -> None:
+    queue = EventQueue()
+    queue.put(chunk(0, "a"))
+    taker = Taker(queue)
+    await asyncio.sleep(0)
+    assert (taker.text, taker.num_woken) == ("a", 1)  # it was there before anybody waited
+    queue.put(chunk(1, "bc"))
+    assert (taker.text, taker.num_woken, queue.backlog) == ("abc", 1, 0)
+    ended = SequenceFinished(0, "stop", None, 3)
+    queue.put(ended)
+    queue.put(chunk(3, "d"))
+    queue.end()
+    await taker.task
+    assert taker.text == "abcd"
+    assert taker.taken[2] is ended
+
+
+async def test_who_can_take_no_more_is_woken_and_gets_the_same_chunk() -> None:
+    queue = EventQueue()
+    taker = Taker(queue)
+    await asyncio.sleep(0)
+    taker.has_room = False
+    queue.put(chunk(0, "ab"))
+    assert queue.backlog == 2
+    queue.put(chunk(2, "c"))
+    await asyncio.sleep(0)
+    assert (taker.text, taker.num_woken, queue.backlog) == ("abc", 1, 0)
+    await asyncio.sleep(0)
+    taker.is_broken = True
+    queue.put(chunk(3, "d"))
+    queue.end()
+    await taker.task
+    assert (taker.text, taker.num_woken) == ("abcd", 2)
+
+
+async def test_chunks_that_have_to_wait_for_their_turn_are_taken_as_one() -> None:
+    turns = Turns(per_turn=1)
+    queues = [EventQueue(turns) for _ in range(3)]
+    takers = [Taker(queue) for queue in queues]
+    await asyncio.sleep(0)
+    for queue in queues:
+        queue.put(chunk(0, "a"))
+        queue.put(chunk(1, "b"))
+    assert [taker.text for taker in takers] == ["a", "", ""]
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert [taker.text for taker in takers] == ["ab"] * 3
+    assert [len(taker.taken) for taker in takers] == [2, 1, 1]
+    assert all(taker.num_woken == 0 for taker in takers)
+    for queue, taker in zip(queues, takers, strict=True):
+        queue.end()
+        await taker.task
+
+
+async def test_a_turn_that_comes_after_everything_was_taken_wakes_nobody() -> None:
+    turns = Turns(per_turn=1)
+    queue = EventQueue(turns)
+    events: list[GenerateEvent] = []
+
+    async def read() -> None:
+        while (event := await queue.get()) is not None:
+            events.append(event)
+
+    reader = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    queue.put(chunk(0, "a"))  # it is woken, and runs only later
+    queue.put(chunk(1, "b"))  # this turn of the loop is used up: another one is asked for
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert not reader.done()
+    queue.put(chunk(2, "c"))
+    queue.end()
+    await reader
+    assert "".join(event.text for event in events if isinstance(event, Chunk)) == "abc"
+
+
+async def test_the_end_wakes_a_reader_that_has_taken_everything() -> None:
+    queue = EventQueue()
+    taker = Taker(queue)
+    await asyncio.sleep(0)
+    queue.put(chunk(0, "a"))
+    queue.end(EngineFault("over"))
+    with pytest.raises(EngineFault, match="over"):
+        await taker.task
+    assert taker.text == "a"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded
+from baton.errors import DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
 from router.flight import Flight
@@ -59,7 +59,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
     incarnation, attempt, *rest = words
     fields: dict[str, list[str]] = {}
     for word in rest:
-        if word in ("at", "tokens", "outcome", "token", "of"):
+        if word in ("at", "tokens", "outcome", "token", "of", "cause"):
             current = fields.setdefault(word, [])
         else:
             current.append(word)
@@ -70,6 +70,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
         outcome=Outcome(fields["outcome"][0]) if "outcome" in fields else None,
         stop_token_id=int(fields["token"][0]) if "token" in fields else None,
         sequence_index=int(fields.get("of", ["0"])[0]),
+        transfer_cause=TransferCause(fields["cause"][0]) if "cause" in fields else None,
     )
     return Delta(incarnation, delta)
 
@@ -172,6 +173,29 @@ def test_conversation(path: Path, quick: bool) -> None:
             for want, got in zip(expected, actual, strict=False)
         ]
         assert shortened + actual[len(expected) :] == expected
+
+
+@pytest.mark.parametrize(
+    "end", [NodeGone("d1.1", "died"), StopStringFound("END"), Cancel("gone")], ids=lambda e: type(e).__name__
+)
+def test_tokens_that_flow_do_so_until_the_next_event(end: FlightEvent) -> None:
+    flight, first = Flight(request()), key()
+    flight.start()
+    flight.handle(placed("p1", "d1"))
+    flight.handle(Delta("d1.1", RequestDelta(first, 0, (10,))))
+    assert flight.takes_next("d1.1", RequestDelta(first, 1, (11,)))
+    assert flight.takes_next("d1.1", RequestDelta(first, 2, (12,)))
+    assert not flight.takes_next("d1.1", RequestDelta(first, 4, (14,))), "a gap"
+    flight.handle(end)
+    late = RequestDelta(first, 3, (13,))
+    assert not flight.takes_next("d1.1", late)
+    assert flight.num_output_tokens == 3
+    if not flight.is_over:
+        flight.handle(placed("p2", "d2"))
+        assert not flight.takes_next("d1.1", late)
+        flight.handle(Delta("p2.1", RequestDelta(key(2), 0, (10,))))
+        assert flight.takes_next("d2.1", RequestDelta(key(2), 3, (13,)))
+        assert not flight.takes_next("d1.1", RequestDelta(first, 4, (14,)))
 
 
 EVENTS: dict[str, FlightEvent] = {

@@ -26,7 +26,7 @@ PARAMS = SamplingParams(
     n=3,
 )
 REQUEST = ValidRequest("r", "m", (1, 299), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True)
-RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9)
+RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01")
 
 
 def paths(value: Any, at: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

@@ -11,12 +11,12 @@ from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
-from baton.observe.metrics import Figure
+from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
-from kv_transfer.figures import failure_figures, read_figures, transfer_figures
+from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
 from kv_transfer.lease import LeaseBook, LeaseTimes
 from kv_transfer.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
-from kv_transfer.read_totals import ReadTotals
+from kv_transfer.read_histograms import ReadHistograms
 from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.transfer import Plan, TransferBook
 
@@ -155,18 +155,47 @@ def test_failures_are_counted_by_cause_and_sender() -> None:
     }
 
 
-def test_what_reads_took_is_summed_by_sender() -> None:
-    total = ReadTotals()
-    total.add(100, 2, 0.5, 0.25)
-    total.add(50, 1, 0.25, 0.125)
-    assert {_sample(figure): figure.value for figure in read_figures({"p0": total})} == {
-        "kv_reads_total{peer=p0}": 2,
-        "kv_transfer_seconds_total{peer=p0}": 0.75,
-        "kv_transfer_post_seconds_total{peer=p0}": 0.375,
-        "kv_transfer_bytes_total{peer=p0}": 150,
-        "kv_transfer_descriptors_total{peer=p0}": 3,
+def test_what_reads_took_is_told_by_sender() -> None:
+    reads = {"p0": ReadHistograms(), "p1": ReadHistograms()}
+    reads["p0"].add(5000, 3, 0.5, 0.25)
+    reads["p0"].add(1000, 1, 0.25, 0.125)
+    reads["p1"].add(1 << 20, 7, 0.002, 0.001)
+    assert {_sample(figure): (figure.total, figure.buckets[-1][1]) for figure in read_figures(reads)} == {
+        "kv_transfer_seconds{peer=p0}": (0.75, 2),
+        "kv_transfer_post_seconds{peer=p0}": (0.375, 2),
+        "kv_transfer_bytes{peer=p0}": (6000, 2),
+        "kv_transfer_descriptors{peer=p0}": (4, 2),
+        "kv_transfer_seconds{peer=p1}": (0.002, 1),
+        "kv_transfer_post_seconds{peer=p1}": (0.001, 1),
+        "kv_transfer_bytes{peer=p1}": (1 << 20, 1),
+        "kv_transfer_descriptors{peer=p1}": (7, 1),
+    }
+    by_bound = {figure.name: dict(figure.buckets) for figure in read_figures({"p0": reads["p0"]})}
+    assert [by_bound["kv_transfer_bytes"][bound] for bound in (1024.0, 4096.0, 16384.0)] == [1, 1, 2]
+    assert [by_bound["kv_transfer_seconds"][bound] for bound in (0.2, 0.3, 0.5)] == [0, 1, 2]
+
+
+def test_a_senders_figures_say_what_is_suspect_and_how_old_its_leases_are(clock: ManualClock) -> None:
+    def said() -> dict[str, float]:
+        return {_sample(figure): figure.value for figure in lease_figures(book.stats())}
+
+    book = LeaseBook(clock)
+    assert not any(said().values())
+    book.link_opened(1, "d0", "d0.x")
+    book.offer(A, 0, (5, NULL_BLOCK, 7), CLOSING)
+    clock.advance(2)
+    book.offer(B, 0, (8,))
+    book.received(1, Subscribe(A, 0))
+    book.link_closed(1)
+    clock.advance(1)
+    assert said() == {
+        "kv_leases{state=granted}": 1,
+        "kv_leases{state=reading}": 0,
+        "kv_leases{state=suspect}": 1,
+        "kv_suspect_blocks{}": 2,
+        "kv_lease_age_seconds{}": 3,
     }
 
 
-def _sample(figure: Figure) -> str:
+def _sample(figure: Figure | Distribution) -> str:
     return f"{figure.name}{{{','.join(f'{key}={value}' for key, value in figure.labels.items())}}}"

@@ -55,6 +55,11 @@ def test_every_field_of_the_core_can_be_had() -> None:
         "request_id": "id",
         "logprobs": 5,
         "json_schema": None,
+        # Who asks is known from the key, and its trace from a header.
+        "tenant": "",
+        "traceparent": "",
+        # Asked for at a path of its own.
+        "embeds": False,
     }
     assert {field.name: getattr(request, field.name) for field in fields(GenerateRequest)} == expected
 

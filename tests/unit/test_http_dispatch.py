@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.rpc.messages import Outcome
+from baton.errors import TransferCause
+from baton.rpc.messages import Outcome, RequestDelta
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient
@@ -38,6 +39,26 @@ async def test_a_client_that_leaves_is_known_to_both_nodes_at_once(stream: bool)
         assert (await rig.aborted("p1")).attempt == (await rig.aborted("d1")).attempt == attempt
         await exchange.task
         assert rig.dispatcher.num_live == 0
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_client_sees_why_kv_did_not_come(has_begun: bool) -> None:
+    async with rigs() as (rig, client):
+        exchange = client.post(COMPLETIONS, PROMPT | {"stream": True})
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        if has_begun:
+            rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        lost = RequestDelta(attempt, outcome=Outcome.ERROR, error="gone", transfer_cause=TransferCause.PEER_GONE)
+        rig.nodes["d1"].report(lost)
+        answer = await exchange.end()
+        if has_begun:
+            *_, last = answer.events
+            found = last.json["error"]
+        else:
+            assert answer.status == 503
+            found = answer.json["error"]
+        assert (found["code"], found["message"]) == ("kv_transfer_peer_gone", "KV transfer failed: peer_gone (gone)")
 
 
 async def test_a_stop_string_is_cut_and_named() -> None:

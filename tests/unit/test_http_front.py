@@ -229,6 +229,16 @@ async def test_after_the_first_token_an_error_is_the_last_event() -> None:
     assert last.id is None
 
 
+async def test_a_stream_that_just_stops_says_so_to_its_client() -> None:
+    rig = HttpRig()
+    exchange = rig.post(COMPLETIONS, PROMPT | STREAM)
+    call = await rig.called()
+    call.tell(chunk(0, "c"), None)
+    await exchange.end()
+    first, last = exchange.events
+    assert (first.text, last.json["error"]["message"]) == ("c", "a stream ended without an end")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     rig = HttpRig()
@@ -354,7 +364,7 @@ async def test_a_deadline_that_is_none(said: str) -> None:
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/another", 404, "model_not_found"),
-        ("POST", "/v1/embeddings", 501, "not_implemented"),
+        ("GET", "/v1/embeddings", 405, "method_not_allowed"),
     ],
 )
 async def test_what_is_not_here(method: str, path: str, status: int, code: str) -> None:

@@ -137,3 +137,18 @@ def test_a_follower_knows_what_can_be_found(
             follower.catch_up()
             follower.check()
     assert follower.num_snapshots <= 1 or capacity == 3
+
+
+def test_what_the_only_reader_has_is_forgotten() -> None:
+    log = KVEventLog()
+    log.is_recording = True
+    for number in range(5):
+        log.record(BlockStored([bytes([number])]))
+    log.forget_before(3)
+    assert [event.block_hashes for event in log.since(3).events] == [[b"\x03"], [b"\x04"]]
+    assert not log.since(2).complete
+    log.forget_before(5)
+    assert log.since(5).complete
+    assert log.since(5).events == []
+    log.record(BlockRemoved([b"\x03"]))
+    assert [event.block_hashes for event in log.since(5).events] == [[b"\x03"]]

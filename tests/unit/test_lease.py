@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
 from baton.clock import ManualClock
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine, render_mermaid
-from kv_transfer.lease import LeaseBook, LeaseTimes
+from kv_transfer.lease import LeaseBook, LeaseEffect, LeaseTimes, TellReader
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
-from kv_transfer.link_messages import Abandon, Closing, ConfirmRead, Expect, Heartbeat, ReadProgress, Subscribe
+from kv_transfer.link_messages import (
+    Abandon,
+    Closing,
+    ConfirmRead,
+    Expect,
+    Heartbeat,
+    OfferLost,
+    ReadProgress,
+    Subscribe,
+)
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)
@@ -90,6 +101,27 @@ def test_a_late_subscription_gets_everything_from_its_first_block_on(book: Lease
     ]
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_who_asks_for_blocks_beyond_the_prompt_is_refused(book: LeaseBook, is_early: bool) -> None:
+    refused = "TellReader 1 (OfferLost a#1 it was asked for from block 4 on, and has 3 REFUSED)"
+    if is_early:
+        book.received(1, Subscribe(A, 4))
+    assert lines(book.offer(A, 0, (5, 6))) == (["OpenLeases 1"] if is_early else [])
+    effects = book.offer(A, 2, (9,), CLOSING)
+    effects += [] if is_early else book.received(1, Subscribe(A, 4))
+    assert lines(effects) == [*([] if is_early else ["OpenLeases 1"]), refused, "OpenLeases 0"]
+    assert lines(book.ended(A)) == ["Released a#1"]
+    assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False [])"]
+
+
+def test_progress_beyond_what_was_offered_is_counted_and_not_believed(book: LeaseBook) -> None:
+    book.offer(A, 0, (5, 6))
+    book.received(1, Subscribe(A, 0))
+    assert names(book.received(1, ReadProgress(A, 2))) == ["read_progress"]
+    assert book.received(1, ReadProgress(A, 3)) == []
+    assert book.counters["read_progress_bad"] == 1
+
+
 def test_blocks_before_the_subscription_are_not_told(book: LeaseBook) -> None:
     book.received(1, Subscribe(A, 3))
     assert lines(book.offer(A, 0, (5, 6))) == ["OpenLeases 1"]
@@ -109,7 +141,7 @@ def test_an_unclaimed_offer_expires_but_not_while_its_prompt_is_computed(book: L
     effects = book.tick()
     assert lines(effects) == ["Released a#1"]
     assert names(effects) == ["lease_expired"]
-    assert lines(book.received(1, Subscribe(A, 0))) == ["TellReader 1 (OfferLost a#1 it is over here)"]
+    assert lines(book.received(1, Subscribe(A, 0))) == ["TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"]
     assert lines(book.received(1, ConfirmRead(A))) == ["TellReader 1 (ReadConfirmed a#1 False [])"]
 
 
@@ -206,9 +238,29 @@ def test_reads_that_outlive_their_lease_make_progress_until_their_reader_says_th
 
 def test_a_withdrawn_offer_that_may_be_read_is_lost_and_suspect(book: LeaseBook) -> None:
     _reading(book)
-    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted)"]
+    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted LEASE_LOST)"]
     assert book.state(A) is LeaseState.SUSPECT
     assert lines(book.withdraw(A, "aborted")) == []
+
+
+def test_a_reader_hears_why_its_offer_is_lost(book: LeaseBook, clock: ManualClock) -> None:
+    def causes(effects: Sequence[LeaseEffect]) -> list[TransferCause]:
+        told = [effect.message for effect in effects if isinstance(effect, TellReader)]
+        return [message.cause for message in told if isinstance(message, OfferLost)]
+
+    _reading(book)
+    book.link_opened(2, "d1", "d1.x")
+    assert causes(book.received(2, Subscribe(A, 0))) == [TransferCause.REFUSED]
+    assert causes(book.withdraw(A, "aborted", TransferCause.CANCELLED)) == [TransferCause.CANCELLED]
+    book.received(1, ConfirmRead(A))
+    assert causes(book.received(2, Subscribe(A, 0))) == [TransferCause.LEASE_LOST], "it is over"
+    book.received(1, Expect(B))
+    assert causes(book.withdraw(B, "it failed")) == [TransferCause.LEASE_LOST]
+    book.received(1, Expect(AttemptKey("x", 1)))
+    book.received(1, Expect(AttemptKey("y", 1)))
+    assert causes(book.received(1, Expect(AttemptKey("z", 1)))) == [TransferCause.REFUSED]
+    clock.advance(100)
+    assert causes(book.tick()) == [TransferCause.DEADLINE, TransferCause.DEADLINE]
 
 
 def test_a_withdrawn_offer_that_nobody_reads_is_released(book: LeaseBook) -> None:
@@ -240,7 +292,7 @@ def test_the_release_waits_for_the_engine(book: LeaseBook) -> None:
 def test_only_its_reader_ends_a_lease(book: LeaseBook) -> None:
     _reading(book)
     book.link_opened(2, "d1", "d1.x")
-    assert lines(book.received(2, Subscribe(A, 0))) == ["TellReader 2 (OfferLost a#1 it has another reader)"]
+    assert lines(book.received(2, Subscribe(A, 0))) == ["TellReader 2 (OfferLost a#1 it has another reader REFUSED)"]
     assert lines(book.received(2, ConfirmRead(A))) == ["TellReader 2 (ReadConfirmed a#1 False [])"]
     assert lines(book.received(2, Abandon(A, False))) == []
     assert book.received(2, Heartbeat(1)) == []
@@ -282,7 +334,7 @@ def test_early_subscriptions_are_bounded_in_number_and_time(book: LeaseBook, clo
     book.received(1, Subscribe(AttemptKey("x", 1), 0))
     book.received(1, Subscribe(AttemptKey("y", 1), 0))
     refused = lines(book.received(1, Subscribe(AttemptKey("z", 1), 0)))
-    assert refused == ["TellReader 1 (OfferLost z#1 too many subscriptions wait for their request)"]
+    assert refused == ["TellReader 1 (OfferLost z#1 too many subscriptions wait for their request REFUSED)"]
     clock.advance(100)
     assert len(lines(book.tick())) == 2
     assert book.next_deadline() is None
@@ -353,16 +405,50 @@ def test_stats_tell_the_oldest(book: LeaseBook, clock: ManualClock) -> None:
 def with_digests() -> LeaseBook:
     """Three blocks are offered, and read from the second on."""
     book = LeaseBook(ManualClock(), digest_every=1)
-    book.offer(A, 0, (5, 6), digests=(50, 60))
+    book.offer(A, 0, (5, 6))
+    book.digested(A, (50, 60))
     book.link_opened(1, "d0", "d0.x")
     assert lines(book.received(1, Subscribe(A, 1)))[-1] == "TellReader 1 (Offer a#1 1 [6] 10000 None 1)"
-    book.offer(A, 2, (9,), CLOSING, (90,))
+    book.offer(A, 2, (9,), CLOSING)
     return book
 
 
 def test_the_answer_brings_the_digests_of_what_was_read() -> None:
-    answer = lines(with_digests().received(1, ConfirmRead(A)))
+    book = with_digests()
+    assert book.digested(A, (90,)) == []
+    answer = lines(book.received(1, ConfirmRead(A)))
     assert answer == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])", "OpenLeases 0"]
+
+
+def test_the_answer_waits_for_digests_that_are_not_known_and_nothing_else_does() -> None:
+    book = with_digests()
+    book.ended(A)
+    assert lines(book.received(1, ConfirmRead(A))) == ["OpenLeases 0", "Released a#1"]
+    assert lines(book.digested(A, (90,))) == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])"]
+    assert book.digested(A, (91,)) == []
+    assert book.counters == {"digested_after_end": 1}
+
+
+def test_whoever_waits_for_digests_that_nobody_can_compute_gets_a_no() -> None:
+    book = with_digests()
+    book.received(1, ConfirmRead(A))
+    no = ["TellReader 1 (ReadConfirmed a#1 False [])"]
+    assert lines(book.withdraw(A, "no digests", promise_broken=True)) == no
+    assert book.digested(A, (90,)) == []
+
+
+def test_an_aborted_request_takes_nothing_back_from_who_waits_for_digests() -> None:
+    book = with_digests()
+    book.received(1, ConfirmRead(A))
+    assert book.withdraw(A, "aborted") == []
+    assert lines(book.digested(A, (90,))) == ["TellReader 1 (ReadConfirmed a#1 True [60, 90])"]
+
+
+def test_nobody_is_answered_whose_link_has_ended() -> None:
+    book = with_digests()
+    book.received(1, ConfirmRead(A))
+    book.link_closed(1)
+    assert book.digested(A, (90,)) == []
 
 
 def test_a_broken_promise_needs_no_digests() -> None:
@@ -422,7 +508,7 @@ def test_a_reader_waits_for_a_request_that_never_comes_only_so_long(book: LeaseB
     book.received(1, Expect(A))
     assert book.next_deadline() == 1100
     clock.advance(100)
-    assert lines(book.tick()) == ["TellReader 1 (OfferLost a#1 the request never came)"]
+    assert lines(book.tick()) == ["TellReader 1 (OfferLost a#1 the request never came DEADLINE)"]
     book.received(1, Expect(B))
     book.begun(B)
     assert book.next_deadline() is None, "what has begun is a matter of the link"
@@ -448,15 +534,15 @@ def test_a_reader_hears_that_what_it_expects_is_withdrawn(book: LeaseBook, compu
     book.begun(A)
     if computed:
         book.offer(A, 0, (5,))
-    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted)"]
-    assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here)"]
+    assert lines(book.withdraw(A, "aborted")) == ["TellReader 1 (OfferLost a#1 aborted LEASE_LOST)"]
+    assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"]
 
 
 def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:
     book.received(1, Expect(A))
     assert lines(book.received(1, Expect(A))) == []
     book.received(1, Expect(B))
-    refused = "TellReader 1 (OfferLost c#1 too many readers wait for their requests)"
+    refused = "TellReader 1 (OfferLost c#1 too many readers wait for their requests REFUSED)"
     assert lines(book.received(1, Expect(AttemptKey("c", 1)))) == [refused]
     assert book.counters == {"duplicate_expect": 1, "early_refused": 1}
     book.link_closed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.outputs import TokenLogprobs
+from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2
 from kv_transfer import link_codec
@@ -61,6 +62,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         ReadConfirmed(A, True),
         ReadConfirmed(A, False),
         OfferLost(A, "why"),
+        *(OfferLost(A, "why", cause) for cause in TransferCause),
         Heartbeat(1),
     ],
 )
@@ -74,6 +76,13 @@ def test_greetings() -> None:
     assert link_codec.read_hello(link_codec.write_hello(hello)) == hello
     welcome = LinkWelcome("p0", "p0.y", LAYOUT, b"\x00agent", 2**63, 1000, "DRAM", 0, 1000)
     assert link_codec.read_welcome(link_codec.write_welcome(welcome)) == welcome
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0", "ä", "a\n"])
+def test_what_can_be_no_request_reads_as_nothing(request_id: str) -> None:
+    odd = A._replace(request_id=request_id)
+    for message in (Expect(odd), Subscribe(odd, 0), ConfirmRead(odd), Abandon(odd, True), ReadProgress(odd, 1)):
+        assert link_codec.read_reader_message(link_codec.write_reader_message(message)) is None
 
 
 def test_what_is_unknown_reads_as_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from kv_transfer.liveness import is_running, nobody_listens
+from kv_transfer.liveness import Port, is_running, look_at, nobody_listens
 
 
 async def test_a_port_is_refused_when_its_process_has_let_go_of_it() -> None:
@@ -26,12 +27,15 @@ async def test_a_process_that_accepts_nothing_is_not_gone() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
-        assert not await nobody_listens(f"127.0.0.1:{silent.getsockname()[1]}")
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert not await nobody_listens(address)
+        assert await look_at(address) is Port.TAKEN
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:none", "127.0.0.1:99999999", "no.such.host.invalid:1"])
 async def test_what_can_not_be_asked_says_nothing(address: str) -> None:
     assert not await nobody_listens(address)
+    assert await look_at(address) is Port.SILENT
 
 
 BUSY_SERVER = """
@@ -57,6 +61,8 @@ async def test_a_process_that_is_busy_runs_and_one_that_is_stopped_does_not() ->
         address = f"127.0.0.1:{int(await process.stdout.readline())}"
         assert await is_running(address, within_s=20.0)
         process.send_signal(signal.SIGSTOP)
+        # It is sent to one of its threads, and the others run on until that one has had its turn.
+        await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert not await is_running(address, within_s=0.5)
         process.send_signal(signal.SIGCONT)
         assert await is_running(address, within_s=20.0)

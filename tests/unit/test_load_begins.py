@@ -60,6 +60,7 @@ class Rig:
             clock,
             self.posted.put,
             outbox.add,
+            outbox.add_work,
             lambda news: None,
             lambda *event: None,
         )

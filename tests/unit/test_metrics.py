@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -19,8 +20,10 @@ from baton.engine.request import Leg, Request
 from baton.engine.runner.scripted import ScriptedRunner
 from baton.errors import ConfigError
 from baton.node.figures import engine_figures
-from baton.observe.metrics import Figure, by_label, render
+from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
+from baton.security.keys import KeyRing, write_keys
+from baton.security.pages import PageDoor
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 
@@ -58,6 +61,18 @@ def test_a_figure_has_its_processs_labels_and_its_own() -> None:
     }
     types = {family.name: family.type for family in text_string_to_metric_families(page.decode())}
     assert types == {"baton_kv_cache_usage_perc": "gauge", "baton_num_preemptions": "counter"}
+
+
+def test_histograms_of_one_name_are_one_metric() -> None:
+    slow, fast = Histogram((0.1, 1.0)), Histogram((0.1, 1.0))
+    slow.observe(0.5)
+    fast.observe(0.05)
+    page = render([slow.now("reads", "Reads.", {"peer": "p0"}), fast.now("reads", "Reads.", {"peer": "p1"})], {})
+    (family,) = text_string_to_metric_families(page.decode())
+    assert (family.name, family.type, page.count(b"# TYPE")) == ("baton_reads", "histogram", 1)
+    counted = {(sample.labels["peer"], sample.labels.get("le")): sample.value for sample in family.samples}
+    assert [counted["p0", bound] for bound in ("0.1", "1.0", "+Inf")] == [0, 1, 1]
+    assert [counted["p1", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 1, 1]
 
 
 def test_who_waits_for_what_and_where_prompts_were_found() -> None:
@@ -195,15 +210,33 @@ async def test_the_page_is_where_prometheus_looks(port: int) -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 "),
         (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 "),
+        (b"POST /livez HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 "),
         (b"\r\n\r\n", b"HTTP/1.1 404 "),
         (b"GET  \r\n\r\n", b"HTTP/1.1 404 "),
         (b"x" * 100_000, b""),
     ],
-    ids=["elsewhere", "post", "nothing", "no path", "endless"],
+    ids=["elsewhere", "post", "post to a probe", "nothing", "no path", "endless"],
 )
 async def test_whoever_asks_for_something_else_is_told(port: int, question: bytes, answer: bytes) -> None:
     assert (await ask(port, question)).startswith(answer)
     assert (await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_probes_hear_of_life_and_readiness_without_a_key(tmp_path: Path) -> None:
+    ready: list[bool] = []
+    write_keys(tmp_path / "keys", [])
+    locked = PageDoor("127.0.0.1", "", KeyRing(tmp_path / "keys"))
+    page = MetricsPage(lambda: b"", locked, is_ready=lambda: bool(ready))
+    port = await page.start("127.0.0.1", 0)
+
+    async def status(path: bytes) -> bytes:
+        return (await ask(port, b"GET " + path + b" HTTP/1.1\r\n\r\n")).split()[1]
+
+    asked = (b"/livez", b"/readyz", b"/metrics", b"/")
+    assert [await status(path) for path in asked] == [b"200", b"503", b"401", b"401"]
+    ready.append(True)
+    assert await status(b"/readyz") == b"200"
+    await page.stop()
 
 
 async def test_a_port_that_is_taken_is_said(port: int) -> None:

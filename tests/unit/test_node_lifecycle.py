@@ -8,7 +8,8 @@ import pytest
 
 from baton.machine import IllegalEvent
 from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, node_lifecycle
-from baton.node.serve import NodeStop
+from baton.node.stop import NodeStop
+from baton.rpc.messages import Role
 
 S, E = NodeState, NodeEvent
 _WAY_TO = {
@@ -55,6 +56,27 @@ async def test_a_drain_asked_for_twice_or_before_a_signal_forces_nothing() -> No
     assert not stop.forced.is_set()
     stop()
     assert stop.forced.is_set()
+
+
+async def test_a_new_role_ends_an_incarnation_and_no_process() -> None:
+    stop = NodeStop()
+    stop.change_role(Role.DECODE)
+    assert stop.asked.is_set()
+    assert not stop.ending.is_set()
+    stop.change_role(Role.PREFILL)
+    assert stop.begin_again() is Role.PREFILL
+    assert not stop.asked.is_set()
+    stop.drain()
+    assert stop.begin_again() is None
+
+
+async def test_a_signal_outweighs_a_new_role() -> None:
+    stop = NodeStop()
+    stop.change_role(Role.DECODE)
+    stop()
+    assert stop.ending.is_set()
+    assert not stop.forced.is_set()
+    assert stop.begin_again() is None
 
 
 async def test_force_needs_no_signal() -> None:

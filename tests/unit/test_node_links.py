@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+import pytest
+
 from baton.errors import NodeLost
-from baton.rpc.messages import Abort, NodeDescription, StepReport
+from baton.rpc.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from router.fake_node import FakeNode, FakeNodes
 from router.node_links import NodeLinks
 from router.timers import ManualTimers
@@ -145,6 +147,18 @@ async def test_closing_tells_the_listener_and_the_node() -> None:
     assert stream.is_closed
 
 
+async def test_a_link_that_is_stopped_while_it_is_being_lost_closes_its_stream() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    stream = rig.nodes["d1"].stream
+    assert stream is not None
+    stream.put(NodeLost("it ended"))
+    assert await rig.hear() == ("lost", "it ended")
+    await rig.close()
+    assert stream.is_closed
+
+
 async def test_a_fault_of_ours_costs_one_attachment_not_the_node() -> None:
     """Whatever raises what it should not: the link comes back, and nobody waits for the registry to change."""
     rig = Rig(decode())
@@ -187,7 +201,8 @@ async def test_a_listener_that_raises_costs_one_attachment_not_the_node() -> Non
     await rig.close()
 
 
-async def test_streams_that_bring_nothing_are_not_opened_all_the_time() -> None:
+@pytest.mark.parametrize("num_reports", [0, 1])
+async def test_streams_that_bring_nothing_or_break_at_once_are_not_opened_all_the_time(num_reports: int) -> None:
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])
@@ -195,7 +210,26 @@ async def test_streams_that_bring_nothing_are_not_opened_all_the_time() -> None:
         assert await rig.hear() == ("attached", "d1.1")
         assert node.num_attachments == opened
         assert node.stream is not None
+        for _ in range(num_reports):
+            node.report()
+            assert await rig.hear() == ("report", "d1.1")
         node.stream.put(NodeLost("it ended"))
         assert await rig.hear() == ("lost", "it ended")
         await rig.retry_is_due()
+    await rig.close()
+
+
+async def test_a_stream_that_went_well_for_a_while_is_opened_again_at_once() -> None:
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    rig.links.update([record_of(decode())])
+    assert await rig.hear() == ("attached", "d1.1")
+    for _ in range(4):
+        rig.timers.advance(HEARTBEAT_S)
+        node.report()
+        assert await rig.hear() == ("report", "d1.1")
+    assert node.stream is not None
+    node.stream.put(NodeLost("it ended"))
+    assert await rig.hear() == ("lost", "it ended")
+    assert await rig.hear() == ("attached", "d1.1")
     await rig.close()

@@ -29,24 +29,26 @@ def test_stages_are_the_times_between_their_events() -> None:
     clock = clock_of(
         (T.QUEUED, 1.0), (T.SCHEDULED, 1.5), (T.CHUNK_COMPUTED, 2.0), (T.FIRST_TOKEN, 3.5), (T.FINISHED, 9)
     )
-    assert clock.timings(16, 0, None) == StageTimings(queue_ms=500.0, prefill_ms=2000.0, cached_tokens=16)
+    assert clock.timings(9.5, 16, 0, None) == StageTimings(
+        queue_ms=500.0, prefill_ms=2000.0, cached_tokens=16, decode_ms=6000.0
+    )
 
 
 def test_a_decode_leg_waits_until_its_blocks_are_reserved_and_prefills_nothing() -> None:
     clock = clock_of((T.QUEUED, 1.0), (T.REMOTE_KV_REQUESTED, 1.25), (T.REMOTE_KV_ARRIVED, 2.0), (T.SCHEDULED, 2.5))
-    timings = clock.timings(0, 32, TransferFigures(4096, 1.5))
-    assert timings == StageTimings(queue_ms=250.0, transfer_ms=1.5, external_tokens=32, kv_bytes=4096)
+    timings = clock.timings(3.0, 0, 32, TransferFigures(4096, 1.5))
+    assert timings == StageTimings(250.0, 0.0, 1.5, 0, 32, 4096, intake_ms=750.0, decode_ms=1000.0)
 
 
 def test_preemption_changes_no_stage() -> None:
     clock = clock_of((T.QUEUED, 1.0), (T.SCHEDULED, 2.0), (T.FIRST_TOKEN, 3.0), (T.PREEMPTED, 4.0), (T.SCHEDULED, 7.0))
-    assert clock.timings(0, 0, None) == StageTimings(queue_ms=1000.0, prefill_ms=1000.0)
+    assert clock.timings(8.0, 0, 0, None) == StageTimings(queue_ms=1000.0, prefill_ms=1000.0, decode_ms=5000.0)
 
 
 def test_stages_that_were_not_reached_are_zero() -> None:
-    assert clock_of().timings(0, 0, None) == StageTimings()
-    assert clock_of((T.QUEUED, 5.0)).timings(0, 0, None) == StageTimings()
-    assert clock_of((T.QUEUED, 5.0), (T.SCHEDULED, 6.0)).timings(0, 0, None) == StageTimings(queue_ms=1000.0)
+    assert clock_of().timings(9.0, 0, 0, None) == StageTimings()
+    assert clock_of((T.QUEUED, 5.0)).timings(9.0, 0, 0, None) == StageTimings()
+    assert clock_of((T.QUEUED, 5.0), (T.SCHEDULED, 6.0)).timings(9.0, 0, 0, None) == StageTimings(queue_ms=1000.0)
 
 
 class PortRig:

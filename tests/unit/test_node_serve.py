@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,12 +21,15 @@ from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.errors import BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
 from baton.node.fake_role import FakeRole
+from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import RoleContext
-from baton.node.serve import Node, NodeStop
+from baton.node.serve import Node
+from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import Adopt, NodeDescription, Outcome, RequestDelta, Submit
-from baton.rpc.node_client import NodeClient, NodeStream
+from baton.rpc.messages import Adopt, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.rpc.node_client import NodeClient
+from tests.support.reports import HeardStream
 
 KEY = AttemptKey("r", 1, 5)
 
@@ -66,13 +70,14 @@ class Running:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Running, NodeClient, NodeStream]]:
+async def running(directory: Path) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
     node = Running(directory)
     client = await node.client()
-    stream = await client.attach("router-0", (await node.description).incarnation)
+    stream = HeardStream(await client.attach("router-0", (await node.description).incarnation))
     try:
         yield node, client, stream
     finally:
+        await stream.close()
         await client.close()
         node.stop.force()
         await asyncio.gather(node.task, return_exceptions=True)
@@ -93,7 +98,7 @@ def submit(leg: Leg = Leg.WHOLE, max_tokens: int = 3) -> Submit:
     return Submit(KEY, leg, (1, 2, 3), SamplingParams(max_tokens=max_tokens))
 
 
-async def until_end(stream: NodeStream) -> RequestDelta:
+async def until_end(stream: HeardStream) -> RequestDelta:
     async for report in stream:
         for delta in report.deltas:
             if delta.outcome is not None:
@@ -103,7 +108,7 @@ async def until_end(stream: NodeStream) -> RequestDelta:
 
 async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
-        await stream.send(submit())
+        stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.LENGTH
         await client.drain()
         await node.task
@@ -113,14 +118,14 @@ async def test_it_serves_drains_and_ends(tmp_path: Path) -> None:
 
 async def test_a_router_goes_on_with_what_another_one_lost(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
-        await stream.send(submit(max_tokens=400))
+        stream.send(submit(max_tokens=400))
         reports = aiter(stream)
         told: list[RequestDelta] = []
         while not any(delta.token_ids for delta in told):
             told += (await anext(reports)).deltas
         await stream.close()
-        second = await client.attach("router-1", router_incarnation="router-1.x")
-        await second.send(Adopt(KEY))
+        second = HeardStream(await client.attach("router-1", router_incarnation="router-1.x"))
+        second.send(Adopt(KEY))
         end, tokens = None, []
         async for report in second:
             for delta in report.deltas:
@@ -138,9 +143,10 @@ async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: 
     async with running(tmp_path) as (node, _, stream):
         node.role.shown = [Figure("kv_leases", "Leases.", 7, {"state": "granted"})]
         idle = await metrics(node)
-        await stream.send(submit())
+        stream.send(submit())
         await until_end(stream)
         busy = await metrics(node)
+        assert (await metrics(node, "/readyz"))[0] == "HTTP/1.1 200 OK"
     assert 'baton_kv_leases{model_name="scripted",node="p",role="prefill",state="granted"} 7.0' in idle
     queries = 'baton_prefix_cache_queries_total{model_name="scripted",node="p",role="prefill"}'
     assert f"{queries} 0.0" in idle
@@ -149,10 +155,10 @@ async def test_its_metrics_page_has_the_engines_figures_and_the_roles(tmp_path: 
         await metrics(node)
 
 
-async def metrics(node: Running) -> list[str]:
+async def metrics(node: Running, path: str = "/metrics") -> list[str]:
     """The page's lines."""
     reader, writer = await asyncio.open_connection("127.0.0.1", node.node.metrics_port)
-    writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+    writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
     text = (await reader.read()).decode()
     writer.close()
     return text.splitlines()
@@ -160,7 +166,7 @@ async def metrics(node: Running) -> list[str]:
 
 async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, stream):
-        await stream.send(submit(Leg.PREFILL))
+        stream.send(submit(Leg.PREFILL))
         assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
         for _ in range(3):
             await client.drain()
@@ -169,12 +175,13 @@ async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_pat
             if report.load.draining:
                 break
         assert report.load.leased_blocks == 1
-        await stream.send(submit())
+        stream.send(submit())
         assert (await until_end(stream)).outcome is Outcome.REFUSED
         async with grpc.aio.insecure_channel((await node.description).address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Node"))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await metrics(node, "/readyz"))[0] == "HTTP/1.1 503 Service Unavailable"
         assert not node.task.done(), "a lease is out"
         node.context.tell_engine(KVTransferOutput(released=frozenset({str(KEY)})))
         await node.task
@@ -182,7 +189,7 @@ async def test_a_drain_waits_for_what_runs_however_often_it_is_asked_for(tmp_pat
 
 async def test_the_second_signal_waits_for_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, _, stream):
-        await stream.send(submit(Leg.PREFILL))
+        stream.send(submit(Leg.PREFILL))
         await until_end(stream)
         node.stop()
         node.stop()
@@ -198,7 +205,7 @@ async def test_an_engine_that_dies_ends_the_node_and_its_streams(
             raise ValueError("the books disagree")
 
         monkeypatch.setattr(node.node.scheduler, "schedule", broken)
-        await stream.send(submit())
+        stream.send(submit())
         with pytest.raises(NodeLost):
             await until_end(stream)
         with pytest.raises(EngineFault, match="the books disagree"):
@@ -213,7 +220,7 @@ async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: 
             raise ValueError("no figures")
 
         monkeypatch.setattr(node.role, "transfer_figures", broken)
-        await stream.send(submit())
+        stream.send(submit())
         with pytest.raises(NodeLost):
             await until_end(stream)
         with pytest.raises(EngineFault, match="no figures"):
@@ -247,3 +254,71 @@ async def test_a_router_that_comes_while_the_node_ends_is_turned_away(tmp_path: 
             await client.attach("router-0")
         assert caught.value.retryable
         await node.task
+
+
+async def test_a_node_becomes_another_one_when_its_work_is_done_and_keeps_its_model(tmp_path: Path) -> None:
+    async with changing(tmp_path) as (node, ready, task):
+        first = await ready.get()
+        client = NodeClient(first.address)
+        stream = HeardStream(await client.attach("router-0", first.incarnation))
+        stream.send(submit(max_tokens=400))
+        with pytest.raises(ConfigError, match=f"this is {first.incarnation}, not another"):
+            await client.set_role(Role.DECODE, "another")
+        await client.set_role(Role.DECODE, first.incarnation)
+        assert (await until_end(stream)).outcome is Outcome.LENGTH
+        second = await ready.get()
+        await client.close()
+        assert (second.role, second.node_id, second.address) == (Role.DECODE, "p", first.address)
+        assert second.incarnation != first.incarnation
+        assert [role for role, _ in node.made] == [Role.PREFILL, Role.DECODE]
+        assert len({id(context.runner) for _, context in node.made}) == 1
+        (record,) = (await node.registry.read()).values()
+        assert (record.role, record.incarnation) == ("decode", second.incarnation)
+        again = NodeClient(second.address)
+        stream = HeardStream(await again.attach("router-0", second.incarnation))
+        await again.set_role(Role.DECODE)
+        stream.send(submit())
+        assert (await until_end(stream)).outcome is Outcome.LENGTH
+        assert ready.empty(), "it is that already"
+        # Of the drain that ends it no new role is left.
+        await again.set_role(Role.PREFILL)
+        node.stop()
+        await task
+        await again.close()
+
+
+class Changing:
+    """A node that may become another one."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Role, RoleContext]] = []
+        self.stop = NodeStop()
+        self.registry = MemoryRegistry(MemoryStore(), "test")
+
+    def role_maker(self, role: Role) -> RoleMaker:
+        def make(context: RoleContext) -> FakeRole:
+            self.made.append((role, context))
+            return FakeRole()
+
+        return make
+
+
+@asynccontextmanager
+async def changing(
+    directory: Path,
+) -> AsyncIterator[tuple[Changing, asyncio.Queue[NodeDescription], asyncio.Task[None]]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    node, ready = Changing(), asyncio.Queue[NodeDescription]()
+    values = {"role": "prefill", "node_id": "p", "registry": "memory://", "cluster": "test", "model": directory}
+    config = NodeConfig.model_validate({**values, "block_size": 16, "max_num_seqs": 4, "port": port})
+    runner = ScriptedRunner(33, 16)
+    task = asyncio.create_task(
+        serve_roles(config, runner, Role.PREFILL, node.role_maker, node.registry, ready.put_nowait, node.stop)
+    )
+    try:
+        yield node, ready, task
+    finally:
+        node.stop.force()
+        await asyncio.gather(task, return_exceptions=True)
+        await node.registry.close()

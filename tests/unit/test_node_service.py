@@ -9,26 +9,34 @@ from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
 from baton.engine.beam_search import BeamSearch
-from baton.engine.connector import KVTransferOutput
-from baton.engine.request import Leg, SamplingParams
-from baton.engine.runner.scripted import expected_beams, expected_tokens
+from baton.engine.connector import KVTransferOutput, LostKV
+from baton.engine.outputs import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
+from baton.engine.request import FinishReason, Leg, SamplingParams
+from baton.engine.runner.scripted import expected_beams, expected_embedding, expected_tokens
 from baton.engine.sequence_group import sequence_seed
-from baton.errors import Draining
+from baton.errors import Draining, TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
+from baton.node.driver import StepNews
 from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.step_log import StepLog
+from baton.node.submit_check import objection
+from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.messages import (
     Abort,
+    Adopt,
     HandoffReport,
     Outcome,
     RefusedLink,
     RequestDelta,
     Role,
+    StepFigures,
     StepReport,
     Submit,
 )
-from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
+from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import run_virtually
 
 
@@ -55,6 +63,32 @@ async def test_each_router_hears_of_its_own_requests_alone() -> None:
     assert {delta.attempt for delta in await deltas(second)} == {other}
 
 
+async def test_steps_are_kept_for_a_timeline_and_told_once() -> None:
+    rig = NodeRig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port)
+    rig.driver.turn()
+    first = rig.service.steps(0)
+    rig.driver.run()
+    rest = rig.service.steps(first[-1].seq)
+    assert [step.seq for step in (*first, *rest)] == [1, 2, 3, 4]
+    figures = [step.figures for step in (*first, *rest)]
+    assert [one.prefill_tokens for one in figures] == [len(PROMPT), 0, 0, 0]
+    assert [one.decode_sequences for one in figures] == [0, 1, 1, 1]
+    assert {step.monotonic_ns for step in (*first, *rest)} == {int(rig.clock.monotonic() * 1e9)}
+    assert [step.goes_on for step in (*first, *rest)] == [True, True, True, False]
+    assert rig.service.steps(4) == []
+
+
+def test_a_ring_of_steps_tells_of_those_that_it_still_has() -> None:
+    log, figures = StepLog(3), StepFigures(1.0, 0, 1, 9)
+    for number in range(5):
+        log.record(number, figures, goes_on=True)
+    assert [step.seq for step in log.after(0)] == [3, 4, 5]
+    assert [step.seq for step in log.after(4)] == [5]
+    assert log.after(5) == []
+
+
 @pytest.mark.parametrize("turns", [0, 1, 3])
 async def test_an_abort_ends_it_and_tells_the_role(turns: int) -> None:
     rig = NodeRig()
@@ -75,8 +109,16 @@ def several(n: int, **fields: Any) -> Submit:
     return submit(sampling_params=params, **fields)
 
 
+class Ticking(ManualClock):
+    """Each look at it takes a moment."""
+
+    def monotonic(self) -> float:
+        self.advance(0.001)
+        return super().monotonic()
+
+
 async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> None:
-    rig = NodeRig()
+    rig = NodeRig(clock=Ticking())
     port = rig.service.open_port("router-0")
     port.receive(several(3))
     while rig.scheduler.requests or not port.num_queued:
@@ -84,13 +126,18 @@ async def test_an_attempt_of_several_sequences_ends_with_the_last_of_them() -> N
         rig.driver.turn()
     rig.driver.run()
     got = await deltas(port)
+    # What came last says how long all of it took.
+    assert got[-1].timings is not None
+    assert got[-1].timings.decode_ms > 0.0
     for index in range(3):
         seed = sequence_seed(3, index)
         own = [delta for delta in got if delta.sequence_index == index]
         assert tokens(own) == expected_tokens(PROMPT, 4, seed=seed, vocab_size=VOCAB)
         assert own[-1].outcome is Outcome.LENGTH
     assert {delta.attempt for delta in got} == {KEY}
-    assert [delta.timings is not None for delta in got if delta.sequence_index] == [False] * 8
+    others = [delta for delta in got if delta.sequence_index]
+    assert len(others) == 8
+    assert all((delta.timings is None) == (delta.outcome is None) for delta in others)
     assert not rig.service.running_for(port)
     await rig.service.wait_idle()
 
@@ -146,6 +193,44 @@ async def test_an_aborted_beam_search_is_over() -> None:
     assert not rig.scheduler.requests
     assert not rig.service.running_for(port)
     await rig.service.wait_idle()
+
+
+async def test_an_embedding_comes_with_the_end_and_whoever_adopts_it_hears_of_it_again() -> None:
+    rig = NodeRig(orphan_grace_s=10.0)
+    port = rig.service.open_port("router-0", "router-0.a")
+    rig.ask(port, leg=Leg.EMBED)
+    rig.driver.run()
+    (end,) = await deltas(port)
+    assert (end.outcome, end.embedding, end.token_ids) == (Outcome.STOP, expected_embedding(PROMPT), [])
+    assert end.timings is not None
+    assert not rig.service.running_for(port)
+    other = rig.service.open_port("router-1", "router-1.a")
+    other.receive(Adopt(KEY))
+    assert (await deltas(other))[-1] == replace(end, token_ids=())
+    rig.service.close()
+
+
+async def test_vectors_that_are_too_much_for_one_message_come_in_several() -> None:
+    rig = NodeRig()
+    port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    assert len(await heard(port)) == len(await heard(other)) == 1
+    keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
+    ends = [
+        EngineCoreOutput(str(key), (), 0, finish_reason=FinishReason.STOP, embedding=bytes(3 << 19)) for key in keys
+    ]
+    step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
+    stats = rig.scheduler.make_stats()
+    rig.service.on_step(StepNews({port.client_index: EngineCoreOutputs(ends)}, (), stats, StepTimes(), step=step))
+    reports = await heard(port)
+    assert [delta.attempt for report in reports for delta in report.deltas] == keys
+    assert max(sum(len(delta.embedding) for delta in report.deltas) for report in reports) < MAX_MESSAGE_BYTES / 2
+    assert [report.step is not None for report in reports] == [False] * (len(reports) - 1) + [True]
+    assert len(await heard(other)) == 1
+    assert all(report.deltas for report in reports)
+
+
+def test_a_node_without_embeddings_says_so() -> None:
+    assert objection(submit(leg=Leg.EMBED), DESCRIPTION) == "leg: decode-0 gives no embeddings"
 
 
 async def test_a_prefill_leg_is_over_with_its_only_sequence() -> None:
@@ -287,6 +372,11 @@ BAD = [
     ("output_token_ids: it ended with token 1", {"output_token_ids": (1, 9), "sampling_params": STOPS_AT_9}),
     ("output_token_ids", {"output_token_ids": (1, 2, 3, 4)}),
     ("output_token_ids", {"output_token_ids": (1,), "prompt_token_ids": (1,) * 127}),
+    ("leg", {"leg": Leg.EMBED, "output_token_ids": (1,)}),
+    ("leg", {"leg": Leg.EMBED, "sampling_params": replace(PARAMS, n=2)}),
+    ("leg", {"leg": Leg.EMBED, "sampling_params": replace(PARAMS, beam_width=2)}),
+    ("leg", {"leg": Leg.EMBED, "sampling_params": replace(PARAMS, json_schema="{}")}),
+    ("kv_source", {"leg": Leg.EMBED, "kv_source": SOURCE}),
     ("json_schema", {"sampling_params": replace(PARAMS, beam_width=3, json_schema="{}")}),
     ("json_schema", {"sampling_params": replace(PARAMS, json_schema=" " * (64 * 1024 + 1))}),
 ]
@@ -304,6 +394,16 @@ async def test_what_would_hurt_the_engine_is_refused_by_name(field: str, values:
     rig.driver.run()
     assert not rig.service.running_for(port)
     assert not rig.log.after(0), "it reached the engine"
+    await rig.service.wait_idle()
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0"])
+async def test_what_can_be_no_request_is_refused(request_id: str) -> None:
+    rig = NodeRig()
+    port = rig.service.open_port("router-0")
+    rig.ask(port, attempt=KEY._replace(request_id=request_id))
+    (delta,) = await deltas(port)
+    assert (delta.outcome, delta.error) == (Outcome.ERROR, "request_id: is none")
     await rig.service.wait_idle()
 
 
@@ -442,11 +542,11 @@ async def test_a_decode_legs_figures_come_with_its_first_tokens() -> None:
     rig.ask(port, leg=Leg.DECODE, kv_source=SOURCE)
     rig.driver.turn()
     rig.role.moved[KEY] = TransferFigures(4096, 1.5)
-    rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): "peer gone"}))
+    rig.driver.tell_transfer(KVTransferOutput(failed={str(KEY): LostKV(TransferCause.PEER_GONE, "peer gone")}))
     rig.driver.run()
     (delta,) = await deltas(port)
     assert delta.outcome is Outcome.KV_LOST
-    assert delta.error == "peer gone"
+    assert (delta.error, delta.transfer_cause) == ("peer gone", TransferCause.PEER_GONE)
     assert delta.timings is not None
     assert (delta.timings.kv_bytes, delta.timings.transfer_ms) == (4096, 1.5)
     assert not rig.service.running_for(port)

@@ -6,14 +6,16 @@ import io
 import json
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
 from baton.errors import UsageError
-from baton.observe.logs import configure_logging, log_level
+from baton.observe.logs import configure_logging, log_format, log_level
 from baton.observe.ready import AnnouncementReader, Failed, Ready, announce
 
 
@@ -61,6 +63,23 @@ def test_people_get_words(environ: dict[str, str], coloured: bool) -> None:
     assert ("\x1b[" in out.getvalue()) is coloured
 
 
+def test_the_form_is_as_asked() -> None:
+    out = io.StringIO()
+    configure_logging("info", environ={}, stream=out, form="text")
+    structlog.get_logger("router").info("placed", node="d0")
+    assert "placed" in out.getvalue()
+    assert not out.getvalue().startswith("{")
+    out = Terminal()
+    configure_logging("info", environ={}, stream=out, form="json")
+    structlog.get_logger("router").info("placed", node="d0")
+    assert json.loads(out.getvalue())["event"] == "placed"
+    assert log_format(None, {}) == "auto"
+    assert log_format(None, {"BATON_LOG_FORMAT": "JSON"}) == "json"
+    assert log_format("text", {"BATON_LOG_FORMAT": "json"}) == "text"
+    with pytest.raises(UsageError, match="xml"):
+        log_format("xml", {})
+
+
 def test_the_level() -> None:
     assert log_level(0, {}, "warning") == "warning"
     assert log_level(0, {"BATON_LOG": "DEBUG"}, "warning") == "debug"
@@ -79,6 +98,17 @@ def test_an_announcement_arrives_in_pieces(news: Ready | Failed) -> None:
     reader = AnnouncementReader()
     assert list(reader.feed(b"noise\n{}\n[1]\n" + line[:5])) == []
     assert list(reader.feed(line[5:])) == [news]
+
+
+@pytest.mark.parametrize("place", ["{}/notify", "@{}"])
+def test_systemd_hears_that_a_process_serves(place: str, tmp_path: Path) -> None:
+    address = place.format(tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(address.replace("@", "\0"))
+        announce(None, Failed("no model", 78), {"NOTIFY_SOCKET": address})
+        announce(None, Ready("n.1", "h:1"), {"NOTIFY_SOCKET": address})
+        assert systemd.recv(100) == b"READY=1"
+    announce(None, Ready("n.1", "h:1"), {"NOTIFY_SOCKET": address})
 
 
 def test_an_announcement_that_nobody_wants_or_hears_is_no_error() -> None:

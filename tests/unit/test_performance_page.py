@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +15,13 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "performance.py"
 
 
 @pytest.fixture(scope="module")
-def performance() -> ModuleType:
+def performance() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield _loaded()
+
+
+def _loaded() -> ModuleType:
     spec = importlib.util.spec_from_file_location("performance_script", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -32,6 +40,14 @@ def test_only_what_is_between_the_markers_changes(performance: ModuleType) -> No
     )
     again = performance.rendered(page, {"one": text})
     assert performance.rendered(again, {"one": text}) == again
+
+
+def test_every_figure_has_its_one_place_in_the_page(performance: ModuleType) -> None:
+    page = performance.PAGE.read_text()
+    said = performance.rendered(page, {one.name: f"[{one.name}]\n" for one in performance.FIGURES})
+    for one in performance.FIGURES:
+        assert said.count(f"<!-- figure: {one.name} -->\n[{one.name}]\n<!-- end -->\n") == 1
+    assert page.count("<!-- figure: ") == len(performance.FIGURES)
 
 
 def test_every_command_is_one_that_there_is(performance: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,3 +72,15 @@ def test_a_figure_that_is_not_known_is_bad_usage(performance: ModuleType, capfd:
     assert "no such figure: weather" in capfd.readouterr().err
     assert performance.main(["--list", "engine"]) == 0
     assert "baton bench engine --shape 0.5b" in capfd.readouterr().out
+
+
+def test_a_figure_says_how_fast_the_cores_were(performance: ModuleType) -> None:
+    speeds: dict[int, list[float]] = {}
+    with performance.watched(speeds):
+        pass
+    assert speeds.keys() == os.sched_getaffinity(0)
+    assert all(min(taken) > 0 for taken in speeds.values())
+    said = performance.described({0: [3.0, 2.9, 5.1], 1: [5.0]})
+    assert said == (
+        "a fixed loop of plain Python took 3.0 [2.9, 5.1] ms on core 0 and 5.0 [5.0, 5.0] ms on core 1 meanwhile"
+    )

@@ -8,7 +8,7 @@ from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
 from baton.rpc.messages import LoadReport, NodeDescription, Submit
-from router.placement import Candidate, Demand, Placement, choose
+from router.placement import Candidate, Demand, Placement, choose, disagreement
 from router.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of
 
@@ -95,10 +95,10 @@ def test_a_nodes_life_in_an_operators_words() -> None:
     assert view.candidates() == ()
     view.attached(node, now=1)
     assert word(view, "d1.1") == "Ready"
-    view.reported("d1.1", LoadReport(running=2, waiting=1, waiting_for_remote_kvs=1, total_blocks=4, free_blocks=1), 2)
+    view.reported("d1.1", LoadReport(running=2, waiting=1, waiting_for_remote_kvs=1, total_blocks=4, free_blocks=1))
     (status,) = view.statuses(now=2, wall=5)
     assert (status.running, status.waiting, status.kv_usage, status.age_s) == (2, 2, 0.75, 4)
-    view.reported("d1.1", LoadReport(draining=True), now=3)
+    view.reported("d1.1", LoadReport(draining=True))
     assert word(view, "d1.1") == "Draining"
     assert view.candidates() == ()
     view.detached("d1.1", "reset", now=4)
@@ -134,10 +134,22 @@ def test_who_can_exchange_kv_with_nobody_is_told_so_by_name() -> None:
     assert [s.detail for s in view.statuses(now=1, wall=0)] == ["", "", ""]
     view.attached(nodes[0], now=1)
     details = {s.name: s.detail for s in view.statuses(now=1, wall=0)}
+    assert {s.name: s.status for s in view.statuses(now=1, wall=0)} == {
+        "d1": "Ready",
+        "d2": "Incompatible",
+        "p1": "Ready",
+    }
     assert (details["d1"], details["p1"]) == ("", "")
     assert details["d2"] == "agrees with no prefill node on its KV: d2 [block_size=8], p1 [block_size=4]"
     view.detached("p1.1", "reset", now=2)
     assert [s.detail for s in view.statuses(now=2, wall=0)] == ["", "", "reset"]
+
+
+def test_nodes_whose_links_would_refuse_each_other_are_no_pair() -> None:
+    old, new = prefill(link_protocol=4), decode(link_protocol=5)
+    story = disagreement(old, [old, new])
+    assert story == "agrees with no decode node on its KV: p1 [link_protocol=4], d1 [link_protocol=5]"
+    assert disagreement(old, [old, new, decode("d2", link_protocol=4)]) == ""
 
 
 def test_an_empty_registry_takes_nobody_who_is_attached() -> None:
@@ -180,9 +192,9 @@ def test_load_counts_what_was_just_sent_and_other_routers_requests() -> None:
     for number in (1, 2):
         view.dispatched("d1.1", AttemptKey(f"r{number}", 1))
     assert load() == 2
-    view.reported("d1.1", LoadReport(running=0), now=2)
+    view.reported("d1.1", LoadReport(running=0))
     assert load() == 2, "the report is older than what was sent"
-    view.reported("d1.1", LoadReport(running=5), now=3)
+    view.reported("d1.1", LoadReport(running=5))
     assert load() == 5, "three of another router"
     view.dispatched("d1.1", key())
     view.released("d1.1", AttemptKey("r1", 1))
@@ -200,9 +212,9 @@ def test_a_request_of_several_sequences_weighs_as_much_as_they_do() -> None:
 
     view.dispatched("d1.1", key(), num_sequences=4)
     assert load() == 4
-    view.reported("d1.1", LoadReport(running=1), now=2)
+    view.reported("d1.1", LoadReport(running=1))
     assert load() == 4, "the others come when the prompt is computed"
-    view.reported("d1.1", LoadReport(running=6), now=3)
+    view.reported("d1.1", LoadReport(running=6))
     assert load() == 6, "two of another router"
     view.released("d1.1", key())
     assert load() == 2
@@ -225,7 +237,7 @@ def test_how_many_sequences_a_leg_is(leg: Leg, params: SamplingParams, num_seque
 def test_strangers_change_nothing() -> None:
     view = ClusterView()
     view.attached(decode(), now=1)
-    view.reported("d1.1", LoadReport(running=1), now=1)
+    view.reported("d1.1", LoadReport(running=1))
     view.detached("d1.1", "reset", now=1)
     view.dispatched("d1.1", key())
     view.released("d1.1", key())

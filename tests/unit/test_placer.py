@@ -11,7 +11,7 @@ import pytest
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import BlockStored
 from baton.engine.request import SamplingParams
-from baton.errors import InvalidRequest, NoCapacity
+from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.ids import AttemptKey
 from baton.observe.metrics import Distribution, Figure
 from baton.rpc.explanations import decision_from_pb, decision_to_pb
@@ -75,7 +75,7 @@ class Fleet:
     def report(self, name: str, report: StepReport) -> bool:
         incarnation = f"{name}.1"
         wants_everything = self.placer.on_report(incarnation, report, self.now)
-        self.view.reported(incarnation, report.load, self.now)
+        self.view.reported(incarnation, report.load)
         return wants_everything
 
     def step(self, name: str, tokens: int, sequences: int) -> None:
@@ -300,6 +300,22 @@ def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
     fleet.load("p1", uncomputed=9000)
     assert names(fleet.choose()) == ("p2", "d1")
     assert "router_breakers_open" in {figure.name for figure in fleet.placer.figures(fleet.now)}
+
+
+def test_kv_that_did_not_come_is_held_against_no_node() -> None:
+    fleet = Fleet(*prefills("p1"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    for _ in range(5):
+        choice = fleet.place()
+        key = AttemptKey(choice.request.request_id, choice.attempt)
+        lost = RequestDelta(key, outcome=Outcome.ERROR, error="lost", transfer_cause=TransferCause.LEASE_LOST)
+        fleet.report("d1", StepReport([lost], LoadReport()))
+        fleet.placer.over(choice.request.request_id)
+    opened = {
+        figure.labels["of"]: figure.value
+        for figure in fleet.placer.figures(fleet.now)
+        if isinstance(figure, Figure) and "breakers_open" in figure.name
+    }
+    assert opened == {"node": 0, "pair": 1}
 
 
 def test_a_node_that_dies_again_and_again_is_passed_over_though_each_run_is_a_new_one() -> None:

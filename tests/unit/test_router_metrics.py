@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.observe.metrics import render
@@ -44,6 +45,26 @@ def test_what_requests_got() -> None:
     tpot = "baton_request_time_per_output_token_seconds"
     assert (found[f"{tpot}_count", ""], found[f"{tpot}_sum", ""]) == (1, 0.05)
     assert found["baton_e2e_request_latency_seconds_count", ""] == 2
+    assert found["baton_request_decode_time_seconds_sum", ""] == pytest.approx(0.2)
+    assert found["baton_request_prefill_time_seconds_count", ""] == 2
+
+
+async def test_gaps_are_those_of_each_sequence() -> None:
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        reader = rig.ask(max_tokens=3, n=2)
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
+        await reader.tokens_read(1)
+        for index, sequence, text in ((1, 0, "b"), (0, 1, "x"), (1, 1, "y"), (2, 0, "c"), (2, 1, "z")):
+            rig.timers.advance(0.04)
+            outcome = Outcome.LENGTH if index == 2 else None
+            rig.tell("d1", attempt, index, text, outcome, sequence_index=sequence)
+            await reader.tokens_read(len(reader.token_ids) + 1)
+        await reader.finished()
+        found = samples(render(rig.dispatcher.counters.served.figures(), {}))
+        gaps = "baton_inter_token_latency_seconds"
+        assert (found[f"{gaps}_count", ""], found[f"{gaps}_sum", ""]) == (4, pytest.approx(0.04 * (1 + 1 + 3 + 2)))
 
 
 async def test_the_page_of_a_router() -> None:

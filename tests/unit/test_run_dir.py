@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -69,13 +70,49 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert second.holder() == os.getpid()
     with pytest.raises(ConfigError, match=r"a cluster is already running in .*: stop it with `baton down`"):
         second.take()
-    assert not second.wait_free(0.0)
+    found = second.holders(timeout_s=0.0)
+    assert next(found) == os.getpid()
+    with pytest.raises(TimeoutError):
+        next(found)
     first.write_state(STATE)
+    found = second.holders(timeout_s=60.0)
+    assert next(found) == os.getpid()
     first.release()
-    assert second.wait_free(60.0)
+    assert list(found) == []
     assert second.read_state() is None
     second.take()
     second.release()
+
+
+def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = RunDir(tmp_path / "run")
+    place.create()
+    place.take()
+    place.release()
+    looking = os.open(tmp_path / "run" / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    waited = []
+
+    def look_no_more(seconds: float) -> None:
+        waited.append(seconds)
+        os.close(looking)
+
+    monkeypatch.setattr("baton.cli.run_dir.time.sleep", look_no_more)
+    place.take()
+    assert len(waited) == 1
+    place.release()
+
+
+def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    place.create()
+    place.take()
+    found = RunDir(tmp_path / "run").holders(timeout_s=60.0)
+    assert next(found) == os.getpid()
+    (tmp_path / "run" / "lock").write_bytes(b"7\n" + bytes(20))
+    assert next(found) == 7
+    place.release()
+    assert list(found) == []
 
 
 def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:

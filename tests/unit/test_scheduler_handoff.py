@@ -8,7 +8,7 @@ from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
-from baton.errors import DuplicateRequest
+from baton.errors import DuplicateRequest, TransferCause
 from tests.support.engine_rig import EngineRig, prompt_of
 
 # --- the prefill leg ---
@@ -600,9 +600,9 @@ def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, k
     rig = EngineRig(on_transfer_failure=policy)
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
     rig.step()
-    (end,) = rig.transfer(failed={"d": "KV transfer failed: digest_mismatch (block 3)"})
-    assert (end.finish_reason, end.kv_lost) == (FinishReason.ERROR, kv_lost)
-    assert "digest_mismatch" in (end.error or "")
+    (end,) = rig.transfer(failed={"d": "block 3"}, cause=TransferCause.DIGEST_MISMATCH)
+    assert (end.finish_reason, end.kv_lost, end.error) == (FinishReason.ERROR, kv_lost, "block 3")
+    assert end.transfer_cause is TransferCause.DIGEST_MISMATCH
 
 
 def test_what_a_prefill_leg_knows_of_its_token_goes_with_it() -> None:

@@ -16,7 +16,7 @@ from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.request_queue import tokens_to_compute
-from baton.engine.runner.scripted import expected_beams, expected_tokens
+from baton.engine.runner.scripted import expected_beams, expected_embedding, expected_tokens
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequence_group import sequence_id, split_sequence_id
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -134,6 +134,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def add_all(self, sketches: list[Sketch]) -> None:
         for sketch in sketches:
+            if sketch.leg is Leg.EMBED:
+                sketch = sketch._replace(n=1, beam_width=0, has_grammar=False)
             name = f"r{self.added}"
             self.added += 1
             own = prompt_of(sketch.own, self.added if sketch.own % 2 else 2000)
@@ -153,7 +155,7 @@ class EngineMachine(RuleBasedStateMachine):
             )
 
     def _given(self, sketch: Sketch, prompt: Sequence[int]) -> int:
-        if sketch.n > 1 or sketch.beam_width:
+        if sketch.n > 1 or sketch.beam_width or sketch.leg is Leg.EMBED:
             return 0
         most = min(sketch.max_tokens, self.rig.scheduler.max_model_len - len(prompt))
         vocab = self.rig.runner.model.vocab_size
@@ -365,6 +367,9 @@ class EngineMachine(RuleBasedStateMachine):
     def _check_tokens(self, name: str) -> None:
         request_id, index = split_sequence_id(name)
         rig, request, end = self.rig, self.rig.requests[request_id], self.rig.ends[name]
+        if request.leg is Leg.EMBED:
+            self._check_embedding(request, end)
+            return
         undisturbed, reason = self._undisturbed(name)
         got = rig.tokens[name]
         if request.beams is not None or (request.leg is Leg.PREFILL and request.sampling_params.beam_width):
@@ -379,6 +384,18 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(got) == len(undisturbed)
         elif end.finish_reason is FinishReason.IGNORED:
             assert not undisturbed
+        else:
+            assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+    def _check_embedding(self, request: Request, end: EngineCoreOutput) -> None:
+        assert self.rig.tokens[end.request_id] == []
+        if end.finish_reason is FinishReason.STOP:
+            assert end.embedding == expected_embedding(request.prompt_token_ids)
+            return
+        assert not end.embedding
+        if end.finish_reason is FinishReason.IGNORED:
+            config = self.rig.config
+            assert request.num_prompt_tokens > min(config.max_model_len, config.num_slots)
         else:
             assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.engine.outputs import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import Leg, RequestStatus
+from baton.node.reports import load_of, load_report
 from tests.support.engine_rig import EngineRig, prompt_of
 
 
@@ -121,15 +122,18 @@ def computed_step(rig: EngineRig, seconds: float) -> ComputedStep | None:
 
 def test_a_step_says_what_it_was_made_of_and_how_long_it_took() -> None:
     rig = EngineRig()
+    began = rig.clock.monotonic()
     rig.add("a", 10, max_tokens=5)
-    assert computed_step(rig, 0.25) == ComputedStep(0.25, 10, 0, 0)
+    assert computed_step(rig, 0.25) == ComputedStep(0.25, 10, 0, 0, began + 0.25, True)
     rig.add("b", 7, max_tokens=5)
-    assert computed_step(rig, 0.5) == ComputedStep(0.5, 7, 1, 10)
+    assert computed_step(rig, 0.5) == ComputedStep(0.5, 7, 1, 10, began + 0.75, True)
     rig.add("pulled", 8, leg=Leg.DECODE, max_tokens=5)
     rig.step()
     rig.deliver("pulled")
     rig.core.take_computed_step()
-    assert computed_step(rig, 0.125) == ComputedStep(0.125, 0, 3, 12 + 8 + 8), "its first token was drawn elsewhere"
+    assert computed_step(rig, 0.125) == ComputedStep(0.125, 0, 3, 12 + 8 + 8, began + 0.875, True), (
+        "its first token was drawn elsewhere"
+    )
     assert rig.core.take_computed_step() is None
 
 
@@ -138,3 +142,28 @@ def test_nobody_learns_from_a_step_that_was_lost() -> None:
     rig.add("r", 10, max_tokens=5)
     rig.runner.raise_next = RuntimeError("broken")
     assert computed_step(rig, 0.25) is None
+
+
+def test_a_load_is_told_without_statistics() -> None:
+    rig = EngineRig(max_num_seqs=2)
+    rig.connector.unknown.add("unsure")
+    rig.add("pulls", 8, leg=Leg.DECODE, max_tokens=3)
+    rig.add("unsure", 8, leg=Leg.DECODE, max_tokens=3)
+    for number, name in enumerate(("runs", "runs too", "queues", "queues too")):
+        rig.add(name, 8 + number, max_tokens=9)
+    seen = set()
+    for _ in range(4):
+        load = load_of(rig.core.scheduler)
+        assert load == load_report(rig.core.make_stats())
+        seen.add((load.running, load.waiting, load.waiting_for_remote_kvs, load.context_tokens > 0))
+        rig.step()
+    assert len(seen) > 1
+    assert load_of(rig.core.scheduler, draining=True).draining
+
+
+def test_nobody_takes_events_that_were_stopped() -> None:
+    rig = EngineRig()
+    rig.core.scheduler.stop_events()
+    rig.add("runs", 8, max_tokens=2)
+    rig.run()
+    assert rig.core.scheduler.take_events() == []

@@ -126,7 +126,7 @@ class Cluster:
     ) -> None:
         incarnation = node.description.incarnation
         assert not self._placer.on_report(incarnation, StepReport(deltas, node.load, update, step=step), self.now)
-        self._view.reported(incarnation, node.load, self.now)
+        self._view.reported(incarnation, node.load)
 
     def _arrive(self, work: Work) -> None:
         choice = self._placer.choose(self._view.candidates(), work.request, frozenset(), 1, 0.0, self.now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from baton.bench.simulator.arrangement import Arrangement
+from baton.bench.arrangement import Arrangement
+from baton.bench.goodput import find_goodput
 from baton.bench.simulator.events import Timeline
-from baton.bench.simulator.goodput import find_goodput
 from baton.bench.simulator.network import Network
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.simulator.simulation import Failure, NodeSizes, Simulation, SimulationConfig
@@ -28,7 +29,7 @@ TIMES = FormulaTimes()
 
 
 def _run(spec: WorkloadSpec, config: SimulationConfig) -> Simulation:
-    simulation = Simulation(config, lambda ended: None, lambda outcomes: False)
+    simulation = Simulation(config, lambda ended: None)
     simulation.run(spec.build())
     for node in simulation.nodes.values():
         node.scheduler.check_invariant()
@@ -82,6 +83,16 @@ def test_colocated_requests_share_steps() -> None:
     assert outcomes.tpot_s.tolist() == pytest.approx([(mixed_s + both_s) / 2, (both_s + _decode_s(1, 101)) / 2])
 
 
+def test_streams_stall_while_prompts_are_computed_first() -> None:
+    spec = _spec(num_prompts=2, request_rate=float("inf"), random_input_len=100, random_output_len=3)
+    sizes = NodeSizes(prompts_first=True)
+    outcomes = _run(spec, _config("colocated:1", message_s=0.0, sizes=sizes)).outcomes
+    # As above, but that the first one draws nothing while the other's prompt is computed.
+    assert outcomes.ttft_s.tolist() == pytest.approx([_prefill_s(100), 2 * _prefill_s(100)])
+    both_s = _decode_s(2, 200) + _decode_s(2, 202)
+    assert outcomes.tpot_s.tolist() == pytest.approx([(_prefill_s(100) + both_s) / 2, both_s / 2])
+
+
 @pytest.mark.parametrize("rate", [100.0, float("inf")])
 def test_what_has_to_wait_for_a_place_is_planned_when_it_arrives(rate: float) -> None:
     """Unless all come at once: then it is planned when the place is free, as on a live cluster."""
@@ -110,6 +121,8 @@ _CASES = {
     "random": _config("2p2d", policy="random"),
     "a few choices": _config("3p3d", choices=2, failures=(Failure("decode-1", 4.0, 2.0),)),
     "by other nodes' blocks": _config("2p2d", policy="global-cache"),
+    "prompts first": _config("colocated:2", sizes=NodeSizes(prompts_first=True, max_num_batched_tokens=300)),
+    "prompts first, whole": _config("colocated:2", sizes=NodeSizes(prompts_first=True, max_model_len=2048)),
     "round robin, a closed loop": _config("2p1d", policy="round-robin", max_concurrency=6),
 }
 
@@ -147,6 +160,20 @@ def test_a_death_costs_another_attempt_and_no_token() -> None:
     assert struck.result().num_retries == int((struck.outcomes.attempts > 1).sum()) > 3
     assert struck.outcomes.output_length.tolist() == [200] * 40
     assert struck.outcomes.largest_gap_s.max() > calm.outcomes.largest_gap_s.max()
+
+
+def test_a_run_leaves_nothing_to_the_collector_of_cycles() -> None:
+    """Which is off while it lasts: a million requests would stay in memory."""
+    spec = _spec(num_prompts=60, request_rate=20.0)
+    _run(spec, _config("2p2d"))
+    gc.collect()
+    gc.disable()
+    try:
+        kept = _run(spec, _config("2p2d"))
+        assert gc.collect() < 60
+        assert len(kept.outcomes) == 60
+    finally:
+        gc.enable()
 
 
 def test_another_seed_is_another_run() -> None:

@@ -13,7 +13,8 @@ from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
-from kv_transfer.link_messages import Begun, Closing, Offer, OfferLost, ReadConfirmed
+from kv_transfer.backends.base import check_ranges
+from kv_transfer.link_messages import Begun, Closing, Heartbeat, Offer, OfferLost, ReadConfirmed, SenderMessage
 from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from tests.support.conversation import lines, names
@@ -176,6 +177,18 @@ def test_a_lost_offer_under_a_read_goes_into_quarantine(book: TransferBook, clos
     assert lines(book.ended(A)) == []
     assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
     assert book.counts().quarantined == 0
+
+
+@pytest.mark.parametrize("cause", TransferCause)
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_lost_offer_fails_for_the_senders_reason(book: TransferBook, cause: TransferCause, is_planned: bool) -> None:
+    book.expect(A, SOURCE)
+    book.peer_ready("p0.x", 100)
+    if is_planned:
+        book.plan(PLAN)
+    effects = book.received("p0.x", OfferLost(A, "why", cause))
+    assert [effect for effect in effects if isinstance(effect, Failed)] == [Failed(A, cause, "why")]
+    assert book.failures == {("p0", cause): 1}
 
 
 def test_quarantine_ends_with_the_last_read_and_not_before(book: TransferBook) -> None:
@@ -383,6 +396,52 @@ def test_whatever_happens_it_ends_once_and_no_block_is_released_under_a_read(see
     assert released
     assert len(told) <= 1
     assert book.counts().live == book.counts().quarantined == 0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_a_sender_says_reads_stay_within_the_plan_and_the_pool(seed: int) -> None:
+    rng, book = Random(seed), TransferBook(max_quarantined_blocks=1000, vocab_size=100)
+    edges = [0, 1, 4, 5, 6, 99, 100, 2**31, 2**32 - 1, -1]
+    filled: list[int] = []
+
+    def number() -> int:
+        return rng.choice(edges) if rng.random() < 0.3 else rng.randrange(10)
+
+    def offer() -> Offer:
+        left = len(PLAN.block_ids) - len(filled)
+        ids = rng.sample(range(1, 100), rng.randint(0, left)) if rng.random() < 0.9 else [number() for _ in range(left)]
+        at = len(filled) if rng.random() < 0.8 else rng.choice([len(filled) - 1, len(filled) + 1, number()])
+        first_token = (7,) if rng.random() < 0.7 else tuple(number() for _ in range(rng.randrange(3)))
+        closing = Closing(18 if rng.random() < 0.9 else number(), first_token, False)
+        closes = rng.random() < (0.9 if len(ids) == left else 0.1)
+        return Offer(A, at, ids, number(), closing if closes else None, 0 if rng.random() < 0.9 else number())
+
+    def message() -> SenderMessage:
+        match rng.randrange(12):
+            case 0:
+                return Begun(A)
+            case 1:
+                return Heartbeat(number())
+            case 2 if rng.random() < 0.1:
+                return OfferLost(A, "", rng.choice(list(TransferCause)))
+            case 3 | 4 | 5:
+                return ReadConfirmed(A, rng.random() < 0.8, [number() for _ in range(rng.randrange(7))])
+        return offer()
+
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    for _ in range(12):
+        effects = book.received("p0.x", message())
+        for read in [effect for effect in effects if isinstance(effect, StartRead)]:
+            check_ranges(read.ranges, 64, 100)
+            filled += [r.local_block + offset for r in read.ranges for offset in range(r.count)]
+            if rng.random() < 0.9:
+                effects += book.read_done(read.read_id, 64)
+        arrived = [effect for effect in effects if isinstance(effect, Arrived)]
+        assert all(sorted(filled) == sorted(PLAN.block_ids) for _ in arrived)
+        assert all(0 <= token < 100 for effect in arrived for token in effect.closing.first_token_ids)
+    assert len(filled) == len(set(filled)) <= len(PLAN.block_ids)
+    assert set(filled) <= set(PLAN.block_ids)
 
 
 def test_what_no_window_shows_is_neither_offered_nor_read(book: TransferBook) -> None:

@@ -18,7 +18,7 @@ from baton.engine.runner import TorchSpec, attention, layers, load
 from baton.engine.runner import weights as weights_module
 from baton.engine.runner.checkpoint import open_checkpoint
 from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model, write_shape
+from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.transformer import CacheSize, row_quantum
 from baton.engine.runner.weights import load_model, resolve_dtype
 from baton.errors import ConfigError
@@ -211,8 +211,6 @@ def test_the_same_seed_writes_the_same_model(tmp_path: Path, pristine: Path) -> 
     original = open_checkpoint(pristine).fingerprint
     assert open_checkpoint(tmp_path / "same").fingerprint == original
     assert open_checkpoint(tmp_path / "other").fingerprint != original
-    with pytest.raises(ConfigError, match=r"0\.5b"):
-        write_shape(tmp_path / "shape", "9000b")
 
 
 def test_every_token_of_a_random_model_has_a_text(tmp_path: Path) -> None:
@@ -262,7 +260,8 @@ def test_weights_are_in_memory_once_while_they_are_loaded(tmp_path: Path, archit
     runner = load_runner(tmp_path / "large", dtype="float32", num_blocks=16)
     weights = (tmp_path / "large/model.safetensors").stat().st_size * (2 if stored == "bfloat16" else 1)
     assert weights > 100 << 20  # many times what one layer needs on its way
-    assert _status("VmHWM") - before < 1.15 * (weights + runner.memory.num_bytes)
+    # 1.08 to 1.14, with what one layer needs on its way and what earlier tests left in the allocator; a copy makes 2.
+    assert _status("VmHWM") - before < 1.3 * (weights + runner.memory.num_bytes)
 
 
 def test_a_product_that_was_missed_makes_the_model_inexact(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

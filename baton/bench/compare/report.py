@@ -8,8 +8,8 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from baton.bench.compare.arrangement import COLOCATED
-from baton.bench.compare.run import CompareConfig, Comparison, Measured, RateRun
+from baton.bench.compare.run import Comparison
+from baton.bench.compare.turns import CompareConfig, Measured, RateRun
 from baton.bench.result_file import Result, new_result
 from baton.bench.slo import Slo
 from baton.bench.spread import Spread
@@ -35,7 +35,7 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
     workload = config.workload
     arrangements = [_arrangement(one, comparison.slo) for one in measured]
     result = new_result("compare", workload.to_json(), arrangements, workload.seed, created)
-    base = next((one for one in measured if one.arrangement.name == COLOCATED), None)
+    base = next((one for one in measured if one.arrangement.is_colocated), None)
     best = best_disaggregated(measured)
     result |= {
         "slo": comparison.slo.to_json(),
@@ -43,17 +43,26 @@ def compare_result(config: CompareConfig, comparison: Comparison, created: str) 
         "undisturbed": comparison.undisturbed,
         "repeats": max((len(one.goodputs) for one in measured), default=0),
         "run_s": config.run_s,
-        "is_complete": not comparison.was_interrupted,
-        "goodput": {one.arrangement.name: median(one.goodputs) for one in measured if one.goodputs},
-        "goodput_spread": {one.arrangement.name: asdict(Spread.of(one.goodputs)) for one in measured if one.goodputs},
-        "best_split": best.arrangement.name if best is not None else None,
-        "p99_gap_ms": {one.arrangement.name: median(_gaps(one)) for one in measured if one.common},
+        "is_complete": comparison.failure is None,
+        "notes": _notes(comparison),
+        "goodput": {str(one.arrangement): median(one.goodputs) for one in measured if one.goodputs},
+        "goodput_spread": {str(one.arrangement): asdict(Spread.of(one.goodputs)) for one in measured if one.goodputs},
+        "best_split": str(best.arrangement) if best is not None else None,
+        "p99_gap_ms": {str(one.arrangement): median(_gaps(one)) for one in measured if one.common},
         "common_rate": _median_or_none([one.rate for one in measured[0].common]) if measured else None,
     }
     for name, found in _against(base, best).items():
         result[name] = median(found) if found else None
         result[f"{name}_spread"] = asdict(Spread.of(found)) if found else None
     return result
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """What a reader must know of how it ended."""
+    if comparison.failure is None:
+        return []
+    so_far = "" if comparison.measured and comparison.measured[0].common else "; goodputs are what was found until then"
+    return [f"ended early: {comparison.failure}{so_far}"]
 
 
 def _against(base: Measured | None, best: Measured | None) -> dict[str, list[float]]:
@@ -74,10 +83,11 @@ def limited_by(one: Measured, slo: Slo) -> dict[str, Any] | None:
         return None
     run = min(broken, key=lambda run: run.rate)
     kept = {
-        name: float(Slo(**{name: limit}).is_met(run.run.outcomes).sum()) / max(1, run.summary["offered"])
+        name: float(Slo(**{name: limit}).is_met(run.watched.run.outcomes).sum()) / max(1, run.summary["offered"])
         for name, limit in slo.to_json().items()
     }
-    return {"rate": run.rate, "attainment": run.summary["attainment"], "kept": kept}
+    busy = {name: sum(shares.values()) for name, shares in run.watched.busy().items()}
+    return {"rate": run.rate, "attainment": run.summary["attainment"], "kept": kept, "busy": busy}
 
 
 def _gaps(one: Measured) -> list[float]:
@@ -90,29 +100,34 @@ def _median_or_none(values: Sequence[float]) -> float | None:
 
 def _arrangement(one: Measured, slo: Slo) -> dict[str, Any]:
     return {
-        "name": one.arrangement.name,
+        "name": str(one.arrangement),
         "prefill": one.arrangement.prefill,
         "decode": one.arrangement.decode,
         "cores": len(set(one.cores.values())),
         "gpus": 0,
         "pinned": dict(one.cores),
-        "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.nodes for rate in one.goodputs]},
+        "goodput": {"rates": one.goodputs, "per_node": [rate / one.arrangement.num_nodes for rate in one.goodputs]},
         "limited_by": limited_by(one, slo),
         "rates": [_rate(run, is_common=False) for run in one.runs] + [_rate(run, is_common=True) for run in one.common],
     }
 
 
 def _rate(run: RateRun, *, is_common: bool) -> dict[str, Any]:
-    return {
+    outcomes = run.watched.run.outcomes
+    said: dict[str, Any] = {
         "rate": run.rate,
         "repeat": run.repeat,
         "is_common": is_common,
         "summary": run.summary,
-        **distributions(run.run.outcomes, run.summary),
-        "ttft_parts": ttft_parts(run.run.outcomes),
-        "generator": run.run.load.to_json(),
-        "outcomes": run.run.outcomes.columns(0.0),
+        **distributions(outcomes, run.summary),
+        "ttft_parts": ttft_parts(outcomes),
+        "generator": run.watched.run.load.to_json(),
+        "busy": run.watched.busy(),
+        "outcomes": outcomes.columns(0.0),
     }
+    if is_common:
+        said["timeline"] = run.watched.timeline_rows()
+    return said
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
@@ -120,14 +135,14 @@ def rows(comparison: Comparison) -> list[list[str]]:
     lines = []
     for one in comparison.measured:
         if not one.goodputs:
-            lines.append([one.arrangement.name, "-", "-", "-", "-", "-"])
+            lines.append([str(one.arrangement), "-", "-", "-", "-", "-"])
             continue
         spread = Spread.of(one.goodputs)
         lines.append(
             [
-                one.arrangement.name,
+                str(one.arrangement),
                 f"{spread.median:.2f} [{spread.p10:.2f}, {spread.p90:.2f}]",
-                f"{spread.median / one.arrangement.nodes:.2f}",
+                f"{spread.median / one.arrangement.num_nodes:.2f}",
                 _common(one, "p99_ttft_ms"),
                 _common(one, "p99_tpot_ms"),
                 _common(one, _P99_GAP),
@@ -142,15 +157,16 @@ def _common(one: Measured, key: str) -> str:
 
 def verdict(result: Result) -> list[str]:
     """What it comes to, in words."""
-    lines = []
+    lines = list(result["notes"])
+    base = next((one["name"] for one in result["arrangements"] if not one["prefill"]), "")
     if result["goodput_ratio"] is not None:
         spread = result["goodput_ratio_spread"]
         lines.append(
             f"{result['best_split']} has {result['goodput_ratio']:.2f} [{spread['p10']:.2f}, {spread['p90']:.2f}] "
-            f"times the goodput of {COLOCATED}"
+            f"times the goodput of {base}"
         )
-    elif result["best_split"] is not None and result["goodput"].get(COLOCATED) == 0:
-        lines.append(f"{COLOCATED} kept the SLO at no rate that was tried, so there is no ratio of goodputs")
+    elif result["best_split"] is not None and result["goodput"].get(base) == 0:
+        lines.append(f"{base} kept the SLO at no rate that was tried, so there is no ratio of goodputs")
     if result["p99_gap_ratio"] is not None:
         spread = result["p99_gap_ratio_spread"]
         lines.append(
@@ -161,7 +177,11 @@ def verdict(result: Result) -> list[str]:
         limit = arrangement["limited_by"]
         if limit is not None:
             kept = ", ".join(f"{name.removesuffix('_ms').upper()} {share:.0%}" for name, share in limit["kept"].items())
-            lines.append(f"{arrangement['name']} at {limit['rate']:.2f}/s: {kept} of the requests kept it")
+            busy = ", ".join(f"{name} {share:.0%}" for name, share in limit["busy"].items())
+            lines.append(
+                f"{arrangement['name']} at {limit['rate']:.2f}/s: {kept} of the requests kept it"
+                f"{f'; busy computing: {busy} of the time' if busy else ''}"
+            )
         reasons = {rate["generator"]["bottleneck"] for rate in arrangement["rates"]} - {""}
         if reasons:
             lines.append(f"{arrangement['name']}: in some runs the generator was late: {sorted(reasons)[-1]}")

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from baton.client import OperatorClient
 from baton.errors import BatonError, Unreachable
-from baton.registry.registry import Registry
+from baton.registry.registry import Registry, with_authority
 from baton.rpc.messages import NodeStatus
+from baton.security.access import default_access
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def find_by_operator(grpc_address: str, operator_address: str) -> FoundCluster:
 
 def find_in_registry(url: str, cluster: str) -> FoundCluster:
     """The first router that the registry has and that answers, and all nodes, on whatever hosts; raises Unreachable."""
-    routers = asyncio.run(_routers(url, cluster))
+    routers = asyncio.run(_routers(with_authority(url, default_access.get().tls_ca), cluster))
     for grpc_address, operator_address in routers:
         try:
             return find_by_operator(grpc_address, operator_address)

@@ -1,7 +1,7 @@
 """What nodes say of themselves during a run.
 
-A sample's time is the harness's own, from when it had the answer; a node's clock is never read, so there is nothing to
-compare between processes or hosts.
+A sample's time is the harness's own, from when it had the answer: there is nothing to compare between the clocks of
+processes or hosts.
 """
 
 from __future__ import annotations

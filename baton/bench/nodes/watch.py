@@ -1,4 +1,4 @@
-"""Asks every node how busy it is, over and over, on a thread of its own."""
+"""Asks every node how busy it is and what it computed, over and over, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from baton.bench.nodes.samples import NodeSamples
+from baton.bench.nodes.timeline import NodeTimeline
 from baton.errors import BatonError
+from baton.rpc.credentials import Dialer
 from baton.rpc.messages import NodeStatus
 from baton.rpc.node_client import NodeClient
+from baton.security.access import default_access
 
 _PERIOD_S = 0.5
 _PATIENCE_S = 2.0
 
 
 class NodeWatch:
-    """Watches from entry to exit; `samples` are by node name."""
+    """Watches from entry to exit; `samples` and `timelines` are by node name."""
 
     def __init__(self, nodes: Sequence[NodeStatus]) -> None:
         self.samples: Mapping[str, NodeSamples] = {node.name: NodeSamples(node.role) for node in nodes}
+        self.timelines: Mapping[str, NodeTimeline] = {node.name: NodeTimeline() for node in nodes}
         self._addresses = {node.name: node.address for node in nodes}
+        # Threads inherit no context.
+        self._dialer = Dialer.to_nodes(default_access.get())
+        self._begun = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
 
     def __enter__(self) -> NodeWatch:
         self._thread.start()
+        self._begun.wait()
         return self
 
     def __exit__(
@@ -37,23 +46,39 @@ class NodeWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.run(self._watch())
+        try:
+            asyncio.run(self._watch())
+        finally:
+            self._begun.set()
 
     async def _watch(self) -> None:
-        clients = {name: NodeClient(address) for name, address in self._addresses.items()}
+        is_over = False
+        clients = {name: NodeClient(address, self._dialer) for name, address in self._addresses.items()}
         try:
+            await asyncio.gather(*(self._skip_the_past(name, client) for name, client in clients.items()))
+            self._begun.set()
             while True:
                 await asyncio.gather(*(self._ask(name, client) for name, client in clients.items()))
-                if await asyncio.to_thread(self._over.wait, _PERIOD_S):
+                if is_over:
                     return
+                is_over = await asyncio.to_thread(self._over.wait, _PERIOD_S)
         finally:
             for client in clients.values():
                 await client.close()
 
     async def _ask(self, name: str, client: NodeClient) -> None:
+        timeline, samples = self.timelines[name], self.samples[name]
         try:
             report = await client.describe(_PATIENCE_S)
+            if samples.incarnations and report.description.incarnation != samples.incarnations[-1]:
+                timeline.restart()
+            samples.add(time.monotonic(), report)
+            trace = await client.trace_steps(timeline.after, timeline.steps_after, _PATIENCE_S)
         except BatonError:
-            self.samples[name].misses += 1
+            samples.misses += 1
             return
-        self.samples[name].add(time.monotonic(), report)
+        timeline.add(time.monotonic(), trace)
+
+    async def _skip_the_past(self, name: str, client: NodeClient) -> None:
+        with suppress(BatonError):
+            self.timelines[name].skip(await client.trace_steps(0, 0, _PATIENCE_S))

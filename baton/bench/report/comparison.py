@@ -92,6 +92,8 @@ def answer(measured: Measured) -> Answer:
         return Answer("Nothing was measured.", "The result has no request in it.", is_bad=True)
     if failed >= offered:
         return Answer(f"All {plural(offered, 'request')} failed.", _most_frequent_error(all_measurements), is_bad=True)
+    if measured.kind == "validate":
+        return _validated(measured)
     if not measured.slo:
         return _without_slo(measured)
     best = capacities(measured)
@@ -103,6 +105,35 @@ def answer(measured: Measured) -> Answer:
         text = f"Only {best[0].arrangement.name} keeps {limits(measured.slo)}: up to {per_second(best[0].goodput)}."
         return Answer(text, _sentence(_conditions(best[0], measured)))
     return _two(best[0], _baseline(best), measured)
+
+
+def _validated(measured: Measured) -> Answer:
+    """Arrangements come in pairs here: real nodes, and the same simulated, at the same rates."""
+    ratios = [ratio for live, simulated in _pairs(measured) for ratio in _simulated_over_live(live, simulated)]
+    if not ratios:
+        return Answer("Nothing was simulated.", "The result has no live run with a simulated one.", is_bad=True)
+    farthest, where = max(ratios, key=lambda one: abs(one[0] - 1))
+    off = percent(abs(farthest - 1))
+    headline = f"The simulator's mean TTFT and TPOT are within {off} of what real nodes took."
+    return Answer(headline, f"The farthest of {plural(len(ratios), 'mean')} is {number(farthest, 2)} times: {where}.")
+
+
+def _pairs(measured: Measured) -> list[tuple[Arrangement, Arrangement]]:
+    by_name = {one.name: one for one in measured.arrangements}
+    named = [
+        (one, f"{name.removesuffix(' live')} simulated") for name, one in by_name.items() if name.endswith(" live")
+    ]
+    return [(live, by_name[name]) for live, name in named if name in by_name]
+
+
+def _simulated_over_live(live: Arrangement, simulated: Arrangement) -> list[tuple[float, str]]:
+    """Of each mean, and which it is."""
+    return [
+        (mine.summary.get(f"mean_{key}_ms", 0.0) / measured, f"{key.upper()} of {live.name} at {rate_of(theirs)}")
+        for mine, theirs in zip(simulated.measurements, live.measurements, strict=False)
+        for key in ("ttft", "tpot")
+        if (measured := theirs.summary.get(f"mean_{key}_ms"))
+    ]
 
 
 def limits(slo: Slo) -> str:

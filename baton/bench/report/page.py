@@ -19,6 +19,7 @@ _KINDS = {
     "compare": "Comparison of arrangements",
     "nodes": "Benchmark of several nodes",
     "simulate": "Simulation",
+    "validate": "Simulation beside real processes",
 }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from baton.bench.workloads import WorkloadRequest
+from baton.security.tls_files import TlsFiles
 
 UNREACHABLE = "unreachable"
 """How errors begin that mean nobody is there: not even a connection. One that breaks may be made again."""
@@ -32,6 +36,21 @@ class Target:
     tokenizer: str = ""
     """Model directory whose tokenizer makes text of prompts."""
     request_id_prefix: str = "bench"
+    tls_ca: str = ""
+    """The authority that its certificate comes from. Empty: those that this machine knows."""
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What connections are made with; None: clear text. Raises ConfigError for an authority that is none."""
+        if not self.is_tls:
+            return None
+        if self.tls_ca:
+            TlsFiles(Path(self.tls_ca)).read()
+        return ssl.create_default_context(cafile=self.tls_ca or None)
+
+    @property
+    def key_header(self) -> dict[str, str]:
+        """That shows the key, if there is one."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,10 @@ class Listener(Protocol):
         ...
 
 
+Cancel = Callable[[], None]
+"""Nobody waits for the answer any more: the endpoint is told, the listener hears nothing more. Not after its end."""
+
+
 class Endpoint(Protocol):
     """A way to send requests. Belongs to one event loop."""
 
@@ -71,7 +94,7 @@ class Endpoint(Protocol):
         """The request as it goes over the wire: what can be done before it is due."""
         ...
 
-    def send(self, message: bytes, listener: Listener) -> None:
+    def send(self, message: bytes, listener: Listener) -> Cancel:
         """Send what was prepared."""
         ...
 

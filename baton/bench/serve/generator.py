@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.serve.endpoint import UNREACHABLE, Endpoint, Usage
+from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Endpoint, Usage
 from baton.bench.workloads import WorkloadRequest
 
 Session = list[WorkloadRequest]
@@ -136,8 +136,8 @@ class Generator:
         self._open.add(opened)
         self.progress.sent += 1
         if self._timeout_s is not None:
-            opened.timer = self._loop.call_later(self._timeout_s, opened.on_end, "no answer in time", None)
-        self._endpoint.send(message, opened)
+            opened.timer = self._loop.call_later(self._timeout_s, opened.on_timeout)
+        opened.cancel = self._endpoint.send(message, opened)
 
     def ended(self, opened: _Open, error: str | None, usage: Usage | None) -> None:
         """One of them is over."""
@@ -208,7 +208,7 @@ class _Open:
     """A request under way; see `baton.bench.serve.endpoint.Listener`."""
 
     __slots__ = (
-        *("_generator", "_is_over", "first_s", "gaps", "latest_s", "num_messages", "num_tokens", "planned_s"),
+        *("_generator", "_is_over", "cancel", "first_s", "gaps", "latest_s", "num_messages", "num_tokens", "planned_s"),
         *("sent_s", "session", "timer", "turn"),
     )
 
@@ -225,6 +225,7 @@ class _Open:
         self.num_messages = 0
         self.num_tokens = 0
         self.timer: asyncio.TimerHandle | None = None
+        self.cancel: Cancel | None = None
 
     def on_tokens(self, count: int) -> None:
         now = self._generator.now()
@@ -236,6 +237,11 @@ class _Open:
         self.num_messages += 1
         self.num_tokens += count
         self._generator.progress.tokens += count
+
+    def on_timeout(self) -> None:
+        if self.cancel is not None:
+            self.cancel()
+        self.on_end("no answer in time", None)
 
     def on_end(self, error: str | None, usage: Usage | None) -> None:
         if self._is_over:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.bench.http2_client import Http2Connection
-from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
+from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
 from baton.rpc.codec_generation import event_from_bytes, request_to_pb
+from baton.rpc.http2.client import Http2Client
+from baton.rpc.http2.client_connection import Ended, call_headers
 from baton.rpc.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
 
 _GENERATE = "/baton.v1.Generation/Generate"
@@ -24,8 +25,10 @@ class GrpcEndpoint:
         self._target = target
         host, port = target.address.rsplit(":", 1)
         self._host, self._port = host.strip("[]"), int(port)
-        self._connections: list[Http2Connection] = []
-        self._opening: dict[int, asyncio.Task[Http2Connection]] = {}
+        self._tls = target.tls()
+        self._headers = call_headers(_GENERATE, target.address, target.key_header.items(), is_tls=self._tls is not None)
+        self._connections: list[Http2Client] = []
+        self._opening: dict[int, asyncio.Task[Http2Client]] = {}
         """Those that were lost and are wanted again, by number."""
         self._waiting: set[asyncio.Task[None]] = set()
         """Requests that wait for one of them."""
@@ -51,16 +54,18 @@ class GrpcEndpoint:
             )
         ).SerializeToString()
 
-    def send(self, message: bytes, listener: Listener) -> None:
+    def send(self, message: bytes, listener: Listener) -> Cancel:
+        answer = _Answer(self._headers, listener)
         self._sent += 1
         number = self._sent % len(self._connections)
         connection = self._connections[number]
         if not connection.closed.done():
-            _call(connection, message, listener)
-            return
-        task = asyncio.get_running_loop().create_task(self._reconnect_and_send(number, message, listener))
+            answer.ask(connection, message)
+            return answer.cancel
+        task = asyncio.get_running_loop().create_task(self._reconnect_and_send(number, message, answer))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
+        return answer.cancel
 
     def close(self) -> None:
         for task in (*self._waiting, *self._opening.values()):
@@ -68,42 +73,49 @@ class GrpcEndpoint:
         for connection in self._connections:
             connection.close()
 
-    async def _connect(self) -> Http2Connection:
-        return await Http2Connection.open(self._host, self._port, _GENERATE)
+    async def _connect(self) -> Http2Client:
+        return await Http2Client.open(self._host, self._port, self._tls)
 
-    async def _reconnect_and_send(self, number: int, message: bytes, listener: Listener) -> None:
+    async def _reconnect_and_send(self, number: int, message: bytes, answer: _Answer) -> None:
         if number not in self._opening:
             self._opening[number] = asyncio.get_running_loop().create_task(self._connect())
         opening = self._opening[number]
         try:
             connection = await asyncio.shield(opening)
         except OSError as error:
-            listener.on_end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}", None)
+            answer.end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}")
             return
         finally:
             if self._opening.get(number) is opening and opening.done():
                 del self._opening[number]
         self._connections[number] = connection
-        _call(connection, message, listener)
-
-
-def _call(connection: Http2Connection, message: bytes, listener: Listener) -> None:
-    answer = _Answer(listener)
-    if connection.closed.done():
-        answer.on_end("the connection is lost: at once")
-        return
-    connection.call(message, answer.on_messages, answer.on_end, answer.on_trailers)
+        answer.ask(connection, message)
 
 
 class _Answer:
     """One stream."""
 
-    __slots__ = ("_listener", "_metadata", "_usage")
+    __slots__ = ("_asked", "_headers", "_is_cancelled", "_listener", "_usage")
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, headers: bytes, listener: Listener) -> None:
+        self._headers = headers
         self._listener = listener
         self._usage: Usage | None = None
-        self._metadata: Mapping[str, str] = {}
+        self._asked: tuple[Http2Client, int] | None = None
+        self._is_cancelled = False
+
+    def ask(self, connection: Http2Client, message: bytes) -> None:
+        if self._is_cancelled:
+            return
+        call = connection.call(self._headers, self)
+        connection.send(call, message, is_last=True)
+        self._asked = connection, call
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._asked is not None:
+            connection, stream = self._asked
+            connection.cancel(stream)
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
         for message in messages:
@@ -114,16 +126,19 @@ class _Answer:
             elif not isinstance(event, Accepted | SequenceFinished):
                 self._usage = _usage(event.usage, event.timings)
 
-    def on_trailers(self, headers: Mapping[str, str]) -> None:
-        self._metadata = headers
-
-    def on_end(self, error: str) -> None:
+    def on_end(self, ended: Ended) -> None:
         usage = self._usage
-        if error or usage is None:
-            self._listener.on_end(error or "the stream ended without an answer", usage)
+        if ended.error or usage is None:
+            self.end(ended.error or "the stream ended without an answer")
             return
-        prefill, decode = (self._metadata.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
+        about = dict(ended.trailers)
+        prefill, decode = (about.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
         self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))
+
+    def end(self, error: str) -> None:
+        """It failed."""
+        if not self._is_cancelled:
+            self._listener.on_end(error, self._usage)
 
 
 def _usage(usage: Any, timings: Any) -> Usage:

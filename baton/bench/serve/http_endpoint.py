@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton.bench.serve.endpoint import UNREACHABLE, Listener, Target, Usage
+from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
 from baton.text.tokenizer import Tokenizer
@@ -26,7 +25,7 @@ class HttpEndpoint:
         self._target = target
         host, port = target.address.rsplit(":", 1)
         self._host, self._port = host.strip("[]"), int(port)
-        self._ssl = ssl.create_default_context() if target.is_tls else None
+        self._ssl = target.tls()
         self._is_chat = target.backend == "openai-chat"
         self._tokenizer = Tokenizer.load(Path(target.tokenizer)) if target.tokenizer else None
         self._idle: list[_Connection] = []
@@ -55,22 +54,24 @@ class HttpEndpoint:
         else:
             fields["prompt"] = request.token_ids(target.vocab_size)
         body = json.dumps(fields, separators=(",", ":")).encode()
-        key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+        key = "".join(f"{name}: {value}\r\n" for name, value in target.key_header.items())
         head = (
             f"POST {target.path} HTTP/1.1\r\nhost: {target.address}\r\ncontent-type: application/json\r\n{key}"
             f"x-request-id: {target.request_id_prefix}-{request.index}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
 
-    def send(self, message: bytes, listener: Listener) -> None:
+    def send(self, message: bytes, listener: Listener) -> Cancel:
+        answer = _Answer(listener, self._is_chat)
         while self._idle:
             connection = self._idle.pop()
             if not connection.is_lost:
-                connection.start(message, listener, self._is_chat)
-                return
-        task = asyncio.get_running_loop().create_task(self._connect_and_send(message, listener))
+                connection.start(message, answer)
+                return answer.cancel
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(message, answer))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
+        return answer.cancel
 
     def close(self) -> None:
         for task in self._opening:
@@ -86,13 +87,13 @@ class HttpEndpoint:
         self._all.add(connection)
         return connection
 
-    async def _connect_and_send(self, message: bytes, listener: Listener) -> None:
+    async def _connect_and_send(self, message: bytes, answer: _Answer) -> None:
         try:
             connection = await self._connect()
         except OSError as error:
-            listener.on_end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}", None)
+            answer.end(f"{UNREACHABLE}: {self._target.address}: {error.strerror or error}")
             return
-        connection.start(message, listener, self._is_chat)
+        connection.start(message, answer)
 
     def _text(self, request: WorkloadRequest) -> str:
         if self._tokenizer is not None:
@@ -110,8 +111,11 @@ class _Connection(asyncio.Protocol):
         self._answer: _Answer | None = None
         self.is_lost = False
 
-    def start(self, message: bytes, listener: Listener, is_chat: bool) -> None:
-        self._answer = _Answer(listener, is_chat)
+    def start(self, message: bytes, answer: _Answer) -> None:
+        if answer.is_ended:  # cancelled before there was a connection
+            self._on_idle(self)
+            return
+        self._answer, answer.connection = answer, self
         if self._transport is not None:
             self._transport.write(message)
 
@@ -168,8 +172,10 @@ class _Answer:
         self._error: str | None = None
         self._usage: Usage | None = None
         self._is_done = False
-        self._is_ended = False
+        self.is_ended = False
         self.keeps_connection = True
+        self.connection: _Connection | None = None
+        """Where it comes from; None: there is none yet."""
 
     def feed(self, data: bytes) -> bool:
         """True once the answer is complete; raises ValueError."""
@@ -186,11 +192,18 @@ class _Answer:
         self._rest = b""
         return self._take_chunks(data) if self._is_chunked else self._take_plain(data)
 
+    def cancel(self) -> None:
+        """HTTP/1.1 has no other way to say so than to leave."""
+        if not self.is_ended:
+            self.is_ended = True
+            if self.connection is not None:
+                self.connection.abort()
+
     def end(self, error: str | None) -> None:
         """Tell the listener, once."""
-        if self._is_ended:
+        if self.is_ended:
             return
-        self._is_ended = True
+        self.is_ended = True
         if self._status and self._status != 200:
             error = _story(self._status, self._body)
         error = self._error or error

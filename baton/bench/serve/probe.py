@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from baton.bench.serve.endpoint import Target
-from baton.client import GenerationClient
-from baton.errors import BatonError, Unreachable
+from baton.client import Access, GenerationClient
+from baton.errors import BatonError, ConfigError, Unreachable
 from baton.text.tokenizer import Tokenizer
 
 _TIMEOUT_S = 10.0
@@ -37,7 +36,10 @@ def probe(target: Target) -> Served:
 
 
 def _probe_grpc(target: Target) -> Served:
-    with GenerationClient(target.address) as client:
+    if target.is_tls and not target.tls_ca:
+        raise ConfigError("gRPC with TLS needs the authority to believe: name it with --tls-ca")
+    access = Access(target.api_key, Path(target.tls_ca) if target.is_tls else None)
+    with GenerationClient(target.address, access=access) as client:
         models = client.list_models()
     found = next((card for card in models if not target.model or card.name == target.model), None)
     if found is None:
@@ -61,15 +63,15 @@ def _probe_http(target: Target) -> Served:
 
 def _model_card(target: Target) -> dict[str, Any]:
     host, port = target.address.rsplit(":", 1)
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    tls = target.tls()
     connection = (
-        http.client.HTTPSConnection(host, int(port), timeout=_TIMEOUT_S, context=ssl.create_default_context())
-        if target.is_tls
+        http.client.HTTPSConnection(host, int(port), timeout=_TIMEOUT_S, context=tls)
+        if tls is not None
         else http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
     )
     with closing(connection):
         try:
-            connection.request("GET", "/v1/models", headers=headers)
+            connection.request("GET", "/v1/models", headers=target.key_header)
             response = connection.getresponse()
             body = response.read()
         except (OSError, http.client.HTTPException) as error:

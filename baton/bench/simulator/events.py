@@ -41,14 +41,11 @@ class Timeline:
         heapq.heappush(self._due, (when if when > self.now else self.now, self._count, event))
         return event
 
-    def stop(self) -> None:
-        """Nothing of what was planned happens any more."""
-        self._due.clear()
-
     def run(self) -> None:
         """Let everything happen, in order."""
-        while self._due:
-            when, _, event = heapq.heappop(self._due)
+        due, pop = self._due, heapq.heappop
+        while due:
+            when, _, event = pop(due)
             action = event.action
             if action is not None:
                 self.now = when

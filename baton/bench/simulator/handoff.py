@@ -13,8 +13,9 @@ from typing import Protocol
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.network import Flow, Network
 from baton.bench.simulator.prompt import TOKEN
-from baton.engine.connector import ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput, NullConnector
+from baton.engine.connector import ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput, LostKV, NullConnector
 from baton.engine.request import Leg, Request, RequestStatus
+from baton.errors import TransferCause
 
 _ARRIVED = ArrivedKV((TOKEN,))
 _COMPUTED = (RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED)
@@ -66,7 +67,7 @@ class HandOffs:
         assert request.kv_source is not None
         source = request.kv_source.incarnation
         if source in self._gone:
-            lost = KVTransferOutput(failed={request.request_id: f"{source} is gone"})
+            lost = KVTransferOutput(failed={request.request_id: _gone(source)})
             self._timeline.call_at(self._timeline.now, lambda: reader.told(lost))
             return
         handoff = self._of(request.request_id)
@@ -106,7 +107,7 @@ class HandOffs:
             elif handoff.sender is node:
                 self._close(request_id, handoff)
                 if handoff.reader is not None and not handoff.reader.is_gone:
-                    handoff.reader.told(KVTransferOutput(failed={request_id: f"{node.incarnation} is gone"}))
+                    handoff.reader.told(KVTransferOutput(failed={request_id: _gone(node.incarnation)}))
 
     def num_bytes(self, num_tokens: int) -> float:
         return num_tokens * self._bytes_per_token
@@ -148,6 +149,8 @@ class HandOffs:
         if self._open.get(request_id) is not handoff:
             return
         del self._open[request_id]
+        # It knows its flow, which knows it: nobody collects cycles while a simulation runs.
+        handoff.flow = None
         sender, reader = handoff.sender, handoff.reader
         assert sender is not None
         assert reader is not None
@@ -161,6 +164,7 @@ class HandOffs:
         del self._open[request_id]
         if handoff.flow is not None:
             handoff.flow.cancel()
+            handoff.flow = None
 
 
 class OfferingConnector(NullConnector):
@@ -200,3 +204,7 @@ class TakingConnector(NullConnector):
         if transferring:
             self._handoffs.drop(request.request_id, self._node)
         return BlockFate.FREE
+
+
+def _gone(incarnation: str) -> LostKV:
+    return LostKV(TransferCause.PEER_GONE, f"{incarnation} is gone")

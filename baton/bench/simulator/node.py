@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.bench.simulator.events import Event, Timeline
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, TakingConnector
 from baton.bench.simulator.prompt import TOKEN, NamelessTokens, SimulatedPrompt
+from baton.bench.simulator.shared_host import Computing, SharedHost
 from baton.bench.simulator.step_times import StepTimes
 from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
@@ -35,7 +36,7 @@ from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.node.kv_cache_updates import kv_cache_updates
-from baton.node.reports import load_report, outcome_of
+from baton.node.reports import load_of, outcome_of
 from baton.rpc.messages import (
     KVCacheUpdate,
     LoadReport,
@@ -51,7 +52,7 @@ from baton.rpc.messages import (
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
-_KEPT_ENDS = 1 << 14
+_KEPT_ENDS = 1 << 11
 _KEPT_KEYS = 1024
 _LONGEST_RUN = 64
 """Steps of a run that are planned at once: most are cut short."""
@@ -103,8 +104,12 @@ class SimulatedNode:
         *,
         stepwise: bool = False,
         keeps_timeline: bool = False,
+        host: SharedHost | None = None,
     ) -> None:
-        """`report` is given what the node tells its router, when it does, and when the tokens in it were drawn here."""
+        """`report` is given what the node tells its router, when it does, and when the tokens in it were drawn here.
+
+        `host`: the machine that it shares with other nodes; it must be stepwise then.
+        """
         self.description = description
         self.incarnation = description.incarnation
         self.is_gone = False
@@ -116,17 +121,22 @@ class SimulatedNode:
         self._handoffs = handoffs
         self._report = report
         self._stepwise = stepwise
+        self._host = host
         is_prefill = description.role is Role.PREFILL
         connector = OfferingConnector(self, handoffs) if is_prefill else TakingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
-        self.scheduler = Scheduler(config, fields, timeline, connector)
+        known_token = None if stepwise else TOKEN
+        self.scheduler = Scheduler(config, fields, timeline, connector, known_token)
+        self.scheduler.stop_events()
         # It is read after each step; what was read is not worth its memory, in hundreds of nodes.
-        self.scheduler.kv_cache_manager.kv_events = KVEventLog(max(_KEPT_KEYS, description.num_blocks))
+        self.scheduler.kv_cache_manager.kv_events = KVEventLog(
+            max(_KEPT_KEYS, description.num_blocks), with_tokens=False
+        )
         self._attempts: dict[str, _Attempt] = {}
         self._ends = array("d")
         """When steps ended, the latest ones, from the step `_first_end` on."""
         self._first_end = 0
-        self._due: Event | None = None
+        self._due: Event | Computing | None = None
         """The end of the step or the run that is under way."""
         self._decided: SchedulerOutput | None = None
         self._run: DecodeRun | None = None
@@ -161,7 +171,7 @@ class SimulatedNode:
             output_token_ids=submit.output_token_ids,
         )
         # Nobody writes to a prompt, and the keys of all its blocks are known.
-        request.prompt_token_ids = prompt
+        request.take_prompt(prompt)
         request.num_submitted_tokens += len(prompt) - len(_ONE_TOKEN)
         request.block_hashes = prompt.block_keys
         num_given = len(submit.output_token_ids)
@@ -202,7 +212,7 @@ class SimulatedNode:
         self._interrupt()
         manager, size = self.scheduler.kv_cache_manager, self.description.block_size
         request = Request(f"taken-in-{keys[-1].hex()}", _ONE_TOKEN, SamplingParams())
-        request.prompt_token_ids = NamelessTokens(len(keys) * size + 1)
+        request.take_prompt(NamelessTokens(len(keys) * size + 1))
         request.block_hashes = list(keys)
         computed = manager.get_computed_blocks(request)
         missing = len(keys) * size - computed.num_tokens
@@ -216,8 +226,7 @@ class SimulatedNode:
     def fail(self) -> None:
         """The process is gone, at once. What it had computed by now has been told."""
         self._interrupt()
-        if self._run is not None:
-            self._run.settle()
+        self.scheduler.bring_up_decodes()
         self.is_gone = True
         if self._due is not None:
             self._due.cancel()
@@ -228,7 +237,7 @@ class SimulatedNode:
         self._attempts.clear()
 
     def load(self) -> LoadReport:
-        return load_report(self.scheduler.make_stats())
+        return load_of(self.scheduler)
 
     @property
     def is_idle(self) -> bool:
@@ -241,12 +250,13 @@ class SimulatedNode:
     def _go_on(self) -> None:
         """Begin a step if none is under way and there is anything to do."""
         while self._due is None and not self.is_gone and self.scheduler.has_work():
-            if self._num_quiet == 0:
-                run = self.scheduler.decode_run(TOKEN)
-                if run is not None and not self._stepwise:
+            if not self._stepwise:
+                run = self.scheduler.decode_run()
+                if run is not None:
                     self._begin_run(run)
                     return
-                self._num_quiet = min(run.max_steps, _LONGEST_RUN) if run is not None else 0
+            elif self._num_quiet == 0:
+                self._num_quiet = min(self.scheduler.num_quiet_steps(), _LONGEST_RUN)
             decided = self.scheduler.schedule()
             if decided.is_empty:
                 self._publish(self.scheduler.update_from_output(decided, _NOTHING), (), None)
@@ -269,14 +279,18 @@ class SimulatedNode:
         else:
             step_s = self._times.decode_s(batch, decided.num_decode_context_tokens)
         self._decided, self._started_at = decided, now
-        self._due = self._clock.call_at(now + step_s, self._step_over)
+        if self._host is None:
+            self._due = self._clock.call_at(now + step_s, self._step_over)
+        else:
+            self._due = self._host.compute(step_s, decided.num_prefill_tokens > 0, self._step_over)
 
     def _chunks(self, decided: SchedulerOutput) -> list[tuple[int, int]]:
         """From where to where each prompt is computed."""
         num_scheduled, requests = decided.num_scheduled_tokens, self.scheduler.requests
         chunks = []
         for data in _scheduled(decided):
-            num_tokens = num_scheduled[data.request_id]
+            # Who decodes and got a block has one.
+            num_tokens = num_scheduled.get(data.request_id, 1)
             if num_tokens > 1 or not requests[data.request_id].output_token_ids:
                 chunks.append((data.num_computed_tokens, data.num_computed_tokens + num_tokens))
         return chunks
@@ -284,29 +298,33 @@ class SimulatedNode:
     def _step_over(self) -> None:
         decided, self._decided, self._due = self._decided, None, None
         assert decided is not None
-        drawn: dict[str, Sequence[int]] = dict.fromkeys(decided.num_scheduled_tokens, _ONE_TOKEN)
+        drawn: dict[str, Sequence[int]] = (
+            dict.fromkeys(decided.num_scheduled_tokens, _ONE_TOKEN) if self._stepwise else {}
+        )
         joined: set[str] = set()
-        index = self._first_end + len(self._ends)
+        index, now = self._first_end + len(self._ends), self._clock.now
         for data in _scheduled(decided):
             attempt = self._attempts.get(data.request_id)
             if attempt is None or attempt.since is not None:
                 continue
             if attempt.request.num_computed_tokens < attempt.request.num_tokens:
                 # A chunk that does not reach the end of its prompt draws nothing.
-                del drawn[data.request_id]
+                drawn.pop(data.request_id, None)
             else:
                 attempt.since = index
                 joined.add(data.request_id)
-        self._note_ends((self._clock.now,))
-        outputs = self.scheduler.update_from_output(decided, ModelRunnerOutput(drawn))
-        self._picture(self._started_at, self._clock.now, decided)
-        figures = StepFigures(
-            (self._clock.now - self._started_at) * 1e3,
-            decided.num_prefill_tokens,
-            decided.total_num_scheduled_tokens - decided.num_prefill_tokens,
-            decided.num_decode_context_tokens,
-        )
+        self._note_ends((now,))
+        outputs = self.scheduler.update_from_output(decided, ModelRunnerOutput(drawn) if drawn else _NOTHING)
+        if self.timeline is not None:
+            self.timeline.append(_picture(self._started_at, now, decided))
         if self._num_quiet == 0:
+            num_prefill_tokens = decided.num_prefill_tokens
+            figures = StepFigures(
+                (now - self._started_at) * 1e3,
+                num_prefill_tokens,
+                decided.total_num_scheduled_tokens - num_prefill_tokens,
+                decided.num_decode_context_tokens,
+            )
             self._publish(outputs, joined, figures)
         else:
             self._num_quiet -= 1
@@ -327,7 +345,8 @@ class SimulatedNode:
 
     def _interrupt(self) -> None:
         """Something is about to happen on the node: a run is over with the step that is under way."""
-        self._num_quiet = min(self._num_quiet, 1)
+        if self._num_quiet:
+            self._num_quiet = 1
         run, due = self._run, self._due
         if run is None or due is None or self._run_has_begun:
             return
@@ -348,7 +367,6 @@ class SimulatedNode:
         else:
             run.advance(len(self._run_ends))
             self._note_ends(self._run_ends)
-        run.settle()
         if self.timeline is not None:
             self.timeline.append(TimelineEntry(self._started_at, self._clock.now, "decode", run.num_sequences))
         self._go_on()
@@ -366,7 +384,6 @@ class SimulatedNode:
                 attempt = self._attempts.get(output.request_id)
                 if attempt is not None:
                     deltas += self._told_output(attempt, output)
-        self.scheduler.take_events()
         update = self._kv_cache_update() if self.watches_kv_cache else None
         self._report(self, StepReport(deltas, self.load(), update, step=figures), self._token_times)
 
@@ -388,13 +405,15 @@ class SimulatedNode:
     def _delta(self, attempt: _Attempt, outcome: Outcome | None, error: str, spared: int = 0) -> RequestDelta:
         """What the router does not know yet, but for the last `spared` tokens."""
         self._end_stretch(attempt, goes_on=outcome is None)
-        first, tokens = attempt.num_told, attempt.request.output_token_ids
-        end = max(first, len(tokens) - spared)
-        num_left = len(tokens) - end
-        attempt.num_told = end
-        cut = max(0, len(attempt.times) - num_left)
-        self._token_times[attempt.key, first], attempt.times = attempt.times[:cut], attempt.times[cut:]
-        return RequestDelta(attempt.key, first, tokens[first:end], outcome=outcome, error=error)
+        first, tokens, times = attempt.num_told, attempt.request.output_token_ids, attempt.times
+        num_tokens = len(tokens)
+        end = attempt.num_told = max(first, num_tokens - spared)
+        cut = max(0, len(times) - (num_tokens - end))
+        if cut == len(times):
+            self._token_times[attempt.key, first], attempt.times = times, []
+        else:
+            self._token_times[attempt.key, first], attempt.times = times[:cut], times[cut:]
+        return RequestDelta(attempt.key, first, tokens[first:end], (), outcome, None, error)
 
     def _timings(self, attempt: _Attempt) -> StageTimings:
         begun = attempt.submitted_at if attempt.scheduled_at is None else attempt.scheduled_at
@@ -418,6 +437,7 @@ class SimulatedNode:
         self._next_kv_event = batch.next_sequence
         if not batch.complete:
             return self.watch_kv_cache()
+        self.scheduler.kv_cache_manager.kv_events.forget_before(batch.next_sequence)
         return next(iter(kv_cache_updates(batch)))
 
     # When tokens came.
@@ -442,14 +462,12 @@ class SimulatedNode:
             attempt.times += self._ends[attempt.since - self._first_end :]
             attempt.since = self._first_end + len(self._ends) if goes_on else None
 
-    def _picture(self, start_s: float, end_s: float, decided: SchedulerOutput) -> None:
-        if self.timeline is None:
-            return
-        prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
-        kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
-        self.timeline.append(TimelineEntry(start_s, end_s, kind, tokens))
+
+def _picture(start_s: float, end_s: float, decided: SchedulerOutput) -> TimelineEntry:
+    prompts, tokens = decided.num_prefill_tokens, decided.total_num_scheduled_tokens
+    kind = "decode" if not prompts else "prefill" if prompts == tokens else "mixed"
+    return TimelineEntry(start_s, end_s, kind, tokens)
 
 
-def _scheduled(decided: SchedulerOutput) -> Iterator[NewRequestData | CachedRequestData]:
-    yield from decided.scheduled_new_reqs
-    yield from decided.scheduled_cached_reqs
+def _scheduled(decided: SchedulerOutput) -> Sequence[NewRequestData | CachedRequestData]:
+    return (*decided.scheduled_new_reqs, *decided.scheduled_cached_reqs)

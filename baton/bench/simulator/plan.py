@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from baton.bench.arrangement import Arrangement
+from baton.bench.goodput import Goodput, find_goodput
 from baton.bench.result_file import Result, new_result
-from baton.bench.simulator.arrangement import Arrangement
-from baton.bench.simulator.goodput import Goodput, find_goodput
+from baton.bench.simulator.cells import simulate_cells
 from baton.bench.simulator.node import TimelineEntry
-from baton.bench.simulator.simulation import Simulated, SimulationConfig, simulate
+from baton.bench.simulator.simulation import Simulated, SimulationConfig
 from baton.bench.slo import Slo
 from baton.bench.summary import distributions, summarize
 from baton.bench.workloads.spec import WorkloadSpec
@@ -85,26 +86,33 @@ def _rate(
     plan: SimulationPlan, config: SimulationConfig, rate: float, progress: Callable[[int], None]
 ) -> dict[str, Any]:
     workload = replace(plan.workload, request_rate=rate).build()
-    started = time.process_time()
-    done = simulate(workload, config, progress)
-    took_s = time.process_time() - started
+    started = _cpu_s()
+    done = simulate_cells(workload, config, progress)
+    took_s = _cpu_s() - started
     summary = summarize(done.outcomes, done.duration_s, plan.slo, plan.percentiles)
     values: dict[str, Any] = {
         "rate": None if rate == float("inf") else rate,
         "summary": summary,
         **distributions(done.outcomes, summary),
         "ttft_parts": done.parts.means_ms(),
-        "simulator": _simulator(done, took_s),
+        "simulator": _simulator(done, took_s, config.cells),
     }
     if plan.keeps_outcomes:
         values["outcomes"] = done.outcomes.columns(0.0)
     if done.timeline is not None:
-        values["timeline"] = {node: list(map(_entry, entries)) for node, entries in done.timeline.items()}
+        values["timeline"] = timeline_rows(done)
     return values
 
 
-def _simulator(done: Simulated, took_s: float) -> dict[str, Any]:
+def _cpu_s() -> float:
+    """Of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _simulator(done: Simulated, took_s: float, cells: int) -> dict[str, Any]:
     return {
+        "cells": cells,
         "steps": done.num_steps,
         "preemptions": done.num_preemptions,
         "node_failures": done.num_failures,
@@ -114,6 +122,11 @@ def _simulator(done: Simulated, took_s: float) -> dict[str, Any]:
         "cpu_s": took_s,
         "cpu_us_per_request": took_s / max(1, len(done.outcomes)) * 1e6,
     }
+
+
+def timeline_rows(done: Simulated) -> dict[str, list[list[Any]]]:
+    """For a result file; nothing if it was not to be kept."""
+    return {node: list(map(_entry, entries)) for node, entries in (done.timeline or {}).items()}
 
 
 def _entry(entry: TimelineEntry) -> list[Any]:

@@ -13,6 +13,7 @@ from random import Random
 
 from baton.rpc.messages import NodeDescription, Role
 from router.cost_model import Found, NodeCosts, Question, cheapest
+from router.decisions import DecisionLog
 from router.placement import Candidate, Demand, Placement, choose, fitting_nodes
 from router.placer import Choice, PlacementSettings, Placer, Policy
 from router.request import ValidRequest
@@ -39,22 +40,24 @@ def make_placer(policy: str, settings: PlacementSettings, rng: Random, bytes_per
     own = {"cost": Policy.COST, "local-cache": Policy.COST, "global-cache": Policy.COST, "load-balanced": Policy.COST}
     own |= {"least-loaded": Policy.LEAST_LOADED, "round-robin": Policy.ROUND_ROBIN, "random": Policy.LEAST_LOADED}
     settings = replace(settings, policy=own[policy])
+    # Nobody asks for an explanation.
+    log = DecisionLog(kept=0)
     match policy:
         case "random":
-            return RandomPlacer(settings, rng)
+            return RandomPlacer(settings, rng, log)
         case "load-balanced":
-            return BlindPlacer(settings, prompt_keys=SimulatedKeys.of)
+            return BlindPlacer(settings, log, prompt_keys=SimulatedKeys.of)
         case "global-cache":
-            return FetchingPlacer(settings, bytes_per_s)
+            return FetchingPlacer(settings, bytes_per_s, log)
         case _:
-            return Placer(settings, prompt_keys=SimulatedKeys.of)
+            return Placer(settings, log, prompt_keys=SimulatedKeys.of)
 
 
 class RandomPlacer(Placer):
     """Any prefill node, and the least loaded decode node; where one node does it all, any node."""
 
-    def __init__(self, settings: PlacementSettings, rng: Random) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: PlacementSettings, rng: Random, log: DecisionLog) -> None:
+        super().__init__(settings, log)
         self._rng = rng
 
     def choose(
@@ -93,10 +96,10 @@ class BlindPlacer(Placer):
 class FetchingPlacer(Placer):
     """The router's cost model, with blocks that other nodes have within reach of each."""
 
-    def __init__(self, settings: PlacementSettings, bytes_per_s: float) -> None:
+    def __init__(self, settings: PlacementSettings, bytes_per_s: float, log: DecisionLog) -> None:
         from baton.bench.simulator.prompt import SimulatedKeys
 
-        super().__init__(settings, prompt_keys=SimulatedKeys.of)
+        super().__init__(settings, log, prompt_keys=SimulatedKeys.of)
         self._ms_per_byte = 1e3 / bytes_per_s
         self._fetches: dict[str, Fetch] = {}
 

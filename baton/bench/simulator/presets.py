@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from baton.bench.simulator.arrangement import Arrangement
+from baton.bench.arrangement import Arrangement
 from baton.bench.simulator.plan import SimulationPlan
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig
 from baton.bench.simulator.step_times import FormulaTimes
@@ -72,7 +72,7 @@ as far as waiting behind random choices tells."""
 
 
 def fleet(seed: int = 0) -> SimulationPlan:
-    """A million requests on 512 nodes: what the simulator itself can do."""
+    """A million requests on 512 nodes: what the simulator itself can do. Two routers have half of them each."""
     sizes = replace(NodeSizes(), block_size=64)
     arrangement = Arrangement(256, 256)
     workload = WorkloadSpec(
@@ -84,5 +84,5 @@ def fleet(seed: int = 0) -> SimulationPlan:
         random_range_ratio=0.5,
         seed=seed,
     )
-    config = SimulationConfig(arrangement, sizes, choices=8, seed=seed)
+    config = SimulationConfig(arrangement, sizes, choices=8, cells=2, seed=seed)
     return SimulationPlan(workload, config, [arrangement], ("cost",))

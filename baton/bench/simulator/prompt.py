@@ -36,7 +36,10 @@ class NamelessTokens(list[int]):
     def __getitem__(self, index: SupportsIndex | slice) -> list[int]:  # type: ignore[override]
         if not isinstance(index, slice):
             raise TypeError("nobody asks for one token")
-        return [TOKEN] * len(range(*index.indices(self._length)))
+        return NamelessTokens(len(range(*index.indices(self._length))))
+
+    def __add__(self, other: list[int]) -> list[int]:  # type: ignore[override]
+        return NamelessTokens(self._length + len(other))
 
 
 class SimulatedPrompt(NamelessTokens):

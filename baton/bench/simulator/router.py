@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import sub
 from random import Random
 
@@ -20,10 +20,10 @@ from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
 from baton.engine.request import SamplingParams
-from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.errors import BatonError
 from baton.node.reports import node_record
 from baton.registry import NodeRecord
-from baton.rpc.messages import LoadReport, NodeDescription, Role, StepReport, Submit
+from baton.rpc.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
 from router.answer import Answer
 from router.event_queue import EventQueue
 from router.flight_table import (
@@ -51,6 +51,7 @@ from router.view import ClusterView
 from router.waiting_room import WaitingRoom
 
 MODEL = "simulated"
+_NO_TIMINGS = StageTimings()
 
 
 @dataclass(slots=True)
@@ -77,6 +78,11 @@ class FirstTokenParts:
     messages_s: float = 0.0
     transfer_s: float = 0.0
     """Not in it: between first and second token."""
+
+    def add(self, other: FirstTokenParts) -> None:
+        """Those of another cluster, too."""
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
 
     def means_ms(self) -> dict[str, float]:
         count = max(1, self.count)
@@ -144,7 +150,8 @@ class SimulatedRouter:
         self._records: dict[str, NodeRecord] = {}
         self._clients: dict[str, Client] = {}
         self._params: dict[int, SamplingParams] = {}
-        self._turns = Turns()
+        self._unread: tuple[Answer, EventQueue] | None = None
+        """What a client would read; here nobody does, and one serves all."""
         self._room_came = False
         self._waiting = WaitingRoom(
             self._view,
@@ -195,11 +202,11 @@ class SimulatedRouter:
             client = self._clients.get(delta.attempt.request_id)
             if client is None:
                 continue
-            if client.run.flight.takes_next(incarnation, delta):
+            if delta.outcome is None and client.run.flight.takes_next(incarnation, delta):
                 self._emit(client, len(delta.token_ids), drawn)
             else:
                 self._feed(client, Delta(incarnation, delta), drawn)
-        self._view.reported(incarnation, report.load, now)
+        self._view.reported(incarnation, report.load)
         if self._waiting and not self._view.is_full(incarnation):
             self._serve()
 
@@ -211,7 +218,9 @@ class SimulatedRouter:
         request_id = f"r{request.index}"
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
-        run = Run(valid, self._rng.getrandbits(64), Answer(None, valid), EventQueue(self._turns), now)
+        if self._unread is None:
+            self._unread = (Answer(None, valid), EventQueue(Turns()))
+        run = Run(valid, self._rng.getrandbits(64), *self._unread, now)
         client = self._clients[request_id] = Client(request, planned_s, run)
         self._perform(client, run.flight.start())
 
@@ -266,21 +275,14 @@ class SimulatedRouter:
 
     def _place(self, client: Client, place: Place) -> Sequence[FlightEffect]:
         run = client.run
-        if run.flight.is_over:
-            return ()
-        run.wanted = place
-        try:
-            choice = self._waiting.find_nodes(run, place)
-        except (InvalidRequest, Overloaded) as error:
-            return run.flight.handle(GiveUp(error))
+        choice = self._waiting.seat(run, place)
         if choice is None:
             return ()
-        run.wanted = None
-        now = self._timeline.now
-        self.placer.placed(choice, now)
+        if isinstance(choice, GiveUp):
+            return run.flight.handle(choice)
         self.num_retries += place.attempt > 1
         if run.placed_at is None:
-            self._waiting.placed(run, now)
+            self._waiting.placed(run, self._timeline.now)
         return run.flight.handle(Placed(choice.placement))
 
     def _send(self, client: Client, incarnation: str, submit: Submit) -> None:
@@ -323,9 +325,12 @@ class SimulatedRouter:
 
     def _emit(self, client: Client, count: int, drawn: Sequence[float]) -> None:
         run, now = client.run, self._timeline.now
-        times = [time + self._message_s for time in drawn[-count:]]
-        # Tokens that came by another leg earlier, and only now make sense.
-        client.times += [now + self._message_s] * (count - len(times)) + times
+        message_s = self._message_s
+        times = [time + message_s for time in (drawn if count == len(drawn) else drawn[-count:])]
+        if len(times) < count:
+            # Tokens that came by another leg earlier, and only now make sense.
+            client.times += [now + message_s] * (count - len(times))
+        client.times += times
         if run.first_token_at is None:
             run.first_token_at = client.times[0]
 
@@ -340,10 +345,15 @@ class SimulatedRouter:
         parts.transfer_s += timings.transfer_ms / 1e3
         first = run.started if run.first_token_at is None else run.first_token_at
         self._waiting.ended(run, first)
-        self._end(client, None, timings.cached_tokens, finish.path.prefill_node, finish.path.decode_node)
+        self._end(client, None, timings, finish.path.prefill_node, finish.path.decode_node)
 
     def _end(
-        self, client: Client, error: BatonError | None, cached: int = 0, prefill: str = "", decode: str = ""
+        self,
+        client: Client,
+        error: BatonError | None,
+        timings: StageTimings = _NO_TIMINGS,
+        prefill: str = "",
+        decode: str = "",
     ) -> None:
         run, times = client.run, client.times
         run.wanted = None
@@ -363,10 +373,12 @@ class SimulatedRouter:
                 input_length=client.request.input_length,
                 output_length=len(times),
                 gaps=list(map(sub, times[1:], times)),
-                cached_tokens=cached,
+                cached_tokens=timings.cached_tokens,
                 attempts=run.flight.key.attempt,
                 error=None if error is None else str(error) or type(error).__name__,
                 prefill_node=prefill,
                 decode_node=decode,
+                queue_s=timings.queue_ms / 1e3,
+                prefill_s=timings.prefill_ms / 1e3,
             )
         )

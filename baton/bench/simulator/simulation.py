@@ -5,23 +5,24 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from baton.bench.arrangement import Arrangement
 from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.simulator.arrangement import Arrangement
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import HandOffs
 from baton.bench.simulator.network import Network
-from baton.bench.simulator.node import SimulatedNode, TimelineEntry, TokenTimes
+from baton.bench.simulator.node import SimulatedNode, TimelineEntry
 from baton.bench.simulator.policies import make_placer
 from baton.bench.simulator.router import MODEL, FirstTokenParts, SimulatedRouter
+from baton.bench.simulator.shared_host import Contention, SharedHost
 from baton.bench.simulator.step_times import FormulaTimes, StepTimes
-from baton.bench.workloads import Workload, WorkloadRequest
+from baton.bench.workloads import WorkloadRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
-from baton.rpc.messages import NodeDescription, Role, StepReport
+from baton.rpc.messages import NodeDescription, Role
 from router.limits import DispatchLimits
 from router.placer import ALONE_TOKENS, PlacementSettings
 
@@ -47,6 +48,8 @@ class NodeSizes:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 1 << 20
+    prompts_first: bool = False
+    """Prompts are computed in steps in which nobody decodes; whole, if a step has room for the longest one."""
     enable_prefix_caching: bool = True
 
 
@@ -78,10 +81,16 @@ class SimulationConfig:
     """Nobody is turned away unless somebody says so."""
     max_concurrency: int | None = None
     """So many requests are open at most: a closed loop."""
+    cells: int = 1
+    """Clusters that share nodes and load evenly and know nothing of each other; see `cells`."""
+    cell: int = 0
+    """The number of this one: its nodes' names begin where those of the one before end."""
     seed: int = 0
     keeps_timeline: bool = False
     stepwise: bool = False
     """Simulate every step by itself; changes nothing but what it costs."""
+    contention: Contention | None = None
+    """All nodes are on one machine, and slow each other down so; None: each has its own. Makes it stepwise."""
 
 
 @dataclass(slots=True)
@@ -101,17 +110,16 @@ class Simulated:
 
 
 def simulate(
-    workload: Workload,
+    workload: Iterable[WorkloadRequest],
     config: SimulationConfig,
     progress: Callable[[int], None] = lambda ended: None,
-    enough: Callable[[Outcomes], bool] = lambda outcomes: False,
 ) -> Simulated:
-    """Run it to its end, or until there was `enough` of it. `progress` hears how many requests have ended."""
+    """Run it to its end, as one cell. `progress` hears how many requests have ended."""
     # Nothing here makes cycles fast enough for the collector to be worth its looking through a million objects.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        simulation = Simulation(config, progress, enough)
+        simulation = Simulation(config, progress)
         simulation.run(workload)
         return simulation.result()
     finally:
@@ -122,16 +130,13 @@ def simulate(
 class Simulation:
     """A cluster and its clients."""
 
-    def __init__(
-        self, config: SimulationConfig, progress: Callable[[int], None], enough: Callable[[Outcomes], bool]
-    ) -> None:
+    def __init__(self, config: SimulationConfig, progress: Callable[[int], None]) -> None:
         self.outcomes = Outcomes()
         self.nodes: dict[str, SimulatedNode] = {}
         """By name; the incarnations of now."""
         self.timeline = Timeline()
         self._config = config
         self._progress = progress
-        self._enough = enough
         self._rng = Random(config.seed)
         self._network = Network(self.timeline, config.nic_bytes_per_s, config.network_latency_s)
         self._handoffs = HandOffs(self.timeline, self._network, config.sizes.kv_bytes_per_token)
@@ -150,6 +155,8 @@ class Simulation:
             config.choices,
             self._ended,
         )
+        contention = config.contention
+        self._host = None if contention is None else SharedHost(self.timeline, contention)
         self._past: list[SimulatedNode] = []
         self._num_failures = 0
         self._requests: Iterator[WorkloadRequest] = iter(())
@@ -160,18 +167,17 @@ class Simulation:
         self._session_of: dict[int, int] = {}
         self._pulled: WorkloadRequest | None = None
         self._is_exhausted = False
-        self._is_over = False
         for role, count in ((Role.PREFILL, config.arrangement.prefill), (Role.DECODE, config.arrangement.decode)):
-            for number in range(count):
+            for number in range(config.cell * count, (config.cell + 1) * count):
                 self._start_node(f"{role.value}-{number}", role, 1)
         self._plan_failures()
 
-    def run(self, workload: Workload) -> None:
+    def run(self, workload: Iterable[WorkloadRequest]) -> None:
         """Let everything happen."""
         self._requests = iter(workload)
         self._pull()
         self.timeline.run()
-        if self.router.num_open and not self._is_over:
+        if self.router.num_open:
             raise BatonError(f"{self.router.num_open} requests never ended: the simulator has a fault")
 
     def result(self) -> Simulated:
@@ -179,10 +185,9 @@ class Simulation:
         nodes = [*self._past, *self.nodes.values()]
         entries = {node.incarnation: node.timeline for node in nodes if node.timeline is not None}
         outcomes = self.outcomes
-        begin = min(outcomes.planned_s, default=0.0)
         return Simulated(
             outcomes=outcomes,
-            duration_s=max(outcomes.finished_s, default=begin) - begin,
+            duration_s=duration_s(outcomes),
             parts=self.router.parts,
             num_steps=sum(node.num_steps for node in nodes),
             num_retries=self.router.num_retries,
@@ -198,13 +203,17 @@ class Simulation:
         config = self._config
         sizes = config.prefill_sizes if role is Role.PREFILL and config.prefill_sizes is not None else config.sizes
         description = _describe(node_id, role, run, sizes)
+        max_num_batched_tokens = max(sizes.max_num_batched_tokens, sizes.max_num_seqs)
+        longest = min(sizes.max_model_len, description.num_blocks * sizes.block_size + 1)
         scheduler = SchedulerConfig(
             num_blocks=description.num_blocks + 1,
             block_size=sizes.block_size,
-            max_num_batched_tokens=max(sizes.max_num_batched_tokens, sizes.max_num_seqs),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=sizes.max_num_seqs,
             max_model_len=sizes.max_model_len,
             enable_prefix_caching=sizes.enable_prefix_caching,
+            prompts_first=sizes.prompts_first,
+            enable_chunked_prefill=not sizes.prompts_first or max_num_batched_tokens < longest,
         )
         node = SimulatedNode(
             description,
@@ -212,9 +221,10 @@ class Simulation:
             sizes.times,
             self.timeline,
             self._handoffs,
-            self._heard,
-            stepwise=config.stepwise,
+            self.router.heard,
+            stepwise=config.stepwise or self._host is not None,
             keeps_timeline=config.keeps_timeline,
+            host=self._host,
         )
         self.nodes[node_id] = node
         self.router.attach(node)
@@ -222,9 +232,6 @@ class Simulation:
             self._plan_failure(
                 Failure(node_id, self.timeline.now + self._rng.expovariate(1 / config.mtbf_s), config.repair_s)
             )
-
-    def _heard(self, node: SimulatedNode, report: StepReport, times: TokenTimes) -> None:
-        self.router.heard(node, report, times)
 
     def _plan_failures(self) -> None:
         for failure in self._config.failures:
@@ -275,8 +282,6 @@ class Simulation:
         self._is_exhausted = True
 
     def _due(self, request: WorkloadRequest) -> None:
-        if self._is_over:
-            return
         self._pull()
         # As on a live cluster: an arrival counts from its time, what came at the begin from its place.
         self._arrive(request, request.arrival_s if request.arrival_s > 0 else None)
@@ -302,9 +307,6 @@ class Simulation:
         count = len(self.outcomes)
         if count % 1024 == 0:
             self._progress(count)
-            if self._enough(self.outcomes):
-                self._is_over = True
-                self.timeline.stop()
 
     def _next_turn(self, session: int, now: float) -> None:
         turns = self._turns[session]
@@ -313,6 +315,12 @@ class Simulation:
             del self._turns[session]
         at = max(now + request.think_s, request.arrival_s)
         self.timeline.call_at(at, lambda: self._arrive(request, at))
+
+
+def duration_s(outcomes: Outcomes) -> float:
+    """From the first arrival to the last end."""
+    begin = min(outcomes.planned_s, default=0.0)
+    return float(max(outcomes.finished_s, default=begin) - begin)
 
 
 def _describe(node_id: str, role: Role, run: int, sizes: NodeSizes) -> NodeDescription:

@@ -8,11 +8,12 @@ block keys alone (the simulator) makes none, and prompts share what the trace sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from baton.values import value
 
 _MASK = (1 << 64) - 1
 _UNIQUE = 1 << 63
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
     """Tokens, at least one."""
 
 
-@dataclass(frozen=True, slots=True)
+@value(frozen=True, slots=True)
 class WorkloadRequest:
     """What one client asks for."""
 

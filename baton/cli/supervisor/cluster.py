@@ -54,6 +54,8 @@ class ClusterPlan:
     others: Sequence[ChildSpec]
     start_timeout_s: float
     drain_s: float
+    certs: Path | None = None
+    needs_key: bool = False
 
 
 class _Child:
@@ -167,6 +169,8 @@ class ClusterSupervisor:
             operator_address=router.operator_address if router else "",
             processes=processes,
             http_address=router.http_address if router else "",
+            certs=str(self._plan.certs or ""),
+            needs_key=self._plan.needs_key,
         )
 
     async def _start(self) -> None:

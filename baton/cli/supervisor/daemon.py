@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from baton.cli.interrupts import interrupts_held
 from baton.cli.state import ClusterState
 from baton.errors import BatonError, ExitCode
 
@@ -34,16 +35,36 @@ def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
     sys.stdout.flush()
     sys.stderr.flush()
     read_end, write_end = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        os.setsid()
-        if os.fork() != 0:
-            os._exit(0)
-        os.close(read_end)
-        _run(serve, write_end, log)
-    os.close(write_end)
-    os.waitpid(middle, 0)
-    return _wait(read_end)
+    background, on_interrupt = 0, signal.getsignal(signal.SIGINT)
+    with os.fdopen(read_end, "rb") as news:
+        try:
+            # Not before it is known whom to end.
+            with interrupts_held():
+                middle = os.fork()
+                if middle == 0:
+                    os.setsid()
+                    if os.fork() != 0:
+                        os._exit(0)
+                    os.close(read_end)
+                    signal.signal(signal.SIGINT, on_interrupt)
+                    _run(serve, write_end, log)
+                os.close(write_end)
+                os.waitpid(middle, 0)
+                found = _next(news)
+                background = found.get("pid", 0)
+            while "state" not in found:
+                if "error" in found:
+                    # Its end is the end of the pipe: nothing of the failed start is left when the command returns.
+                    news.read()
+                    raise DetachedStartFailed(found["error"], found["exit_code"])
+                found = _next(news)
+        except KeyboardInterrupt:
+            if background:
+                with suppress(ProcessLookupError):
+                    os.kill(background, signal.SIGTERM)
+            news.read()
+            raise
+    return ClusterState.from_json(found["state"])
 
 
 def _run(serve: Callable[[Report], None], pipe: int, log: Path) -> None:
@@ -83,24 +104,10 @@ def _tell(pipe: int, news: dict[str, Any]) -> None:
         os.write(pipe, json.dumps(news).encode() + b"\n")
 
 
-def _wait(pipe: int) -> ClusterState:
-    background = 0
-    with os.fdopen(pipe, "rb") as news:
-        while True:
-            try:
-                line = news.readline()
-            except KeyboardInterrupt:
-                if background:
-                    os.kill(background, signal.SIGTERM)
-                news.read()
-                raise
-            if not line:
-                raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
-            found = json.loads(line)
-            if "state" in found:
-                return ClusterState.from_json(found["state"])
-            if "error" in found:
-                # Its end is the end of the pipe: nothing of the failed start is left when the command returns.
-                news.read()
-                raise DetachedStartFailed(found["error"], found["exit_code"])
-            background = int(found["pid"])
+def _next(news: IO[bytes]) -> dict[str, Any]:
+    """What it says next."""
+    line = news.readline()
+    if not line:
+        raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
+    found: dict[str, Any] = json.loads(line)
+    return found

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import UpConfig
+from baton.security.tls_files import certificate_files
 
 REDIS = "redis"
+_MAIN = "baton.cli.main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--min-priority": str(config.min_priority),
         "--priority-ageing-s": f"{config.priority_ageing_s:g}",
     }
+    if config.api_keys is not None:
+        shared["--api-keys"] = str(config.api_keys.absolute())
+    if config.allowed_hosts:
+        shared["--allowed-hosts"] = config.allowed_hosts
     if config.model_name:
         shared["--model-name"] = config.model_name
     if file is not None:
@@ -73,9 +79,13 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
             role=role,
             command=_baton(
                 "node",
-                shared | node | {"--role": role, "--node-id": f"{role}-{index}"} | _metrics_port(config, number),
+                shared
+                | node
+                | _tls(config, "node")
+                | {"--role": role, "--node-id": f"{role}-{index}"}
+                | _metrics_port(config, number),
             ),
-            environment={"OMP_NUM_THREADS": str(threads)},
+            environment={"OMP_NUM_THREADS": str(threads), **_insecure(config)},
             announces=True,
         )
         for number, (role, index) in enumerate(names)
@@ -100,14 +110,27 @@ def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpe
     return ChildSpec(
         name=name,
         role="router",
-        command=_baton("router", {**shared, **ports, **bounds, **placement, "--router-id": name}),
-        environment={"OMP_NUM_THREADS": "1"},
+        command=_baton(
+            "router", {**shared, **_tls(config, "router"), **ports, **bounds, **placement, "--router-id": name}
+        ),
+        environment={"OMP_NUM_THREADS": "1", **_insecure(config)},
         announces=True,
         keep_ports=("--grpc-port", "--operator-port", "--http-port"),
         # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
         # does not.
         first_run={"--await-nodes": str(config.prefill + config.decode)},
     )
+
+
+def _tls(config: UpConfig, role: str) -> dict[str, str]:
+    if config.certs is None:
+        return {}
+    files = certificate_files(config.certs.absolute(), role)
+    return {"--tls-cert": str(files.cert), "--tls-key": str(files.key), "--tls-ca": str(files.ca)}
+
+
+def _insecure(config: UpConfig) -> dict[str, str]:
+    return {"BATON_INSECURE": "true"} if config.insecure else {}
 
 
 def _metrics_port(config: UpConfig, number: int) -> dict[str, str]:
@@ -130,6 +153,12 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
     return words
 
 
+def command_and_flags(command: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The subcommand of a planned process, `node` or `router`, and its flags."""
+    name, *words = command[command.index(_MAIN) + 1 :]
+    return name, dict(zip(words[::2], words[1::2], strict=True))
+
+
 def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
     # -P: a directory named like one of ours, where the user happens to be, is not ours.
-    return [sys.executable, "-P", "-m", "baton.cli.main", command, *(word for pair in flags.items() for word in pair)]
+    return [sys.executable, "-P", "-m", _MAIN, command, *(word for pair in flags.items() for word in pair)]

@@ -12,12 +12,18 @@ from typing import Any
 from baton.config import UpConfig
 from baton.engine.runner.checkpoint import check_model_dir
 from baton.errors import ConfigError
-from baton.registry.registry import require_registry
+from baton.registry.registry import require_registry, with_authority
+from baton.security.binds import check_bind
+from baton.security.tls_files import certificate_files
 from baton.text.model_files import read_model_files
 
 
 def check_up(config: UpConfig) -> None:
     """Raises ConfigError for a model, a port or a registry that the cluster could not start with."""
+    check_bind(config.host, config.protection, needs_keys=True)
+    if config.certs is not None:
+        for role in ("router", "node"):
+            certificate_files(config.certs, role).read()
     if config.runner == "torch":
         check_architecture(config.model, check_model_dir(config.model))
         read_model_files(config.model)
@@ -25,7 +31,8 @@ def check_up(config: UpConfig) -> None:
         check_port_free(config.host, config.grpc_port and config.grpc_port + index, "--grpc-port")
         check_port_free(config.host, config.http_port and config.http_port + index, "--http-port")
     if config.registry:
-        asyncio.run(require_registry(config.registry, config.cluster))
+        authority = config.certs / "ca.crt" if config.certs is not None else None
+        asyncio.run(require_registry(with_authority(config.registry, authority), config.cluster))
 
 
 def check_architecture(directory: Path, config: Mapping[str, Any]) -> None:

@@ -28,6 +28,8 @@ class ModelInfo:
     bit_exact: bool
     bit_exact_reason: str = ""
     """Why not, when it is not."""
+    embedding_size: int = 0
+    """Numbers in an embedding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ loop only records one; then a step is a single call, of the same kernels in the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,15 @@ class RotaryTable:
         return self._cos[index], self._sin[index]
 
 
+class Ends(NamedTuple):
+    """What a model ends with for some rows: what its layers and their last norm gave, and what its head made of it."""
+
+    hidden: torch.Tensor
+    """[rows, hidden size]"""
+    logits: torch.Tensor
+    """[rows, vocabulary]"""
+
+
 class Decoder:
     """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
 
@@ -93,12 +102,13 @@ class Decoder:
         positions: npt.NDArray[np.int64],
         logits_rows: torch.Tensor,
         sampling: bool,
-    ) -> torch.Tensor:
-        """Logits [rows, vocabulary] of the rows; `sampling` when they are exactly those of the step's layout."""
+    ) -> Ends:
+        """What the rows end with; `sampling` when they are exactly those of the step's layout."""
         x, cos, sin = self.embedded(token_ids, positions)
         if self._programs:
             return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
-        return self.forward(x, cos, sin, logits_rows, sampling=sampling)
+        hidden = self._hidden(x, cos, sin, logits_rows, sampling=sampling)
+        return Ends(hidden, self._head.rows(hidden))
 
     def embedded(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
@@ -107,26 +117,23 @@ class Decoder:
         cos, sin = self._rotary.rows(positions)
         return self._embed(torch.from_numpy(token_ids).to(self._device)), cos, sin
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        logits_rows: torch.Tensor,
-        *,
-        sampling: bool = True,
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+        """From there to the logits of the rows that sample, call by call."""
+        return self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True))
+
+    def _hidden(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor, *, sampling: bool
     ) -> torch.Tensor:
-        """From there to the logits, call by call; see `compute`."""
-        normed = self._layers[0].attention_norm(x)
+        normed: torch.Tensor = self._layers[0].attention_norm(x)
         last = self._layers[-1]
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             sample_rows = logits_rows if sampling and layer is last else None
             attended = layer.attention.rows(normed, cos, sin, sample_rows)
             if attended.shape[0] == 0:
-                return self._head.rows(attended)
+                return attended
             x, normed = layer.mlp_norm.add(attended, x if sample_rows is None else x[sample_rows])
             x, normed = next_norm.add(layer.mlp_rows(normed), x)
-        return self._head.rows(normed if sampling else normed[logits_rows])
+        return normed if sampling else normed[logits_rows]
 
     def record(self, operations: Operations, paged: PagedAttention) -> None:
         """From now on compute a step over this cache in one call, if the operations and the layers allow it."""
@@ -148,6 +155,7 @@ class Decoder:
         """What `compute` does after the embedding, with `x` in one place from the first layer to the last."""
         x = program.argument(self._head.in_features)
         cos, sin = (program.argument(self._rotary.width) for _ in range(2))
+        hidden = program.argument(self._head.in_features, sampled=True)
         logits = program.argument(self._head.out_features, sampled=True)
         normed = self._layers[0].attention_norm.record(program, x, into="normed")
         last = self._layers[-1]
@@ -157,9 +165,10 @@ class Decoder:
             if only_samples:
                 x = program.take_sampled(x, into="sampled x")
             normed = layer.mlp_norm.record_add(program, attended, x, into="normed")
-            normed = next_norm.record_add(program, layer.mlp.record(program, normed, into="share"), x, into="normed")
+            into = hidden if only_samples else "normed"
+            normed = next_norm.record_add(program, layer.mlp.record(program, normed, into="share"), x, into=into)
         if not sampling:
-            normed = program.take_sampled(normed, into="sampled normed")
+            normed = program.take_sampled(normed, into=hidden)
         self._head.record(program, normed, into=logits)
 
     def _run(
@@ -168,12 +177,14 @@ class Decoder:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         logits_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Ends:
         if self._paged is None or self._paged.layout is None:
             raise RuntimeError("attention outside of a step")
-        logits = x.new_empty(logits_rows.shape[0], self._head.out_features)
-        program.run([x, *angles, logits], self._paged.layout, logits_rows)
-        return logits
+        hidden, logits = (
+            x.new_empty(logits_rows.shape[0], width) for width in (self._head.in_features, self._head.out_features)
+        )
+        program.run([x, *angles, hidden, logits], self._paged.layout, logits_rows)
+        return Ends(hidden, logits)
 
 
 class _Layer:

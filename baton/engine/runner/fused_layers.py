@@ -34,7 +34,7 @@ class FusedNorm(nn.Module):
     def record(self, program: Program, x: Rows, *, into: str) -> Rows:
         return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 
-    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str) -> Rows:
+    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
         """The norm of the sum, which takes the residual's place."""
         return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
 

@@ -33,6 +33,7 @@ class RequestState:
         "_counts",
         "_num_blocks",
         "_tokens",
+        "embeds",
         "highest_block",
         "lowest_block",
         "matcher",
@@ -53,6 +54,7 @@ class RequestState:
         self._counts: TokenCounts | None = None
         self.sampling_params: SamplingParams = data.sampling_params
         self.matcher = data.matcher
+        self.embeds = data.embeds
         self.num_computed_tokens = data.num_computed_tokens
         self._blocks = np.empty(0, dtype=np.int32)
         self._num_blocks = 0
@@ -145,7 +147,7 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """Whether the step reaches the request's last token, so that a new one is drawn."""
+        """Whether the step reaches the request's last token, so that a new one is drawn, or its embedding taken."""
         return self.stop == self.state.num_tokens
 
 

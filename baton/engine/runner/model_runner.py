@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
@@ -12,8 +15,9 @@ from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
 from baton.engine.runner.device import resolve_device
+from baton.engine.runner.embedding import embedding_of
 from baton.engine.runner.host_blocks import host_blocks_in
-from baton.engine.runner.input_batch import RequestTable, flatten
+from baton.engine.runner.input_batch import FlatBatch, RequestState, RequestTable, flatten
 from baton.engine.runner.kernel_choice import choose_operations
 from baton.engine.runner.kernels import KernelArgumentError
 from baton.engine.runner.operations import Operations
@@ -81,8 +85,12 @@ class TorchModelRunner:
         if not scheduled:
             return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
         batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
-        logits = self._transformer.compute(batch)
         samplers = [share.state for share in scheduled if share.samples]
+        embeddings: dict[str, bytes] = {}
+        if any(state.embeds for state in samplers):
+            logits, samplers = self._take_embeddings(batch, samplers, embeddings, failed)
+        else:
+            logits = self._transformer.compute(batch)
         masks, unmasked = self._masks.fill(samplers)
         results = sample(
             logits,
@@ -114,9 +122,28 @@ class TorchModelRunner:
             logprobs,
             failed,
             frozenset(name for name, error in unmasked.items() if isinstance(error, InvalidRequest)),
+            embeddings,
             copy_seconds=copy_seconds,
             compute_seconds=time.perf_counter() - copied,
         )
+
+    def _take_embeddings(
+        self,
+        batch: FlatBatch,
+        states: Sequence[RequestState],
+        embeddings: dict[str, bytes],
+        failed: dict[str, str],
+    ) -> tuple[npt.NDArray[np.float32], list[RequestState]]:
+        """Compute a step of which some requests are embedded; returns the logits of the others, and those."""
+        computed = self._transformer.compute_with_hidden(batch)
+        others = [row for row, state in enumerate(states) if not state.embeds]
+        for state, hidden in zip(states, computed.hidden, strict=True):
+            if state.embeds:
+                try:
+                    embeddings[state.request_id] = embedding_of(hidden)
+                except ArithmeticError as error:
+                    failed[state.request_id] = str(error)
+        return computed.logits[others], [states[row] for row in others]
 
 
 def load_runner(
@@ -180,4 +207,5 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         eos_token_ids=loaded.checkpoint.eos_token_ids,
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
+        embedding_size=transformer.hidden_size,
     )

@@ -4,48 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from baton.engine.runner.weights import DTYPES
-from baton.errors import ConfigError
-
-SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "0.5b": {
-            "model_type": "qwen2",
-            "hidden_size": 896,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "intermediate_size": 4864,
-            "vocab_size": 32000,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-        },
-        "0.5b-kv": {
-            "model_type": "qwen2",
-            "hidden_size": 128,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "intermediate_size": 128,
-            "vocab_size": 512,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-        },
-    }
-)
-"""Shapes that benchmarks name; 0.5b-kv has the KV of 0.5b, and computes next to nothing."""
-
-
-def write_shape(directory: Path, shape: str, seed: int = 0, dtype: str = "bfloat16") -> None:
-    """Write the model that a benchmark shape names; raises ConfigError for an unknown name."""
-    if shape not in SHAPES:
-        raise ConfigError(f"shape {shape!r} is unknown; known are {', '.join(sorted(SHAPES))}")
-    write_random_model(directory, SHAPES[shape], seed, dtype)
 
 
 def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dtype: str = "float32") -> None:

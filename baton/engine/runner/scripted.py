@@ -19,10 +19,12 @@ from baton.engine.beam_search import BeamSearch
 from baton.engine.outputs import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
+from baton.engine.runner.embedding import embedding_of_number
 from baton.engine.runner.host_blocks import HostBlocks
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
+_EMBEDDING_SIZE = 4
 
 
 def _mix(before: int, token_id: int) -> int:
@@ -72,6 +74,11 @@ def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: i
     return tokens
 
 
+def expected_embedding(prompt_token_ids: Sequence[int]) -> bytes:
+    """A prompt's, computed without any cache."""
+    return embedding_of_number(prompt_slots(prompt_token_ids)[-1], _EMBEDDING_SIZE)
+
+
 def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int) -> list[list[int]]:
     """What a beam search finds, best first, computed without any cache."""
     while not search.is_over:
@@ -90,6 +97,7 @@ class _Known:
     num_computed_tokens: int
     failure: str = ""
     """Why it can't go on; empty while it can."""
+    embeds: bool = False
 
 
 class ScriptedRunner:
@@ -125,6 +133,7 @@ class ScriptedRunner:
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             bit_exact=True,
+            embedding_size=_EMBEDDING_SIZE,
         )
         self._slots = (ctypes.c_uint64 * (num_blocks * block_size))()
         self._memory = KVMemory(
@@ -196,6 +205,7 @@ class ScriptedRunner:
         sampled: dict[str, list[int]] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
         failed: dict[str, str] = {}
+        embeddings: dict[str, bytes] = {}
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             known = self._known[request_id]
             if known.failure:
@@ -204,7 +214,11 @@ class ScriptedRunner:
             last_slot = self._compute(request_id, known, num_tokens)
             if request_id in self.failures:
                 failed[request_id] = known.failure = self.failures.pop(request_id)
-            elif known.num_computed_tokens == len(known.token_ids):
+            elif known.num_computed_tokens < len(known.token_ids):
+                continue
+            elif known.embeds:
+                embeddings[request_id] = embedding_of_number(last_slot, _EMBEDDING_SIZE)
+            else:
                 top = known.sampling_params.logprobs
                 if top is not None:
                     likeliest = likeliest_tokens(last_slot, max(top, 1), self._model.vocab_size)
@@ -216,6 +230,7 @@ class ScriptedRunner:
             sampled_token_ids=sampled,
             logprobs=logprobs,
             failed=failed,
+            embeddings=embeddings,
             copy_seconds=self.seconds_per_copy * num_copied,
             compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
         )
@@ -231,6 +246,7 @@ class ScriptedRunner:
                 list(new.block_ids),
                 new.sampling_params,
                 new.num_computed_tokens,
+                embeds=new.embeds,
             )
         for changed in scheduler_output.scheduled_cached_reqs:
             known = self._known[changed.request_id]

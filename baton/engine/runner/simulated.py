@@ -17,6 +17,7 @@ from baton.engine.beam_search import BeamSearch
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
+from baton.engine.runner.embedding import embedding_of_number
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import RequestState, RequestTable, Scheduled
 from baton.engine.runner.philox import uniform
@@ -25,6 +26,7 @@ from baton.engine.runner.spec import SimulatedSpec
 Bytes = npt.NDArray[np.uint8]
 
 _ROOT = b"baton simulated root"
+_EMBEDDING_SIZE = 8
 
 
 def token_bytes(layout: KVLayout) -> int:
@@ -59,6 +61,11 @@ def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: Simulat
         kv = np.concatenate((kv, slot[np.newaxis]))
         tokens.append(token_id)
     return output
+
+
+def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec) -> bytes:
+    """A prompt's, computed without any cache."""
+    return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec))), _EMBEDDING_SIZE)
 
 
 def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
@@ -153,6 +160,7 @@ class SimulatedRunner:
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             bit_exact=True,
+            embedding_size=_EMBEDDING_SIZE,
         )
         self._requests = RequestTable(self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len)
 
@@ -188,12 +196,16 @@ class SimulatedRunner:
             self._spec.sleep(copy_seconds + compute_seconds)
         tokens: dict[str, int] = {}
         logprobs: dict[str, list[TokenLogprobs]] = {}
+        embeddings: dict[str, bytes] = {}
         for share in scheduled:
             self._store(share)
             if not share.samples:
                 continue
             state = share.state
             kv = self.read(state.block_table, share.stop)
+            if state.embeds:
+                embeddings[state.request_id] = embedding_of_number(_digest(kv), _EMBEDDING_SIZE)
+                continue
             token_id = _next_token(kv, state.sampling_params, state.num_output_tokens, self._spec)
             tokens[state.request_id] = token_id
             top = state.sampling_params.logprobs
@@ -205,6 +217,7 @@ class SimulatedRunner:
             {name: [token] for name, token in tokens.items()},
             logprobs,
             failed,
+            embeddings=embeddings,
             copy_seconds=copy_seconds,
             compute_seconds=compute_seconds,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from baton.engine.runner.attention import (
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.cuda_operations import CudaOperations
 from baton.engine.runner.decode_graphs import DecodeGraphs
-from baton.engine.runner.decoder import Decoder
+from baton.engine.runner.decoder import Decoder, Ends
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.kernels.huge_pages import zeros_for_reading
@@ -72,6 +72,15 @@ def elementwise_threads(num_threads: int) -> int:
     return max(1, min(num_threads, _MAX_ELEMENTWISE_THREADS))
 
 
+class Computed(NamedTuple):
+    """What a step gave for the rows that sample, or that were asked for: float32."""
+
+    hidden: npt.NDArray[np.float32]
+    """What the layers and the last norm gave, [rows, hidden size]."""
+    logits: npt.NDArray[np.float32]
+    """[rows, vocabulary]"""
+
+
 class Transformer:
     """One model and one cache. Called from one thread."""
 
@@ -84,11 +93,17 @@ class Transformer:
         mapped = MappedFiles(model.checkpoint.weight_files)
         fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
+        self._last_hidden: torch.Tensor | None = None
+        """What transformers' own loop gave the head last, [1, rows, hidden size]."""
+        head = _head_of(model.module)
+        if head is not None:
+            head.register_forward_pre_hook(self._keep_hidden)
         probe = ProbeAttention()
         watch = ProductWatch()
         bind(model.module, probe)
         with watch:
-            self._probe()
+            self.hidden_size: int = self._probe().hidden.shape[1]
+            """0: it is not seen what the head is given."""
         if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
             raise UnsupportedAttention(
                 f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
@@ -127,12 +142,18 @@ class Transformer:
         with torch.inference_mode():
             recorded = self._compute_recorded(batch, wanted)
             if recorded is None:
-                return self._compute(batch, wanted, logits_rows is None)
+                return _on_host(self._compute(batch, wanted, logits_rows is None).logits)
             # A copy also where they are on the host: the next replay, of any size, writes over them.
             copied: npt.NDArray[np.float32] = recorded.to("cpu", torch.float32, copy=True).numpy()
             return copied
 
-    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> npt.NDArray[np.float32]:
+    def compute_with_hidden(self, batch: FlatBatch) -> Computed:
+        """As `compute`, for the rows that sample, with what their logits were made of."""
+        with torch.inference_mode():
+            ends = self._compute(batch, batch.logits_rows, sampling=True)
+            return Computed(_on_host(ends.hidden), _on_host(ends.logits))
+
+    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> Ends:
         self._attention.layout = StepLayout(
             query_start=self._tensor(batch.query_start),
             seq_lens=self._tensor(batch.seq_lens),
@@ -143,10 +164,8 @@ class Transformer:
         rows = self._tensor(logits_rows)
         try:
             if self._decoder is None:
-                logits = self._forward(batch.token_ids, batch.positions, rows)
-            else:
-                logits = self._decoder.compute(batch.token_ids, batch.positions, rows, sampling)
-            return _on_host(logits)
+                return self._forward(batch.token_ids, batch.positions, rows)
+            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling)
         finally:
             self._attention.layout = None
 
@@ -176,7 +195,7 @@ class Transformer:
             raise ConfigError(f"this machine has no room for a host tier of {size} bytes") from error
         return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
 
-    def _probe(self) -> torch.Tensor:
+    def _probe(self) -> Ends:
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
             return self._forward(token_ids, positions, rows)
@@ -198,8 +217,8 @@ class Transformer:
         bind(self._module, EchoAttention())
         token_ids, positions, rows = self._probe_rows()
         with torch.inference_mode():
-            expected = self._forward(token_ids, positions, rows)
-            logits = decoder.compute(token_ids, positions, rows, False)
+            expected = self._forward(token_ids, positions, rows).logits
+            logits = decoder.compute(token_ids, positions, rows, False).logits
         # As bytes: NaN must equal NaN here.
         same = torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8))
         return decoder if same else None
@@ -211,7 +230,7 @@ class Transformer:
 
     def _forward(
         self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> Ends:
         out = self._module(
             input_ids=self._tensor(token_ids).unsqueeze(0),
             position_ids=self._tensor(positions).unsqueeze(0),
@@ -219,11 +238,20 @@ class Transformer:
             logits_to_keep=logits_rows,
         )
         logits: torch.Tensor = out.logits[0]
-        return logits
+        hidden, self._last_hidden = self._last_hidden, None
+        return Ends(logits.new_empty(logits.shape[0], 0) if hidden is None else hidden[0], logits)
+
+    def _keep_hidden(self, _head: Any, given: Any) -> None:
+        self._last_hidden = given[0]
 
 
-def _on_host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
-    wide: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+def _head_of(module: Any) -> torch.nn.Module | None:
+    head = module.get_output_embeddings()
+    return head if isinstance(head, torch.nn.Module) else None
+
+
+def _on_host(rows: torch.Tensor) -> npt.NDArray[np.float32]:
+    wide: npt.NDArray[np.float32] = rows.float().cpu().numpy()
     return wide
 
 

@@ -112,12 +112,12 @@ class Program:
             raise KernelArgumentError("w", "is not gated: use pack_gated")
         return self._multiply(x, w, None, ACTIVATIONS[activation], into)
 
-    def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str) -> Rows:
+    def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
         """Each piece of x that is as wide as the weight over its root mean square, times the weight."""
         return self._norm(x, None, weight, eps, plus_one, into)
 
     def add_rms_norm(
-        self, x: Rows, residual: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str
+        self, x: Rows, residual: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows
     ) -> Rows:
         """Adds x to the residual, in place, and norms the sum."""
         if x.width != residual.width or x.sampled != residual.sampled or residual.stride != residual.width:
@@ -201,9 +201,9 @@ class Program:
         self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
         return out
 
-    def take_sampled(self, x: Rows, *, into: str) -> Rows:
+    def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
         """The rows of x that sample."""
-        out = self._room(into, x.width, sampled=True)
+        out = self._out(into, x.width, sampled=True)
         size = self._dtype.itemsize
         call = TakeRowsCall(row_bytes=x.width * size, x_stride=x.stride * size)
         self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
@@ -258,9 +258,7 @@ class Program:
             raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
         if x.width != w.k or w.padded_k != w.k:
             raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
-        out = self._room(into, w.n, x.sampled) if isinstance(into, str) else into
-        if (out.width, out.stride, out.sampled) != (w.n, w.n, x.sampled):
-            raise KernelArgumentError("into", f"must be whole rows of {w.n}")
+        out = self._out(into, w.n, x.sampled)
         call = LinearCall(
             packed=w.address,
             bias=None if bias is None else bias.data_ptr(),
@@ -274,12 +272,12 @@ class Program:
         return out
 
     def _norm(
-        self, x: Rows, residual: Rows | None, weight: torch.Tensor, eps: float, plus_one: bool, into: str
+        self, x: Rows, residual: Rows | None, weight: torch.Tensor, eps: float, plus_one: bool, into: str | Rows
     ) -> Rows:
         n = weight.shape[0]
         if weight.ndim != 1 or weight.dtype != self._dtype or not weight.is_contiguous() or x.width % n != 0:
             raise KernelArgumentError("weight", f"must be [n] {self._dtype}, contiguous, n a divisor of {x.width}")
-        out = self._room(into, x.width, x.sampled)
+        out = self._out(into, x.width, x.sampled)
         call = NormCall(
             weight=weight.data_ptr(),
             columns=x.width // n,
@@ -314,6 +312,13 @@ class Program:
 
     def _new_buffer(self) -> int:
         return len(self._arguments) + len(self._scratch)
+
+    def _out(self, into: str | Rows, width: int, sampled: bool) -> Rows:
+        """Where a result goes: to scratch of that name, or to an argument."""
+        out = self._room(into, width, sampled) if isinstance(into, str) else into
+        if (out.width, out.stride, out.sampled) != (width, width, sampled):
+            raise KernelArgumentError("into", f"must be whole rows of {width}")
+        return out
 
     def _room(self, name: str, width: int, sampled: bool) -> Rows:
         """The scratch buffer of that name, which is as wide as its widest use."""

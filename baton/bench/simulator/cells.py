@@ -1,0 +1,165 @@
+"""A cluster in cells: several routers, each with nodes of its own, behind something that deals requests out in turn.
+
+Nothing that happens in one cell changes anything in another one, so each is a simulation by itself, in a process of its
+own, and as many as there are cores run at once. Which process computes what changes nothing: the same seed gives the
+same figures. It is not what one router over all nodes would do, since each sees only its own.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, fields, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from baton.bench.arrangement import Arrangement
+from baton.bench.host import usable_cores
+from baton.bench.outcome import Outcomes
+from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.router import FirstTokenParts
+from baton.bench.simulator.simulation import Failure, Simulated, SimulationConfig, duration_s, simulate
+from baton.bench.workloads import Workload, WorkloadRequest
+from baton.errors import BatonError, InvalidRequest
+from baton.rpc.messages import Role
+
+Progress = Callable[[int], None]
+_FIGURES, _FAILED, _PROGRESS = b"r", b"f", b"p"
+
+
+def simulate_cells(workload: Workload, config: SimulationConfig, progress: Progress = lambda ended: None) -> Simulated:
+    """Run all cells to their end. Raises InvalidRequest for what can't be divided by their number."""
+    if config.cells == 1:
+        return simulate(workload, config, progress)
+    return _merged(_in_processes(workload, parts_of(config), progress))
+
+
+def parts_of(config: SimulationConfig) -> list[SimulationConfig]:
+    """Of each cell. Raises InvalidRequest for what can't be shared evenly."""
+    cells, whole, most = config.cells, config.arrangement, config.max_concurrency
+    if whole.prefill % cells or whole.decode % cells or (most or 0) % cells:
+        raise InvalidRequest("--cells", f"{cells} can't share the nodes of {whole}, or the concurrency, evenly")
+    part = Arrangement(whole.prefill // cells, whole.decode // cells, whole.is_conditional)
+    shared = replace(config, cells=1, arrangement=part, max_concurrency=None if most is None else most // cells)
+    return [
+        replace(shared, cell=cell, seed=config.seed + cell, failures=_failures(config.failures, part, cell))
+        for cell in range(cells)
+    ]
+
+
+def _failures(failures: Sequence[Failure], part: Arrangement, cell: int) -> Sequence[Failure]:
+    """Those of one cell's nodes."""
+    roles = ((Role.PREFILL, part.prefill), (Role.DECODE, part.decode))
+    names = {f"{role.value}-{cell * count + number}" for role, count in roles for number in range(count)}
+    return [failure for failure in failures if failure.node_id in names]
+
+
+def _dealt(workload: Iterable[WorkloadRequest], cell: int, cells: int) -> Iterator[WorkloadRequest]:
+    """What one cell gets: one of so many requests, or sessions, whose turns stay together."""
+    for request in workload:
+        if (request.index if request.session is None else request.session) % cells == cell:
+            yield request
+
+
+def _in_processes(workload: Workload, parts: Sequence[SimulationConfig], progress: Progress) -> list[Simulated]:
+    """As many at once as there are cores."""
+    done: dict[int, Simulated] = {}
+    ended = [0] * len(parts)
+    running: dict[Connection, _Process] = {}
+    to_come = list(range(len(parts)))
+    try:
+        while to_come or running:
+            while to_come and len(running) < usable_cores():
+                cell = to_come.pop(0)
+                process = _Process(cell, _dealt(workload, cell, len(parts)), parts[cell])
+                running[process.answers] = process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                process = running[ready]
+                message = process.next()
+                if isinstance(message, int):
+                    ended[process.cell] = message
+                    progress(sum(ended))
+                else:
+                    done[process.cell] = message
+                    running.pop(ready).end()
+    finally:
+        for process in running.values():
+            process.end()
+    return [done[cell] for cell in range(len(parts))]
+
+
+class _Process:
+    """Simulates one cell. It is forked, so nothing has to be sent to it."""
+
+    def __init__(self, cell: int, requests: Iterable[WorkloadRequest], config: SimulationConfig) -> None:
+        self.cell = cell
+        context = multiprocessing.get_context("fork")
+        self.answers, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(requests, config, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def next(self) -> int | Simulated:
+        """What it says next: how many requests have ended, or all. Raises BatonError."""
+        try:
+            message = self.answers.recv_bytes()
+            kind, text = message[:1], message[1:]
+            if kind == _PROGRESS:
+                return int(text)
+            if kind == _FIGURES:
+                return _simulated(json.loads(text), Outcomes.from_bytes(self.answers.recv_bytes()))
+        except EOFError:
+            raise BatonError(f"the process of cell {self.cell} died") from None
+        raise BatonError(text.decode())
+
+    def end(self) -> None:
+        """Once it has said all, or before."""
+        self._process.terminate()
+        self._process.join()
+        self.answers.close()
+
+
+def _run(requests: Iterable[WorkloadRequest], config: SimulationConfig, answers: Connection) -> None:
+    """In a process of its own: send how many requests have ended, by and by, and then what came of them."""
+    try:
+        done = simulate(requests, config, lambda ended: answers.send_bytes(_PROGRESS + str(ended).encode()))
+        answers.send_bytes(_FIGURES + json.dumps(_figures(done)).encode())
+        answers.send_bytes(done.outcomes.to_bytes())
+    except BatonError as error:
+        answers.send_bytes(_FAILED + str(error).encode())
+
+
+def _figures(done: Simulated) -> dict[str, Any]:
+    values = {one.name: getattr(done, one.name) for one in fields(Simulated) if one.name != "outcomes"}
+    return values | {"parts": asdict(done.parts), "timeline": _entries(done.timeline)}
+
+
+def _entries(timeline: dict[str, list[TimelineEntry]] | None) -> Any:
+    if timeline is None:
+        return None
+    return {node: [astuple(entry) for entry in entries] for node, entries in timeline.items()}
+
+
+def _simulated(values: dict[str, Any], outcomes: Outcomes) -> Simulated:
+    timeline = values.pop("timeline")
+    if timeline is not None:
+        timeline = {node: [TimelineEntry(*entry) for entry in entries] for node, entries in timeline.items()}
+    return Simulated(outcomes=outcomes, parts=FirstTokenParts(**values.pop("parts")), timeline=timeline, **values)
+
+
+def _merged(cells: Sequence[Simulated]) -> Simulated:
+    first, *others = cells
+    for other in others:
+        first.outcomes.extend(other.outcomes)
+        first.parts.add(other.parts)
+        first.num_steps += other.num_steps
+        first.num_retries += other.num_retries
+        first.num_failures += other.num_failures
+        first.bytes_moved += other.bytes_moved
+        first.num_preemptions += other.num_preemptions
+        if first.timeline is not None:
+            first.timeline |= other.timeline or {}
+    first.duration_s = duration_s(first.outcomes)
+    return first

@@ -1,0 +1,198 @@
+"""What a validation says: the result file, and lines for a person. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from baton.bench.outcome import Outcomes
+from baton.bench.result_file import Result, new_result
+from baton.bench.simulator.plan import timeline_rows
+from baton.bench.simulator.router import FirstTokenParts
+from baton.bench.summary import distributions, summarize, ttft_parts
+from baton.bench.validate.predict import QUIET, LoadPair, Means
+from baton.bench.validate.run import Validated
+from baton.errors import BatonError
+
+WITHIN = 0.15
+"""How far simulated means may be from live ones."""
+COLUMNS = (
+    *("MODEL", "RATE/S", "REQUESTS", "TTFT MS", "SIMULATED", "RATIO", "OWN STEPS"),
+    *("TPOT MS", "SIMULATED", "RATIO", "OWN STEPS", "OTHERS"),
+)
+
+
+def compared(pair: LoadPair) -> dict[str, Any]:
+    """Live and simulated means of one load; `own_steps`: simulated with what this very load's steps cost; `others`: the
+    largest share of the machine that strangers had in any stretch of it.
+    """
+    live, simulated, own = _means(pair)
+    each = [_means(replace(pair, **parts)) for parts in _parts(pair)]
+    said: dict[str, Any] = {
+        "rate": pair.rate,
+        "requests": sum(len(one.outcomes) for one in pair.stretches),
+        "stretches": len(pair.stretches),
+        "others": max(one.strangers for one in pair.stretches),
+        "overheads": asdict(pair.overheads),
+    }
+    for name in ("ttft_ms", "tpot_ms"):
+        measured, predicted, known = (getattr(one, name) for one in (live, simulated, own))
+        said[name] = {
+            "live": measured,
+            "simulated": predicted,
+            "ratio": _ratio(predicted, measured),
+            "own_steps": known,
+            "own_steps_ratio": _ratio(known, measured),
+            "ratio_by_stretch": [_ratio(getattr(theirs, name), getattr(mine, name)) for mine, theirs, _ in each],
+        }
+    return said
+
+
+def _means(pair: LoadPair) -> tuple[Means, Means, Means]:
+    """Live, simulated, and simulated with its own steps."""
+    live, simulated, own = (
+        Means.of(*(one.outcomes for one in runs)) for runs in (pair.stretches, pair.simulated, pair.with_own_steps)
+    )
+    return live, simulated, own
+
+
+def _parts(pair: LoadPair) -> Iterator[dict[str, Any]]:
+    for live, simulated, own in zip(pair.stretches, pair.simulated, pair.with_own_steps, strict=True):
+        yield {"stretches": [live], "simulated": [simulated], "with_own_steps": [own]}
+
+
+def _ratio(simulated: float, live: float) -> float:
+    return simulated / live if live else 0.0
+
+
+def validation_result(
+    validated: Sequence[Validated], seed: int, created: str, failed: Mapping[str, BatonError] | None = None
+) -> Result:
+    """The file's content: both are arrangements, so a report shows them beside each other. `failed`: other models."""
+    arrangements = [one for each in validated for one in _arrangements(each)]
+    workload = validated[0].config.workload.to_json() if validated else {}
+    result = new_result("validate", workload, arrangements, seed, created)
+    failures = [f"{each.config.name} ended early: {each.failure}" for each in validated if each.failure]
+    failures += [f"nothing was measured of {name}: {error}" for name, error in (failed or {}).items()]
+    return result | {
+        "is_complete": not failures,
+        "notes": failures,
+        "within": WITHIN,
+        "models": [
+            {
+                "model": each.config.name,
+                "arrangement": str(each.config.arrangement),
+                "single": asdict(each.single),
+                "step_times": asdict(each.steps.times),
+                "contention": asdict(each.steps.contention),
+                "loads": [compared(pair) for pair in each.pairs],
+            }
+            for each in validated
+        ],
+    }
+
+
+def rows(result: Result) -> list[list[str]]:
+    """A line for each load of each model."""
+    return [
+        [
+            model["model"],
+            f"{load['rate']:.2f}",
+            str(load["requests"]),
+            *_cells(load["ttft_ms"]),
+            *_cells(load["tpot_ms"]),
+            f"{load['others']:.0%}",
+        ]
+        for model in result["models"]
+        for load in model["loads"]
+    ]
+
+
+def verdict(result: Result) -> list[str]:
+    """What it comes to, in words."""
+    lines = list(result["notes"])
+    ratios = [
+        (abs(load[name]["ratio"] - 1), f"{model['model']} at {load['rate']:.2f}/s, {name.removesuffix('_ms').upper()}")
+        for model in result["models"]
+        for load in model["loads"]
+        for name in ("ttft_ms", "tpot_ms")
+    ]
+    if not ratios:
+        return lines
+    good = sum(off <= WITHIN for off, _ in ratios)
+    worst, where = max(ratios)
+    lines.append(f"{good} of {len(ratios)} means within {WITHIN:.0%}; the farthest is {worst:.0%} off: {where}")
+    for model in result["models"]:
+        times, slower = model["step_times"], model["contention"]
+        lines.append(
+            f"{model['model']}: prefill {times['prefill_ms']:.2f} ms + {times['prefill_token_ms']:.4f} ms/token, "
+            f"decode {times['decode_ms']:.2f} ms + {times['decode_context_ms']:.2e} ms/context token + "
+            f"{times['decode_sequence_ms']:.3f} ms/sequence; beside another node that computes prefill takes "
+            f"{1 + slower['prefill']:.2f} and decode {1 + slower['decode']:.2f} times as long"
+        )
+    noisy = [
+        f"{one['model']} at {load['rate']:.2f}/s"
+        for one in result["models"]
+        for load in one["loads"]
+        if _is_noisy(load)
+    ]
+    if noisy:
+        lines.append(f"others took more than {QUIET:.0%} of the machine meanwhile: {', '.join(noisy)}")
+    return lines
+
+
+def _cells(said: dict[str, float]) -> list[str]:
+    return [f"{said['live']:.2f}", f"{said['simulated']:.2f}", f"{said['ratio']:.2f}", f"{said['own_steps_ratio']:.2f}"]
+
+
+def _is_noisy(load: Mapping[str, Any]) -> bool:
+    return bool(load["others"] > QUIET)
+
+
+def _arrangements(each: Validated) -> list[dict[str, Any]]:
+    named = {"prefill": each.config.arrangement.prefill, "decode": each.config.arrangement.decode, "gpus": 0}
+    return [
+        {"name": f"{each.config.name} live", **named, "rates": [_live(pair) for pair in each.pairs]},
+        {"name": f"{each.config.name} simulated", **named, "rates": [_simulated(pair) for pair in each.pairs]},
+    ]
+
+
+def _live(pair: LoadPair) -> dict[str, Any]:
+    """Of all stretches together; pictures over time are those of the first."""
+    runs = [one.live.run for one in pair.stretches]
+    outcomes = _together(run.outcomes for run in runs)
+    offered = sum(one.workload.num_prompts or 0 for one in pair.stretches)
+    summary = summarize(outcomes, sum(run.duration_s for run in runs), offered=offered)
+    first = pair.stretches[0].live
+    return {
+        "rate": pair.rate,
+        "summary": summary,
+        **distributions(outcomes, summary),
+        "ttft_parts": ttft_parts(outcomes),
+        "generator": max((run.load for run in runs), key=lambda load: load.lag_p99_ms).to_json(),
+        "busy": first.busy(),
+        "timeline": first.timeline_rows(),
+    }
+
+
+def _simulated(pair: LoadPair) -> dict[str, Any]:
+    outcomes = _together(one.outcomes for one in pair.simulated)
+    summary = summarize(outcomes, sum(one.duration_s for one in pair.simulated))
+    parts = FirstTokenParts()
+    for one in pair.simulated:
+        parts.add(one.parts)
+    return {
+        "rate": pair.rate,
+        "summary": summary,
+        **distributions(outcomes, summary),
+        "ttft_parts": parts.means_ms(),
+        "timeline": timeline_rows(pair.simulated[0]),
+    }
+
+
+def _together(runs: Iterable[Outcomes]) -> Outcomes:
+    together = Outcomes()
+    for one in runs:
+        together.extend(one)
+    return together

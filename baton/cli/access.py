@@ -1,0 +1,70 @@
+"""What commands show to the clusters that they ask: flags and variables that all of them have in common."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.security.access import Access, default_access
+from baton.security.tls_files import certificate_files
+
+
+def _flag(name: str, kind: Any, default: Any, text: str, metavar: str = "PATH") -> inspect.Parameter:
+    words, variable = "--" + name.replace("_", "-"), f"BATON_{name.upper()}"
+    settings = typer.Option(words, envvar=variable, metavar=metavar, show_default=False, help=text, hidden=not text)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, settings]
+    )
+
+
+_FLAGS = (
+    _flag("api_key", str, "", "Key to show.", "KEY"),
+    _flag("tls_ca", Path | None, None, "Authority to believe; without it there is no TLS."),
+    _flag("tls_cert", Path | None, None, "The operator's certificate."),
+    _flag("tls_key", Path | None, None, "Its key."),
+    _flag("cluster", str, Access().cluster, "", "NAME"),
+)
+
+
+def give_access(app: typer.Typer) -> None:
+    """Give the flags to every command of an application, and of its groups."""
+    for command in app.registered_commands:
+        if command.callback is not None:
+            command.callback = with_access(command.callback)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            give_access(group.typer_instance)
+
+
+def use_certificates(directory: str, cluster: str) -> None:
+    """A cluster of this machine has said where its certificates are: what the user did not say is taken from there."""
+    access = default_access.get()
+    if directory and access.tls_ca is None:
+        files = certificate_files(Path(directory), "operator")
+        access = replace(access, tls_ca=files.ca, tls_cert=files.cert, tls_key=files.key)
+    default_access.set(replace(access, cluster=cluster))
+
+
+def with_access(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with those flags that it lacks."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    own = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+    ]
+    more = [flag for flag in _FLAGS if flag.name not in hints]
+
+    def run(**values: Any) -> Any:
+        default_access.set(Access(**{flag.name: values.pop(flag.name) for flag in more}))
+        return command(**values)
+
+    run.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *more)}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run

@@ -1,0 +1,53 @@
+"""`baton cordon` and `baton uncordon`: who gets new requests."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.cli.ask_routers import at_a_router
+from baton.cli.output import VERSION, Format, print_json, print_yaml, say
+from baton.cli.steer import ASK_S, NodesArgument, warn
+from baton.cli.target import OperatorAddressOption, RunDirOption
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(cordon if name == "cordon" else uncordon)
+
+
+def cordon(
+    nodes: NodesArgument,
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = ASK_S,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Give these nodes no new requests; what runs there goes on. It stays so, restarts included, until `uncordon`."""
+    warning = at_a_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
+    _tell(nodes, output, is_cordoned=True, warning=warning)
+
+
+def uncordon(
+    nodes: NodesArgument,
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = ASK_S,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Let these nodes take new requests again."""
+    at_a_router(address, run_dir, lambda router: router.uncordon(nodes, timeout))
+    _tell(nodes, output, is_cordoned=False, warning="")
+
+
+def _tell(nodes: list[str], output: Format, *, is_cordoned: bool, warning: str) -> None:
+    found = {"version": VERSION, "nodes": nodes, "cordoned": is_cordoned, "warning": warning}
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        for name in nodes:
+            say(f"{name} {'cordoned' if is_cordoned else 'uncordoned'}")
+        warn(warning)

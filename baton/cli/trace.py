@@ -1,0 +1,105 @@
+"""`baton trace`: where a request's time went, stage by stage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.ask_routers import ask_routers
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say, size
+from baton.cli.target import OperatorAddressOption, RunDirOption
+
+if TYPE_CHECKING:
+    from baton.rpc.timelines import Timeline
+
+_LEAST_BAR, _MOST_BAR = 16, 60
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(trace)
+
+
+def trace(
+    request: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Say where a request's time went. Its stages sum up exactly to the time to its first token and to its latency.
+
+    A router remembers some thousand requests that are over. `relay` is time between two processes, which neither of
+    them measured.
+    """
+    found = ask_routers(address, run_dir, lambda router: router.timeline(request, timeout))
+    if output is Format.JSON:
+        print_json(to_json(found))
+    elif output is Format.YAML:
+        print_yaml(to_json(found))
+    else:
+        say("\n".join(waterfall(found, shutil.get_terminal_size().columns)))
+
+
+def to_json(timeline: Timeline) -> dict[str, Any]:
+    """For programs: nanoseconds, and where each stage begins."""
+    stages = [
+        {**asdict(stage), "start_ns": start} for stage, start in zip(timeline.stages, timeline.starts_ns, strict=True)
+    ]
+    return {"version": VERSION, **asdict(timeline), "stages": stages}
+
+
+def waterfall(timeline: Timeline, columns: int) -> Sequence[str]:
+    """For people: lines of at most so many columns, should they do."""
+    lines = [*_head(timeline), ""]
+    rows = [("STAGE", "WHERE", "START-MS", "MS", "")]
+    wheres = [len(stage.where) for stage in timeline.stages]
+    room = columns - max(wheres, default=0) - len("transfer" + "START-MS" + "MS") - 16
+    width = min(_MOST_BAR, max(_LEAST_BAR, room))
+    was_before = True
+    for stage, start in zip(timeline.stages, timeline.starts_ns, strict=True):
+        if stage.after_first_token and was_before:
+            rows.append(("- first token", "", _ms(start), "", _mark(start, timeline.total_ns, width)))
+            was_before = False
+        bar = _bar(start, stage.duration_ns, timeline.total_ns, width)
+        rows.append((stage.name, stage.where, _ms(start), _ms(stage.duration_ns), bar))
+    widths = [max(len(row[place]) for row in rows) for place in range(4)]
+    for name, where, begins, lasts, bar in rows:
+        line = f"{name:{widths[0]}}   {where:{widths[1]}}   {begins:>{widths[2]}}   {lasts:>{widths[3]}}   {bar}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _head(timeline: Timeline) -> Sequence[str]:
+    nodes = " and ".join(node for node in (timeline.prefill_node, timeline.decode_node) if node)
+    where = f" by {nodes}" if nodes else ""
+    attempts = f", attempt {timeline.attempts}" if timeline.attempts > 1 else ""
+    ago = fine_duration(timeline.age_s)
+    lines = [f"{timeline.request_id}: {timeline.state} ({timeline.detail}) {ago} ago{where}{attempts}"]
+    cached = f" ({timeline.cached_tokens} cached)" if timeline.cached_tokens else ""
+    tokens = f"{timeline.prompt_tokens} prompt tokens{cached}, {timeline.completion_tokens} output tokens"
+    read = f"{size(timeline.kv_bytes)} of KV read in {_ms(timeline.kv_read_ns)} ms"
+    lines.append(f"  {tokens}; {read}" if timeline.kv_bytes else f"  {tokens}")
+    first = f"first token after {_ms(timeline.ttft_ns)} ms" if timeline.ttft_ns is not None else "no token"
+    lines.append(f"  {first}, end after {_ms(timeline.total_ns)} ms")
+    if timeline.trace_id:
+        lines.append(f"  trace {timeline.trace_id}")
+    return lines
+
+
+def _bar(start_ns: int, duration_ns: int, total_ns: int, width: int) -> str:
+    begin = min(width - 1, start_ns * width // max(1, total_ns))
+    end = -(-(start_ns + duration_ns) * width // max(1, total_ns))
+    return " " * begin + "█" * max(1, min(width, end) - begin)
+
+
+def _mark(at_ns: int, total_ns: int, width: int) -> str:
+    return " " * min(width - 1, at_ns * width // max(1, total_ns)) + "▏"
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.3f}"

@@ -1,0 +1,139 @@
+"""Certificates for gRPC, of servers and of those who call them.
+
+Inside a cluster a peer is whoever has a certificate of its authority with the role's name in it (`node.CLUSTER.baton`),
+wherever it runs: nodes come and go at addresses that no certificate could list. At the public port clients check the
+host that they dialled, as on any web site.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import grpc
+
+from baton.rpc.channel import CHANNEL_OPTIONS
+from baton.security.access import Access
+from baton.security.matrix import CallerRole, certificate_name
+from baton.security.tls_files import LiveTls, TlsBytes
+
+Tls = TlsBytes | LiveTls
+"""Whoever connects, or is connected to, asks for what it is now."""
+
+
+def of_server(tls: Tls, *, asks_certificates: bool) -> grpc.ServerCredentials:
+    """What a server shows, and whether callers must show one of the same authority."""
+    shown = tls.now()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if tls.now() is shown:
+            return None
+        shown = tls.now()
+        return _configuration(shown, asks_certificates=asks_certificates)
+
+    first = _configuration(shown, asks_certificates=asks_certificates)
+    # Its stubs don't know that nothing means no change.
+    return grpc.dynamic_ssl_server_credentials(first, renewed, asks_certificates)  # type: ignore[arg-type]
+
+
+def _configuration(tls: TlsBytes, *, asks_certificates: bool) -> grpc.ServerCertificateConfiguration:
+    assert tls.key is not None
+    assert tls.cert is not None
+    return grpc.ssl_server_certificate_configuration([(tls.key, tls.cert)], tls.ca if asks_certificates else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """How to reach a server, and what to show it. Without anything: in clear text, as nobody."""
+
+    tls: Tls | None = None
+    peer: str = ""
+    """The name that its certificate must have; empty: that of the host that was dialled."""
+    api_key: str = ""
+
+    @classmethod
+    def to_role(cls, role: CallerRole, cluster: str, tls: Tls | None) -> Dialer:
+        """For the peers in a cluster that have this role."""
+        return cls(tls, certificate_name(role, cluster) if tls is not None else "")
+
+    @classmethod
+    def to_public(cls, access: Access) -> Dialer:
+        """For a router's public port: the key, and the router's host in its certificate. Raises ConfigError."""
+        tls = access.tls()
+        return cls(None if tls is None else TlsBytes(tls.ca, None, None), api_key=access.api_key)
+
+    @classmethod
+    def to_operator(cls, access: Access) -> Dialer:
+        """For a router's operator port. Raises ConfigError."""
+        dialer = cls.to_role(CallerRole.ROUTER, access.cluster, access.tls())
+        return replace(dialer, api_key=access.api_key)
+
+    @classmethod
+    def to_nodes(cls, access: Access) -> Dialer:
+        """For nodes, from outside. Raises ConfigError."""
+        return cls.to_role(CallerRole.NODE, access.cluster, access.tls())
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]] | None:
+        """To be sent with every call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else None
+
+    def context(self) -> ssl.SSLContext | None:
+        """For connections of our own (`baton.rpc.http2`), to be checked for `peer`; None: in clear text."""
+        return self.tls.now().client_context() if self.tls is not None else None
+
+    def channel(self, address: str, *more: tuple[str, int]) -> grpc.aio.Channel:
+        """For an event loop. `more`: options of gRPC on top of everybody's."""
+        options = [*CHANNEL_OPTIONS, *more]
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, _credentials(self.tls), options=[*options, *self._name()])
+
+    def blocking_channel(self, address: str) -> grpc.Channel:
+        """For threads. Sends the key by itself; for an event loop that would cost a task a call."""
+        if self.tls is None:
+            channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            options = [*CHANNEL_OPTIONS, *self._name()]
+            channel = grpc.secure_channel(address, _credentials(self.tls), options=options)
+        return grpc.intercept_channel(channel, _ShowsKey(self.metadata)) if self.metadata else channel
+
+    def _name(self) -> Sequence[tuple[str, str]]:
+        return (("grpc.ssl_target_name_override", self.peer),) if self.peer else ()
+
+
+PLAIN = Dialer()
+
+
+class _Details(NamedTuple):
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str]]
+    credentials: Any
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _ShowsKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    """Puts the key into every call."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
+        self._metadata = metadata
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_key(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._with_key(client_call_details), request)
+
+    def _with_key(self, call: Any) -> Any:
+        metadata = [*(call.metadata or ()), *self._metadata]
+        return _Details(call.method, call.timeout, metadata, call.credentials, call.wait_for_ready, call.compression)
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    tls = tls.now()
+    return grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)

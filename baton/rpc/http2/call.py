@@ -1,0 +1,416 @@
+"""One call of a gRPC client (gRPC's PROTOCOL-HTTP2.md): its request, and the context by which its handler answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import inspect
+import logging
+import re
+import struct
+import zlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple, NoReturn, Protocol
+from urllib.parse import quote
+
+import grpc
+
+from baton.rpc.http2.hpack import Header, write_headers
+
+_log = logging.getLogger(__name__)
+
+Metadatum = tuple[str, str | bytes]
+
+_MESSAGE = struct.Struct(">BI")
+"""Whether it is compressed, and its length."""
+_BEGIN = write_headers(((":status", "200"), ("content-type", "application/grpc")))
+_OK = write_headers((("grpc-status", "0"),))
+_LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
+_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_RESERVED = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
+
+
+class CallDetails(NamedTuple):
+    """What interceptors and handlers see of a call; see `grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: Sequence[Metadatum]
+
+
+class _Packed(NamedTuple):
+    """A message as it came."""
+
+    data: bytes
+    is_compressed: bool
+
+
+class Link(Protocol):
+    """What a call asks of its connection."""
+
+    def send_headers(self, stream: int, block: bytes) -> None: ...
+
+    def send(self, stream: int, data: bytes) -> bool:
+        """False: it is to wait for `Call.go_on` before it sends more."""
+        ...
+
+    def has_room(self, stream: int) -> bool:
+        """Whether it need not wait."""
+        ...
+
+    def finish(self, stream: int, block: bytes) -> None: ...
+
+    def end(self, stream: int, block: bytes) -> None:
+        """As `finish`, but what waits is not sent any more."""
+        ...
+
+    @property
+    def peer(self) -> str: ...
+
+    @property
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]: ...
+
+
+class BadCall(Exception):
+    """A call that is answered with this before any handler hears of it."""
+
+    def __init__(self, code: grpc.StatusCode, story: str) -> None:
+        super().__init__(story)
+        self.code = code
+
+
+class Call(grpc.aio.ServicerContext[Any, Any]):
+    """A call from its headers to its status. `serve` runs in a task of its own."""
+
+    def __init__(self, link: Link, stream: int, headers: Sequence[Header], max_message_bytes: int) -> None:
+        """Raises BadCall."""
+        self._link = link
+        self._stream = stream
+        self._max_message_bytes = max_message_bytes
+        self._loop = asyncio.get_running_loop()
+        fields = dict(headers)
+        self.about = CallDetails(_method(fields), metadata_of(headers))
+        self._is_gzip = fields.get("grpc-encoding", "identity") == "gzip"
+        self._buffer = bytearray()
+        self._requests: deque[_Packed] = deque()
+        self._num_unread = 0
+        """Bytes of those."""
+        self._is_ended = False
+        self._fault: BadCall | None = None
+        self._heard: asyncio.Future[None] | None = None
+        self._room: asyncio.Future[None] | None = None
+        self._serialize: Callable[[Any], bytes] = bytes
+        self._has_begun = False
+        self._is_over = False
+        self._is_late = False
+        self._trailing: Sequence[Metadatum] = ()
+        self._code = grpc.StatusCode.OK
+        self._story = ""
+        self.task: asyncio.Task[None] | None = None
+        timeout_s = _timeout_s(fields.get("grpc-timeout"))
+        self._deadline = None if timeout_s is None else self._loop.time() + timeout_s
+        self._timer = None if self._deadline is None else self._loop.call_at(self._deadline, self._expire)
+
+    @property
+    def is_over(self) -> bool:
+        """It was answered, or nobody wants it any more."""
+        return self._is_over
+
+    # What its connection says.
+
+    def receive(self, data: bytes, *, is_ended: bool) -> None:
+        """More of the request."""
+        if self._fault is None:
+            self._buffer += data
+            try:
+                self._take_messages()
+            except BadCall as fault:
+                self.refuse(fault)
+        self._is_ended = self._is_ended or is_ended
+        self._tell()
+
+    def refuse(self, fault: BadCall) -> None:
+        """Nothing more of the request is kept, and once what was is read, this is raised."""
+        self._fault = fault
+        self._buffer.clear()
+        self._tell()
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of the request that nobody has read yet."""
+        return len(self._buffer) + self._num_unread
+
+    def _tell(self) -> None:
+        if self._heard is not None and not self._heard.done():
+            self._heard.set_result(None)
+
+    def go_on(self) -> None:
+        """There is room for more."""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def cancel(self) -> None:
+        """The peer wants no answer any more, or is gone."""
+        self._is_over = True
+        self._stop_timer()
+        if self.task is not None:
+            self.task.cancel()
+
+    def stop(self, why: BadCall) -> None:
+        """End it with this, whatever its handler would still say."""
+        if not self._is_over:
+            self._link.end(self._stream, _status(why.code, str(why)) if self._has_begun else trailers_only(why))
+        self.cancel()
+
+    # What its handler says; see `grpc.aio.ServicerContext`.
+
+    async def write(self, message: Any) -> None:
+        if not self.write_now(message) and not self._is_over:
+            self._room = self._loop.create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message would leave at once: for `write_now`."""
+        return not self._is_over and self._link.has_room(self._stream)
+
+    def write_now(self, message: Any) -> bool:
+        """Write without waiting; False: there is no room for another one now. Not between `write` and its end."""
+        data = self._serialize(message)
+        self._begin()
+        return self._link.send(self._stream, _MESSAGE.pack(0, len(data)) + data)
+
+    async def read(self) -> Any:
+        raise NotImplementedError("handlers iterate over requests")
+
+    async def send_initial_metadata(self, initial_metadata: Any) -> None:
+        self._begin(initial_metadata)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        self._trailing = tuple(trailing_metadata)
+        self._finish(code, details)
+        raise grpc.aio.AbortError("Locally aborted.")
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        await self.abort(status.code, status.details, status.trailing_metadata or ())
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        self._trailing = tuple(trailing_metadata)
+
+    def invocation_metadata(self) -> Any:
+        return self.about.invocation_metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._story = details
+
+    def set_compression(self, compression: grpc.Compression) -> None:
+        """Nothing is compressed."""
+
+    def disable_next_message_compression(self) -> None:
+        """Nothing is compressed."""
+
+    def peer(self) -> str:
+        return self._link.peer
+
+    def peer_identities(self) -> Any:
+        return self.auth_context().get("peer_dns")
+
+    def peer_identity_key(self) -> str | None:
+        return "peer_dns" if self.auth_context() else None
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        return self._link.auth_context
+
+    def time_remaining(self) -> Any:
+        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
+
+    # Its life.
+
+    async def serve(self, find: Callable[[CallDetails], Any]) -> None:
+        """Find the handler, give it the request, send what it says. For a task, which is cancelled by `cancel`."""
+        try:
+            await self._answer(await find(self.about))
+            self._finish(self._code, self._story)
+        except BadCall as bad:
+            self._finish(bad.code, str(bad))
+        except grpc.aio.AbortError:
+            pass
+        except asyncio.CancelledError:
+            self._finish(*(_LATE if self._is_late else (grpc.StatusCode.CANCELLED, "Cancelled")))
+            raise
+        except Exception as fault:
+            _log.exception("%s failed", self.about.method)
+            self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(fault)}: {fault}")
+        finally:
+            self._stop_timer()
+
+    async def _answer(self, handler: Any) -> None:
+        if handler is None:
+            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        self._serialize = handler.response_serializer or bytes
+        read = handler.request_deserializer or bytes
+        request = self._each(read) if handler.request_streaming else read(await self._only_request())
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if inspect.isasyncgenfunction(behaviour):
+            async with aclosing(behaviour(request, self)) as responses:
+                async for response in responses:
+                    await self.write(response)
+        else:
+            response = await behaviour(request, self)
+            if not handler.response_streaming:
+                await self.write(response)
+
+    async def _only_request(self) -> bytes:
+        while not self._is_ended and self._fault is None:
+            await self._hear()
+        if self._fault is not None:
+            raise self._fault
+        if self._buffer or len(self._requests) != 1:
+            raise BadCall(grpc.StatusCode.INTERNAL, "one whole message was expected")
+        return self._next_request()
+
+    async def _each(self, read: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+        while True:
+            while self._requests:
+                yield read(self._next_request())
+            if self._fault is not None:
+                raise self._fault
+            if self._is_ended:
+                return
+            await self._hear()
+
+    async def _hear(self) -> None:
+        self._heard = self._loop.create_future()
+        await self._heard
+
+    def _take_messages(self) -> None:
+        data, at, end = self._buffer, 0, len(self._buffer)
+        while end - at >= _MESSAGE.size:
+            is_compressed, size = _MESSAGE.unpack_from(data, at)
+            if size > self._max_message_bytes:
+                raise self._too_large(size)
+            stop = at + _MESSAGE.size + size
+            if stop > end:
+                break
+            self._keep(_Packed(bytes(data[at + _MESSAGE.size : stop]), bool(is_compressed)))
+            at = stop
+        del data[:at]
+
+    def _keep(self, packed: _Packed) -> None:
+        if packed.is_compressed and not self._is_gzip:
+            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "requests may be compressed with gzip alone")
+        self._num_unread += len(packed.data) + _MESSAGE.size
+        if self._requests and self._num_unread > self._max_message_bytes:
+            raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests than are read")
+        self._requests.append(packed)
+
+    def _next_request(self) -> bytes:
+        packed = self._requests.popleft()
+        self._num_unread -= len(packed.data) + _MESSAGE.size
+        # Not before: what waits to be read is no larger than what was sent.
+        return self._inflated(packed.data) if packed.is_compressed else packed.data
+
+    def _inflated(self, data: bytes) -> bytes:
+        inflater = zlib.decompressobj(wbits=31)
+        try:
+            message = inflater.decompress(data, self._max_message_bytes + 1)
+        except zlib.error as error:
+            raise BadCall(grpc.StatusCode.INTERNAL, f"a message can't be decompressed: {error}") from error
+        if len(message) > self._max_message_bytes:
+            raise self._too_large(len(message))
+        if not inflater.eof:
+            raise BadCall(grpc.StatusCode.INTERNAL, "a compressed message is cut off")
+        return message
+
+    def _too_large(self, size: int) -> BadCall:
+        story = f"Received message larger than max ({size} vs. {self._max_message_bytes})"
+        return BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, story)
+
+    def _begin(self, metadata: Iterable[Metadatum] = ()) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._link.send_headers(self._stream, _BEGIN + _written(metadata))
+
+    def _finish(self, code: grpc.StatusCode, story: str) -> None:
+        """Say how it ended; only the first time counts."""
+        if self._is_over:
+            return
+        self._is_over = True
+        first = b"" if self._has_begun else _BEGIN
+        status = _OK if code is grpc.StatusCode.OK else _status(code, story)
+        self._link.finish(self._stream, first + status + _written(self._trailing))
+
+    def _expire(self) -> None:
+        self._is_late = True
+        if self.task is not None:
+            self.task.cancel()
+        else:
+            self._finish(*_LATE)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def trailers_only(bad: BadCall) -> bytes:
+    """The whole answer to a call that never began."""
+    return _BEGIN + _status(bad.code, str(bad))
+
+
+def _status(code: grpc.StatusCode, story: str) -> bytes:
+    number: int = code.value[0]
+    status = (("grpc-status", str(number)), ("grpc-message", quote(story, safe=_PRINTABLE)))
+    return write_headers(status)
+
+
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+def _method(fields: Mapping[str, str]) -> str:
+    if fields.get(":method") != "POST" or not fields.get("content-type", "").startswith("application/grpc"):
+        raise BadCall(grpc.StatusCode.INTERNAL, "this is no call of gRPC")
+    return fields.get(":path", "")
+
+
+def metadata_of(headers: Sequence[Header]) -> Sequence[Metadatum]:
+    """What the peer sent besides what gRPC needs; raises BadCall."""
+    return tuple(
+        (name, _from_base64(value) if name.endswith("-bin") else value)
+        for name, value in headers
+        if name[:1] != ":" and name not in _RESERVED
+    )
+
+
+def _from_base64(value: str) -> bytes:
+    try:
+        return base64.b64decode(value + "=" * (-len(value) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise BadCall(grpc.StatusCode.INTERNAL, "metadata that is not what its name says") from None
+
+
+def _written(metadata: Iterable[Metadatum]) -> bytes:
+    return write_headers((key.lower(), _value(value)) for key, value in metadata or ())
+
+
+def _value(value: str | bytes) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).rstrip(b"=").decode("ascii")
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in value)
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = _TIMEOUT.match(text)
+    if found is None:
+        raise BadCall(grpc.StatusCode.INTERNAL, "a timeout that is none")
+    return int(found[1]) * _UNITS_S[found[2]]

@@ -1,0 +1,56 @@
+"""Requests as operators see them in a list. Never a word of what they say."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from baton.v1 import operator_pb2 as operator
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """One request at one router."""
+
+    request_id: str
+    state: str
+    """Waiting, Prefilling, Transferring, Decoding, Retrying; or Finished, Failed, Cancelled."""
+    router: str
+    age_s: float
+    """Since it came."""
+    prefill_node: str
+    """Empty where the decode node computes the prompt, or while it waits; so is the next one."""
+    decode_node: str
+    prompt_tokens: int
+    output_tokens: int
+    """Given out so far, of all sequences."""
+    attempts: int
+    ttft_ms: float | None
+    """None: no token yet."""
+    total_ms: float | None
+    """None: it runs."""
+    kv_bytes: int = 0
+    """That were moved for it; known at its end."""
+    detail: str = ""
+    """How it ended."""
+
+
+def row_to_pb(row: RequestRow) -> operator.RequestRow:
+    return operator.RequestRow(**asdict(row))
+
+
+def row_from_pb(pb: operator.RequestRow) -> RequestRow:
+    return RequestRow(
+        request_id=pb.request_id,
+        state=pb.state,
+        router=pb.router,
+        age_s=pb.age_s,
+        prefill_node=pb.prefill_node,
+        decode_node=pb.decode_node,
+        prompt_tokens=pb.prompt_tokens,
+        output_tokens=pb.output_tokens,
+        attempts=pb.attempts,
+        ttft_ms=pb.ttft_ms if pb.HasField("ttft_ms") else None,
+        total_ms=pb.total_ms if pb.HasField("total_ms") else None,
+        kv_bytes=pb.kv_bytes,
+        detail=pb.detail,
+    )

@@ -1,0 +1,255 @@
+{{- define "baton.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: baton
+helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{- /* Nobody starts a cluster that is open to its whole network without having said so. */}}
+{{- define "baton.checkProtection" -}}
+{{- if not .Values.insecure }}
+{{- if not .Values.tls.existingSecret }}{{ fail "tls.existingSecret: name a secret with the files of `baton certs init`, or say insecure: true if this network is trusted" }}{{ end }}
+{{- if not .Values.apiKeys.existingSecret }}{{ fail "apiKeys.existingSecret: name a secret with the file of `baton keys add`, or say insecure: true if this network is trusted" }}{{ end }}
+{{- end }}
+{{- if and (not .Values.redis.enabled) (not .Values.redis.url) (not .Values.redis.urlSecret.name) }}{{ fail "redis.url or redis.urlSecret: say where Redis is, or redis.enabled: true" }}{{ end }}
+{{- if and .Values.model.volume (not .Values.model.path) }}{{ fail "model.path: say where model.volume is to be mounted" }}{{ end }}
+{{- end }}
+
+{{- /* A map of flags as arguments. A whole number is one, though YAML's numbers arrive as floats. */}}
+{{- define "baton.flags" -}}
+{{- range $flag, $value := . }}
+- --{{ $flag }}
+- {{ if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ $value | int64 | toString | quote }}{{ else }}{{ $value | toString | quote }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.image" -}}
+image: "{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}"
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- end }}
+
+{{- /* What all processes are told. */}}
+{{- define "baton.commonArgs" -}}
+- --cluster
+- {{ .root.Values.cluster | quote }}
+- --host
+- $(POD_IP)
+- --drain-s
+- {{ .root.Values.drainSeconds | toString | quote }}
+{{- with .root.Values.model.path }}
+- --model
+- {{ . | quote }}
+{{- end }}
+{{- with .root.Values.model.name }}
+- --model-name
+- {{ . | quote }}
+{{- end }}
+{{- if .root.Values.config }}
+- --config
+- /etc/baton/config/baton.toml
+{{- end }}
+{{- if .root.Values.tls.existingSecret }}
+- --tls-cert
+- /etc/baton/tls/{{ .certificate }}.crt
+- --tls-key
+- /etc/baton/tls/{{ .certificate }}.key
+- --tls-ca
+- /etc/baton/tls/ca.crt
+{{- end }}
+{{- if .root.Values.apiKeys.existingSecret }}
+- --api-keys
+- /etc/baton/keys/keys
+{{- end }}
+{{- end }}
+
+{{- define "baton.env" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- if .root.Values.insecure }}
+- name: BATON_INSECURE
+  value: "true"
+{{- end }}
+{{- if and .root.Values.redis.enabled .root.Values.redis.passwordSecret }}
+- name: REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .root.Values.redis.passwordSecret }}, key: password}}
+{{- end }}
+- name: BATON_REGISTRY
+{{- if .root.Values.redis.enabled }}
+  value: redis://{{ if .root.Values.redis.passwordSecret }}:$(REDIS_PASSWORD)@{{ end }}{{ include "baton.name" .root }}-redis:6379
+{{- else if .root.Values.redis.urlSecret.name }}
+  valueFrom: {secretKeyRef: {name: {{ .root.Values.redis.urlSecret.name }}, key: {{ .root.Values.redis.urlSecret.key }}}}
+{{- else }}
+  value: {{ .root.Values.redis.url | quote }}
+{{- end }}
+{{- with .own.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+{{- if .root.Values.model.volume }}
+- {name: model, mountPath: {{ .root.Values.model.path | quote }}, readOnly: true}
+{{- end }}
+{{- if .root.Values.config }}
+- {name: config, mountPath: /etc/baton/config, readOnly: true}
+{{- end }}
+{{- if .root.Values.tls.existingSecret }}
+- {name: tls, mountPath: /etc/baton/tls, readOnly: true}
+{{- end }}
+{{- if .root.Values.apiKeys.existingSecret }}
+- {name: keys, mountPath: /etc/baton/keys, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "baton.volumes" -}}
+- name: tmp
+  emptyDir: {}
+{{- with .root.Values.model.volume }}
+- name: model
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .root.Values.config }}
+- name: config
+  configMap: {name: {{ include "baton.name" .root }}}
+{{- end }}
+{{- with .root.Values.tls.existingSecret }}
+- name: tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - {key: ca.crt, path: ca.crt}
+      - {key: {{ $.certificate }}.crt, path: {{ $.certificate }}.crt}
+      - {key: {{ $.certificate }}.key, path: {{ $.certificate }}.key}
+{{- end }}
+{{- with .root.Values.apiKeys.existingSecret }}
+- name: keys
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{- /* What a pod is, whoever makes it. */}}
+{{- define "baton.podMeta" -}}
+labels:
+  {{- include "baton.labels" . | nindent 2 }}
+annotations:
+  {{- /* A changed configuration file is a new revision. */}}
+  checksum/config: {{ .root.Values.config | sha256sum }}
+  {{- with .own.podAnnotations }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- define "baton.podSpec" -}}
+automountServiceAccountToken: false
+{{- /* Variables named after services would be taken for configuration. */}}
+enableServiceLinks: false
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  seccompProfile: {type: RuntimeDefault}
+{{- with .own.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .own.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.scheme" -}}
+{{ if .Values.tls.existingSecret }}HTTPS{{ else }}HTTP{{ end }}
+{{- end }}
+
+{{- define "baton.probes" -}}
+startupProbe:
+  httpGet: {path: /livez, port: {{ .port }}, scheme: {{ include "baton.scheme" .root }}}
+  periodSeconds: 5
+  {{- /* A model may take half an hour to load. */}}
+  failureThreshold: 360
+livenessProbe:
+  httpGet: {path: /livez, port: {{ .port }}, scheme: {{ include "baton.scheme" .root }}}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: {path: /readyz, port: {{ .port }}, scheme: {{ include "baton.scheme" .root }}}
+  periodSeconds: 5
+  timeoutSeconds: 3
+{{- end }}
+
+{{- /* The pods of one role of nodes: a template that Deployments and LeaderWorkerSets share. */}}
+{{- define "baton.nodePod" -}}
+{{- $own := index .root.Values .role }}
+{{- $all := dict "root" .root "role" .role "own" $own "certificate" "node" "port" "metrics" }}
+metadata:
+  {{- include "baton.podMeta" $all | nindent 2 }}
+spec:
+  {{- include "baton.podSpec" $all | nindent 2 }}
+  terminationGracePeriodSeconds: {{ add (int .root.Values.drainSeconds) 15 }}
+  containers:
+    - name: node
+      {{- include "baton.image" .root | nindent 6 }}
+      {{- /* No preStop: the signal itself drains, routers hear of it at once, and a second signal would not wait. */}}
+      args:
+        - node
+        - --role
+        - {{ .role }}
+        - --node-id
+        - $(POD_NAME)
+        - --port
+        - "50061"
+        - --metrics-port
+        - "9400"
+        {{- include "baton.commonArgs" $all | nindent 8 }}
+        {{- include "baton.flags" $own.flags | nindent 8 }}
+      env:
+        {{- include "baton.env" $all | nindent 8 }}
+      ports:
+        - {name: node, containerPort: 50061}
+        - {name: metrics, containerPort: 9400}
+      {{- include "baton.probes" $all | nindent 6 }}
+      resources:
+        {{- $resources := deepCopy $own.resources }}
+        {{- $devices := dict }}
+        {{- if $own.gpus }}{{ $_ := set $devices .root.Values.gpuResource ($own.gpus | int) }}{{ end }}
+        {{- if $own.rdma }}{{ $_ := set $devices .root.Values.rdmaResource ($own.rdma | int) }}{{ end }}
+        {{- toYaml (merge $resources (dict "limits" $devices)) | nindent 8 }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        {{- /* Memory that an RDMA device reads must not move. */}}
+        capabilities: {drop: [ALL]{{ if $own.rdma }}, add: [IPC_LOCK]{{ end }}}
+      volumeMounts:
+        - {name: shm, mountPath: /dev/shm}
+        {{- include "baton.mounts" $all | nindent 8 }}
+  volumes:
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ .root.Values.sharedMemory }}}
+    {{- include "baton.volumes" $all | nindent 4 }}
+{{- end }}

@@ -1,0 +1,60 @@
+"""The latest of what became of the cluster, for operators: numbered, bounded, and followed by any number of readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from baton.rpc.steering import ClusterEvent
+
+MAX_EVENTS = 2048
+
+
+class EventRing:
+    """Belongs to the event loop. A reader that falls too far behind finds a gap in the numbers."""
+
+    def __init__(self, router: str, wall: Callable[[], float], size: int = MAX_EVENTS) -> None:
+        """`router`: its incarnation, whose numbers these are; `wall`: seconds since the epoch."""
+        self._router = router
+        self._wall = wall
+        self._events: deque[ClusterEvent] = deque(maxlen=size)
+        self._last = 0
+        self._changed = asyncio.Event()
+
+    def record(
+        self,
+        reason: str,
+        subject: str = "",
+        *,
+        incarnation: str = "",
+        request_id: str = "",
+        detail: str = "",
+        is_warning: bool = False,
+    ) -> None:
+        """Note that it happened now."""
+        self._last += 1
+        severity = "Warning" if is_warning else "Normal"
+        self._events.append(
+            ClusterEvent(
+                self._last, self._wall(), severity, reason, subject, incarnation, request_id, detail, self._router
+            )
+        )
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def after(self, seq: int) -> list[ClusterEvent]:
+        """Those with a larger number that are still kept, the oldest first."""
+        if seq >= self._last:
+            return []
+        return [event for event in self._events if event.seq > seq]
+
+    async def follow(self, seq: int) -> AsyncIterator[ClusterEvent]:
+        """As `after`, and then those that come. Ends when it is closed."""
+        while True:
+            changed = self._changed
+            for event in self.after(seq):
+                seq = event.seq
+                yield event
+            if seq >= self._last:
+                await changed.wait()

@@ -1,0 +1,118 @@
+"""/v1/embeddings: each input is a request of its own to the core; their vectors are one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequest
+from baton.rpc.messages import Finished, GenerateRequest
+from router.http.answers import accepted_of, path_headers
+from router.http.bodies import EmbeddingBody, read_as
+from router.http.body import parse_json, read_body
+from router.http.client import Client
+from router.http.endpoints import Handler, all_of, check_request_id, ids_of_parts, renamed, timeout_of
+from router.http.model import ServedModel
+from router.validation import check_model
+
+_MOST_AT_ONCE = 32
+"""Of one call's inputs: the others wait here, where they keep nobody else from the nodes."""
+_NO_COMMENTS_S = 3600.0
+_NAMES: Mapping[str, Sequence[str]] = {"request_id": ("request_id", "x-request-id")}
+
+
+class _Part(NamedTuple):
+    """What one input came to."""
+
+    json: str
+    """Written as soon as it is there: the numbers of hundreds of inputs at once would keep the loop for a second."""
+    finished: Finished
+
+
+class Embeddings:
+    """POST /v1/embeddings. An ASGI application; what it raises is for the front."""
+
+    def __init__(self, handler: Handler, model: ServedModel) -> None:
+        self._handler = handler
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
+        found = parse_json(await read_body(scope, receive))
+        timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
+        traceparent = headers.get(b"traceparent", b"").decode("latin-1")
+        with renamed(_NAMES, found):
+            body = read_as(EmbeddingBody, found)
+            check_request_id(body.request_id, request_id)
+            self._check_dimensions(body)
+            async with Client(receive, send, _NO_COMMENTS_S) as client:
+                parts = await self._embed_all(body, request_id, traceparent, timeout_s)
+                told = [
+                    (b"content-type", b"application/json"),
+                    (b"x-request-id", request_id.encode()),
+                    *path_headers(parts[0].finished),
+                ]
+                await client.answer(200, told, _whole(self._model.card.name, parts))
+
+    def _check_dimensions(self, body: EmbeddingBody) -> None:
+        """Where no node has said yet how many there are, the vector itself will."""
+        check_model(body.model or "", self._model.card)
+        if size := self._model.card.embedding_size:
+            self._check_size(body, size)
+
+    def _check_size(self, body: EmbeddingBody, size: int) -> None:
+        if body.dimensions not in (None, size):
+            story = f"must be {size}, or left out: embeddings of {self._model.card.name} can't be cut"
+            raise InvalidRequest("dimensions", story)
+
+    async def _embed_all(
+        self, body: EmbeddingBody, request_id: str, traceparent: str, timeout_s: float | None
+    ) -> Sequence[_Part]:
+        """The first error ends the others."""
+        room = asyncio.Semaphore(min(_MOST_AT_ONCE, self._handler.most_at_once() or _MOST_AT_ONCE))
+        loop = asyncio.get_running_loop()
+        due = None if timeout_s is None else loop.time() + timeout_s
+        write = _as_base64 if body.encoding_format == "base64" else _as_numbers
+
+        async def embed(place: int, name: str) -> _Part:
+            field = "input" if len(body.inputs) == 1 else f"input[{place}]"
+            async with room:
+                left_s = None if due is None else max(0.0, due - loop.time())
+                with renamed({"prompt": (field,)}, {}):
+                    finished = await self._embed(body.request(body.inputs[place], name, traceparent), left_s)
+                self._check_size(body, len(finished.embedding) // 4)
+                told = {"object": "embedding", "index": place, "embedding": write(finished.embedding)}
+                return _Part(json.dumps(told), finished)
+
+        return await all_of([embed(*part) for part in enumerate(ids_of_parts(request_id, len(body.inputs)))])
+
+    async def _embed(self, request: GenerateRequest, timeout_s: float | None) -> Finished:
+        async with aclosing(self._handler.generate(request, timeout_s)) as events:
+            await accepted_of(events)
+            async for event in events:
+                if isinstance(event, Finished) and event.embedding:
+                    return event
+        raise BatonError("a request for an embedding ended without one")
+
+
+def _whole(model: str, parts: Sequence[_Part]) -> bytes:
+    num_tokens = sum(part.finished.prompt_tokens for part in parts)
+    rest = json.dumps({"model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}})
+    data = ", ".join(part.json for part in parts)
+    return f'{{"object": "list", "data": [{data}], {rest[1:]}'.encode()
+
+
+def _as_base64(vector: bytes) -> Any:
+    return base64.b64encode(vector).decode()
+
+
+def _as_numbers(vector: bytes) -> Any:
+    """Each number exactly: read as float32, it is the same bits."""
+    return struct.unpack(f"<{len(vector) // 4}f", vector)

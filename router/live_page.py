@@ -1,0 +1,106 @@
+"""What the live page shows of a cluster, once a second: plain values for JSON. Pure, and no word of any request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from baton.rpc.messages import ClusterStatus, NodeStatus
+from baton.rpc.request_rows import RequestRow
+from baton.rpc.steering import ClusterEvent
+
+MAX_RUNNING = 40
+MAX_ENDED = 12
+MAX_REMEMBERED = 256
+"""Ended requests that pairs are taken from."""
+MAX_PAIRS = 60
+MAX_EVENTS = 20
+RECENT_S = 60.0
+"""Pairs are of requests that came within so many seconds."""
+
+
+def picture(
+    status: ClusterStatus,
+    running: Sequence[RequestRow],
+    ended: Iterable[RequestRow],
+    events: Iterable[ClusterEvent],
+    totals: Mapping[str, float],
+    router: str,
+    wall: float,
+) -> dict[str, Any]:
+    """`running` and `ended` the latest first, `events` the oldest first. `wall`: seconds since the epoch."""
+    over = list(ended)
+    return {
+        "cluster": status.cluster,
+        "router": router,
+        "health": status.health,
+        "detail": status.detail,
+        "time": wall,
+        "totals": dict(totals),
+        "nodes": [_node(node) for node in sorted(status.nodes, key=lambda node: (_ROLES.get(node.role, 3), node.name))],
+        "running": [_request(row) for row in running[:MAX_RUNNING]],
+        "ended": [_request(row) for row in over[:MAX_ENDED]],
+        "pairs": _pairs([*running, *over]),
+        "events": [_event(event) for event in list(events)[: -MAX_EVENTS - 1 : -1]],
+    }
+
+
+_ROLES = {"router": 0, "prefill": 1, "decode": 2}
+
+
+def _node(node: NodeStatus) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "role": node.role,
+        "status": node.status,
+        "running": node.running,
+        "waiting": node.waiting,
+        "kv": round(node.kv_usage, 4),
+        "leased": node.leased_blocks,
+        "quarantined": node.quarantined_blocks,
+        "age_s": round(node.age_s),
+        "model": node.model,
+        "detail": node.detail,
+    }
+
+
+def _request(row: RequestRow) -> dict[str, Any]:
+    return {
+        "id": row.request_id,
+        "state": row.state,
+        "age_s": round(row.age_s, 2),
+        "prefill": row.prefill_node,
+        "decode": row.decode_node,
+        "prompt": row.prompt_tokens,
+        "output": row.output_tokens,
+        "attempts": row.attempts,
+        "ttft_ms": None if row.ttft_ms is None else round(row.ttft_ms, 1),
+        "total_ms": None if row.total_ms is None else round(row.total_ms, 1),
+        "detail": row.detail[:200],
+    }
+
+
+def _pairs(rows: Iterable[RequestRow]) -> list[dict[str, Any]]:
+    """Who handed over to whom of late, the busiest first."""
+    requests: dict[tuple[str, str], int] = defaultdict(int)
+    num_bytes: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        if row.prefill_node and row.decode_node and row.age_s <= RECENT_S:
+            requests[row.prefill_node, row.decode_node] += 1
+            num_bytes[row.prefill_node, row.decode_node] += row.kv_bytes
+    busiest = sorted(requests, key=lambda pair: (-requests[pair], pair))[:MAX_PAIRS]
+    return [
+        {"prefill": pair[0], "decode": pair[1], "requests": requests[pair], "bytes": num_bytes[pair]}
+        for pair in busiest
+    ]
+
+
+def _event(event: ClusterEvent) -> dict[str, Any]:
+    return {
+        "time": event.time,
+        "warning": event.severity == "Warning",
+        "reason": event.reason,
+        "subject": event.subject or event.request_id,
+        "detail": event.detail[:200],
+    }

@@ -1,0 +1,316 @@
+"""What operators want, carried out at this router: whom placement leaves out, who is to become another, what they hear.
+
+Desired state is written to the registry before anything else happens, so that it outlives this router; every router
+reads it there, and each one asks nodes for the role that they are to have, which is the same asked twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Protocol
+
+from baton.did_you_mean import did_you_mean
+from baton.errors import BatonError, InvalidRequest, NodeNotFound, Unreachable
+from baton.registry import DesiredChange, DesiredState, Membership
+from baton.registry.desired import cordon, set_role, uncordon
+from baton.rpc.messages import NodeStatus, Role
+from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet
+from router.cluster_news import ClusterLook, NodeLook, news
+from router.event_ring import EventRing
+from router.placer import Placer
+from router.timers import Timers, sleep_until
+from router.view import ClusterView
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+SETTLE_S = 3.0
+"""Other routers read what is wanted at least so often; until then they may still send a cordoned node work."""
+_TELL_EVERY_S = 0.2
+_ANSWER_S = 5.0
+
+
+class SteeredNode(Protocol):
+    """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
+
+    async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None: ...
+
+    async def drain(self, timeout_s: float | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Steering:
+    """Lives on the router's loop."""
+
+    def __init__(
+        self,
+        view: ClusterView,
+        membership: Membership,
+        placer: Placer,
+        timers: Timers,
+        events: EventRing,
+        connect: Callable[[str], SteeredNode],
+        model_name: str,
+    ) -> None:
+        self._view = view
+        self._membership = membership
+        self._placer = placer
+        self._timers = timers
+        self._events = events
+        self._connect = connect
+        self._model_name = model_name
+        self._desired = DesiredState()
+        self._routers: dict[str, str] = {}
+        self._look = ClusterLook()
+        self._asked: dict[str, str] = {}
+        """The role that an incarnation was asked to have."""
+        self._refusals: dict[str, str] = {}
+        """Why an incarnation could not be asked, as it was told last."""
+        self._asking: set[asyncio.Task[None]] = set()
+        self._work_changed = asyncio.Event()
+        view.on_cordoned_work = self._on_cordoned_work
+
+    # What happens.
+
+    async def watch(self) -> None:
+        """Follow what operators want, until cancelled."""
+        async for desired in self._membership.watch_desired():
+            self._take_in(desired)
+
+    async def look_around(self) -> None:
+        """Look for what changed without anybody having been told, until cancelled."""
+        while True:
+            self.look()
+            await sleep_until(self._timers, self._timers.monotonic() + LOOK_EVERY_S)
+
+    def registered_routers(self, routers: dict[str, str]) -> None:
+        """These are in the registry now: names, by incarnation."""
+        self._routers = routers
+
+    def look(self) -> None:
+        """Tell what became of the cluster since the last look, and ask nodes for what they are to be."""
+        try:
+            self._ask_for_roles()
+            before, self._look = self._look, self._look_now()
+            for found in news(before, self._look):
+                self._events.record(
+                    found.reason,
+                    found.subject,
+                    incarnation=found.incarnation,
+                    detail=found.detail,
+                    is_warning=found.is_warning,
+                )
+        except Exception:
+            # Requests are served whether or not anybody hears of the cluster.
+            _log.exception("looking at the cluster")
+
+    async def close(self) -> None:
+        """Ask nobody for anything any more."""
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+
+    # What operators ask for.
+
+    async def cordon(self, names: Sequence[str]) -> str:
+        """No new requests for these nodes. Returns why the cluster serves less from now on, or nothing.
+
+        Raises NodeNotFound, InvalidRequest, and Unreachable when the registry can't keep it: then nothing changes.
+        """
+        self._check_names(names, self._nodes())
+        await self._want(cordon(names))
+        return self._why_less()
+
+    async def uncordon(self, names: Sequence[str]) -> None:
+        """They take requests again; raises as `cordon`."""
+        # One that is away may be let in again, too.
+        self._check_names(names, {**self._nodes(), **dict.fromkeys(self._desired.cordoned)})
+        await self._want(uncordon(names))
+
+    async def set_role(self, name: str, role: str) -> RoleSet:
+        """The node is to be this, as soon as its work is done; raises as `cordon`."""
+        nodes = self._nodes()
+        self._check_names([name], nodes)
+        if role == "prefill":
+            change = set_role(name, "prefill")
+        elif role == "decode":
+            change = set_role(name, "decode")
+        else:
+            raise InvalidRequest("role", f"{role[:40]!r} is none of prefill, decode")
+        status, wanted = nodes[name], self._desired.role_of(name)
+        if status.role == role and wanted in (None, role):
+            return RoleSet(unchanged=True)
+        await self._want(change)
+        return RoleSet(warning=self._why_less_without(name, role))
+
+    async def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
+        """Cordon a node and tell how much is left there until nothing is; `stop`: and then end its process.
+
+        Raises as `cordon`, and BatonError when somebody uncordons it meanwhile; else it stays cordoned.
+        """
+        await self.cordon([name])
+        settled_at = self._timers.monotonic() + (SETTLE_S if len(self._routers) > 1 else 0.0)
+        told: DrainProgress | None = None
+        stopping = ""
+        while True:
+            changed = self._work_changed
+            if name not in self._desired.cordoned:
+                raise BatonError(f"{name} takes requests again: somebody has uncordoned it")
+            status = self._nodes().get(name)
+            progress = _progress(status, is_settled=self._timers.monotonic() >= settled_at, stopping=stopping)
+            if progress != told:
+                told = progress
+                yield progress
+            if progress.stopped or (progress.idle and not stop):
+                return
+            if progress.idle and not stopping and status is not None:
+                stopping = status.incarnation
+                await self._stop(status)
+            await self._work_or(changed, settled_at)
+
+    def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]:
+        """What became of the cluster, from after this number on; `follow`: and what is yet to come of it."""
+        return self._events.follow(after) if follow else _all_of(self._events.after(after))
+
+    # Inside.
+
+    def _take_in(self, desired: DesiredState) -> None:
+        self._desired = desired
+        self._view.desired(desired)
+        # Whoever waits for a node to be idle may wait in vain now.
+        self._on_cordoned_work()
+        self.look()
+
+    async def _want(self, change: DesiredChange) -> None:
+        try:
+            await self._membership.want(change)
+        except Unreachable as error:
+            raise Unreachable(f"nothing was changed, since nobody would keep it: {error}") from None
+        self._take_in(change.applied_to(self._desired))
+
+    def _nodes(self) -> dict[str, NodeStatus]:
+        """Of each name the incarnation that serves, or the latest."""
+        found: dict[str, NodeStatus] = {}
+        for status in self._view.statuses(self._timers.monotonic(), 0.0):
+            if status.name not in found or status.status not in ("Suspect", "Lost"):
+                found[status.name] = status
+        return found
+
+    def _check_names(self, names: Sequence[str], known: dict[str, NodeStatus] | dict[str, NodeStatus | None]) -> None:
+        if not names:
+            raise InvalidRequest("nodes", "is empty")
+        for name in names:
+            if name in self._routers.values():
+                raise InvalidRequest("nodes", f"{name} is a router: it drains when it is told to end (SIGTERM)")
+            if name not in known:
+                raise NodeNotFound(f"no node is called {name[:80]}{did_you_mean(name, known)}")
+
+    def _why_less(self) -> str:
+        """What cannot be done any more, as things are."""
+        candidates = self._view.candidates()
+        if why := self._placer.why_not_ready(candidates, self._model_name):
+            return f"nothing is served from now on: {why}"
+        return _missing({candidate.node.role for candidate in candidates})
+
+    def _why_less_without(self, name: str, role: str) -> str:
+        roles = {candidate.node.role for candidate in self._view.candidates() if candidate.node.node_id != name}
+        return _missing(roles | {Role(role)})
+
+    def _ask_for_roles(self) -> None:
+        nodes = self._view.descriptions()
+        current = {node.incarnation for node in nodes}
+        for memory in (self._asked, self._refusals):
+            for incarnation in [known for known in memory if known not in current]:
+                del memory[incarnation]
+        for node in nodes:
+            wanted = self._desired.role_of(node.node_id)
+            if wanted is not None and self._asked.get(node.incarnation, node.role.value) != wanted:
+                self._asked[node.incarnation] = wanted
+                self._begin(self._ask(node.node_id, node.address, node.incarnation, Role(wanted)))
+
+    async def _ask(self, name: str, address: str, incarnation: str, role: Role) -> None:
+        client = self._connect(address)
+        try:
+            await client.set_role(role, incarnation, _ANSWER_S)
+        except BatonError as error:
+            # The next look asks again.
+            self._asked.pop(incarnation, None)
+            if self._refusals.get(incarnation) != str(error):
+                self._refusals[incarnation] = str(error)
+                self._events.record(
+                    "RoleRefused", name, incarnation=incarnation, detail=f"{role.value}: {error}", is_warning=True
+                )
+        finally:
+            await client.close()
+
+    def _begin(self, asking: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(asking)
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _stop(self, status: NodeStatus) -> None:
+        client = self._connect(status.address)
+        try:
+            await client.drain(_ANSWER_S)
+        finally:
+            await client.close()
+
+    def _on_cordoned_work(self) -> None:
+        self._work_changed.set()
+        self._work_changed = asyncio.Event()
+
+    async def _work_or(self, changed: asyncio.Event, settled_at: float) -> None:
+        """Wait until the work of a cordoned node has changed, or the other routers know; not too often."""
+        now = self._timers.monotonic()
+        waits: list[asyncio.Task[object]] = [asyncio.create_task(changed.wait())]
+        if now < settled_at:
+            waits.append(asyncio.create_task(sleep_until(self._timers, settled_at)))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        await sleep_until(self._timers, now + _TELL_EVERY_S)
+
+    def _look_now(self) -> ClusterLook:
+        now = self._timers.monotonic()
+        return ClusterLook(
+            nodes={incarnation: NodeLook(*look) for incarnation, look in self._view.looks()},
+            routers=self._routers,
+            desired=self._desired,
+            open_breakers=self._placer.open_breakers(now),
+            registry_answers=self._membership.healthy,
+            why_unserved=self._placer.why_not_ready(self._view.candidates(), self._model_name),
+        )
+
+
+def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str) -> DrainProgress:
+    """How much is left. `stopping`: the incarnation that was told to end."""
+    is_there = status is not None and status.status not in ("Suspect", "Lost")
+    if status is None or not is_there or (stopping and status.incarnation != stopping):
+        # Nothing runs where nobody is; what a lost node had has gone elsewhere.
+        return DrainProgress(idle=True, stopped=True)
+    return DrainProgress(
+        running=status.running,
+        waiting=status.waiting,
+        leased_blocks=status.leased_blocks,
+        quarantined_blocks=status.quarantined_blocks,
+        in_flight=status.in_flight,
+        idle=status.is_idle and is_settled,
+    )
+
+
+def _missing(roles: set[Role]) -> str:
+    for role in (Role.PREFILL, Role.DECODE):
+        if role not in roles:
+            return f"no {role.value} node is left for new requests"
+    return ""
+
+
+async def _all_of(events: Sequence[ClusterEvent]) -> AsyncIterator[ClusterEvent]:
+    for event in events:
+        yield event

@@ -1,0 +1,190 @@
+"""What operators do to a cluster that serves: no request fails, no token changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.client.operator import OperatorClient
+from baton.engine.runner import SimulatedSpec, StepTime
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.errors import NodeNotFound, Unreachable
+from baton.rpc.messages import ClusterStatus, GenerateRequest, NodeStatus
+from baton.rpc.steering import DrainProgress
+from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+
+SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)
+SLOW = replace(SPEC, step_time=StepTime(0.5))
+SETTINGS = {"token_ids_only": True, "max_num_batched_tokens": 64}
+NUM_CLIENTS = 6
+
+
+@pytest.fixture(autouse=True)
+def transport() -> str:
+    """How blocks travel is no matter here: one kind is enough."""
+    return "default"
+
+
+class Load:
+    """Clients that ask again and again, and compare each answer with what the quiet cluster had said."""
+
+    def __init__(self, cluster: MiniCluster) -> None:
+        self._cluster = cluster
+        self._requests = [
+            GenerateRequest(random_prompt(Random(seed), 20 + 30 * seed, 256), temperature=0.0, max_tokens=30 + 5 * seed)
+            for seed in range(NUM_CLIENTS)
+        ]
+        self._over = False
+        self.num_answers = 0
+        self._answered = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At its end every request has been answered, rightly."""
+        right = [(await self._cluster.generate(request)).token_ids for request in self._requests]
+        clients = [
+            asyncio.create_task(self._ask(*each), name=f"client-{index}")
+            for index, each in enumerate(zip(self._requests, right, strict=True))
+        ]
+        try:
+            yield
+        finally:
+            self._over = True
+            await asyncio.gather(*clients)
+
+    async def _ask(self, request: GenerateRequest, right: list[int]) -> None:
+        while not self._over:
+            answer = await self._cluster.generate(request)
+            assert answer.token_ids == right
+            self.num_answers += 1
+            self._answered.set()
+
+    async def goes_on(self, count: int = NUM_CLIENTS) -> None:
+        """Return once so many more are answered."""
+        wanted = self.num_answers + count
+        while self.num_answers < wanted:
+            self._answered.clear()
+            await self._answered.wait()
+
+
+class Operator:
+    """What an operator asks of the cluster's router, beside the loop that the cluster runs on."""
+
+    def __init__(self, cluster: MiniCluster) -> None:
+        self._client = OperatorClient(cluster.router.operator)
+
+    async def drain(self, name: str, *, stop: bool = False) -> list[DrainProgress]:
+        return await asyncio.to_thread(lambda: list(self._client.drain(name, stop=stop)))
+
+    async def cordon(self, *names: str) -> str:
+        return await asyncio.to_thread(self._client.cordon, names)
+
+    async def uncordon(self, *names: str) -> None:
+        await asyncio.to_thread(self._client.uncordon, names)
+
+    async def set_role(self, name: str, role: str) -> str:
+        return (await asyncio.to_thread(self._client.set_role, name, role)).warning
+
+    async def reasons(self) -> list[tuple[str, str]]:
+        """What happened to whom."""
+        events = await asyncio.to_thread(lambda: list(self._client.events()))
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        return [(event.reason, event.subject) for event in events]
+
+    async def status(self) -> ClusterStatus:
+        return await asyncio.to_thread(self._client.status)
+
+    async def until(self, name: str, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
+        """Ask for a node until it is so; each question is a round trip, so nothing spins."""
+        while True:
+            nodes = [node for node in (await self.status()).nodes if node.name == name]
+            found = next((node for node in nodes if is_so(node)), None)
+            if found is not None:
+                return found
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@asynccontextmanager
+async def steered(directory: Path, **sizes: int) -> AsyncIterator[tuple[MiniCluster, Operator, Load]]:
+    simulated_model_dir(directory, 256, 512)
+    async with mini_cluster(lambda _: SimulatedRunner(SLOW), directory, **SETTINGS, **sizes) as cluster:  # type: ignore[arg-type]
+        operator = Operator(cluster)
+        load = Load(cluster)
+        try:
+            async with load.running():
+                yield cluster, operator, load
+        finally:
+            operator.close()
+
+
+async def test_nodes_are_drained_and_change_their_roles_under_load(tmp_path: Path) -> None:
+    async with steered(tmp_path, prefill=2, decode=2) as (cluster, operator, load):
+        # A prefill node, whose blocks are on offer.
+        await load.goes_on()
+        progress = await operator.drain("prefill-0")
+        assert progress[-1] == DrainProgress(idle=True)
+        assert not any(each.idle for each in progress[:-1])
+        assert (await operator.until("prefill-0", lambda node: node.cordoned)).status == "Cordoned"
+        answers = cluster.nodes["prefill-0"].node.scheduler.make_stats()
+        await load.goes_on()
+        assert answers == cluster.nodes["prefill-0"].node.scheduler.make_stats(), "it was asked for something"
+        await operator.uncordon("prefill-0")
+        assert (await operator.until("prefill-0", lambda node: node.status == "Ready")).is_idle in (True, False)
+
+        # A decode node becomes a prefill node and again what it was, over the same model.
+        first = await operator.until("decode-1", lambda node: node.role == "decode")
+        assert await operator.set_role("decode-1", "prefill") == ""
+        second = await operator.until("decode-1", lambda node: (node.role, node.status) == ("prefill", "Ready"))
+        assert second.incarnation != first.incarnation
+        await load.goes_on()
+        await operator.set_role("decode-1", "decode")
+        await operator.until("decode-1", lambda node: (node.role, node.status) == ("decode", "Ready"))
+        await load.goes_on()
+
+        # A decode node that is to end.
+        assert (await operator.drain("decode-0", stop=True))[-1].stopped
+        await cluster.nodes["decode-0"].task
+        await load.goes_on()
+        reasons = await operator.reasons()
+        for expected in (
+            ("Cordoned", "prefill-0"),
+            ("Uncordoned", "prefill-0"),
+            ("RoleWanted", "decode-1"),
+            ("NodeDraining", "decode-1"),
+            ("RoleChanged", "decode-1"),
+            ("NodeLeft", "decode-0"),
+        ):
+            assert expected in reasons
+        assert "NodeLost" not in {reason for reason, _ in reasons}
+    assert load.num_answers >= 5 * NUM_CLIENTS
+
+
+async def test_what_is_wanted_while_the_registry_is_away_is_refused_and_requests_are_not(tmp_path: Path) -> None:
+    async with steered(tmp_path, prefill=1, decode=2) as (cluster, operator, load):
+        with pytest.raises(NodeNotFound, match=r"no node is called decode-7 \(did you mean decode-\d\?\)"):
+            await operator.cordon("decode-1", "decode-7")
+        assert await operator.cordon("decode-1") == ""
+        assert await operator.cordon("prefill-0") == "no prefill node is left for new requests"
+        cluster.store.stop()
+        with pytest.raises(Unreachable, match="nothing was changed, since nobody would keep it: registry"):
+            await operator.uncordon("prefill-0")
+        status = await operator.status()
+        assert status.health == "degraded"
+        assert {node.name for node in status.nodes if node.cordoned} == {"decode-1", "prefill-0"}
+        await load.goes_on()
+        # It comes back with nothing in it, and is told again.
+        cluster.store.restart(empty=True)
+        await operator.uncordon("prefill-0")
+        await operator.until("prefill-0", lambda node: node.status == "Ready")
+        assert {node.name for node in (await operator.status()).nodes if node.cordoned} == {"decode-1"}
+        assert cluster.store.desired("mini").cordoned == {"decode-1"}
+        assert (await operator.status()).health == "ok"
+        await load.goes_on()

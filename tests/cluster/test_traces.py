@@ -1,0 +1,73 @@
+"""One request's spans from all processes, as a collector of traces gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner
+from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+from tests.support.trace_receiver import ReceivedSpan, trace_receiver
+
+SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+
+
+async def complete(cluster: MiniCluster, request_id: str, traceparent: str) -> None:
+    """Ask over HTTP, to the end."""
+    host, _, port = cluster.router.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"prompt": [1] * 40, "max_tokens": 4, "temperature": 0.0}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"x-request-id: {request_id}\r\ntraceparent: {traceparent}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+async def spans_of(tmp_path: Path, **requests: str) -> list[ReceivedSpan]:
+    """What was received of these requests, each with its traceparent."""
+    simulated_model_dir(tmp_path, 256, 512)
+    with trace_receiver() as received, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.address)
+        async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
+            for request_id, traceparent in requests.items():
+                await complete(cluster, request_id, traceparent)
+            await cluster.idle()
+    return received.spans
+
+
+async def test_spans_of_all_processes_are_the_callers_children(tmp_path: Path) -> None:
+    spans = await spans_of(
+        tmp_path, traced=f"00-{TRACE_ID}-{PARENT_ID}-01", own="", silent=f"00-{'1' * 32}-{'2' * 16}-00"
+    )
+    (root,) = [span for span in spans if span.parent_id == PARENT_ID]
+    assert (root.name, root.trace_id, root.service) == ("generate", TRACE_ID, "baton-router")
+    assert root.attributes["baton.request_id"] == "traced"
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+    children = [span for span in spans if span.parent_id == root.span_id]
+    assert {(span.service, span.name) for span in children} == {
+        ("baton-router", "admit"),
+        ("baton-router", "queue"),
+        ("baton-prefill", "queue"),
+        ("baton-prefill", "prefill"),
+        ("baton-decode", "queue"),
+        ("baton-decode", "transfer"),
+        ("baton-decode", "decode"),
+    }
+    assert len(children) == 7
+    assert all(span.trace_id == TRACE_ID and not span.failed for span in children)
+    assert all(span.begun_ns <= span.ended_ns for span in spans)
+    assert {span.attributes["baton.node"] for span in children} == {"router-0", "prefill-0", "decode-0"}
+    # Whoever says nothing begins a trace; whoever says that it is not sampled has none.
+    (own,) = [span for span in spans if span.attributes.get("baton.request_id") == "own" and not span.parent_id]
+    assert own.trace_id not in (TRACE_ID, "1" * 32)
+    assert {span.trace_id for span in spans} == {TRACE_ID, own.trace_id}

@@ -1,0 +1,103 @@
+"""Nodes of two versions side by side, as in the middle of an upgrade: pairs are of one version, and nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.client.operator import OperatorClient
+from baton.config import NodeConfig
+from baton.engine.runner import SimulatedSpec
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.node.role import NodeRole, RoleContext
+from baton.node.serve import Node
+from baton.node.stop import NodeStop
+from baton.registry.memory import MemoryRegistry
+from baton.rpc.messages import GenerateRequest, NodeDescription
+from decode_node.app import DecodeRole
+from kv_transfer.backends.nixl import NixlBackend
+from kv_transfer.layout import PROTOCOL_VERSION
+from prefill_node.app import PrefillRole
+from tests.support.mini_cluster import CLUSTER, MiniCluster, mini_cluster, random_prompt, simulated_model_dir
+
+SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)
+OLD = PROTOCOL_VERSION - 1
+REQUESTS = [
+    GenerateRequest(random_prompt(Random(seed), 40 + 10 * seed, 256), temperature=0.0, max_tokens=12)
+    for seed in range(8)
+]
+
+
+@pytest.fixture(autouse=True)
+def transport() -> str:
+    """How blocks travel is no matter here: one kind is enough."""
+    return "default"
+
+
+def older(context: RoleContext) -> NodeRole:
+    """The role as the version before this one plays it."""
+    role = {"prefill": PrefillRole, "decode": DecodeRole}[context.config.role]
+    return role(context, lambda c: NixlBackend(c.incarnation, c.runner.memory), OLD)
+
+
+@asynccontextmanager
+async def node(cluster: MiniCluster, directory: Path, role: str) -> AsyncIterator[None]:
+    """An older node beside those of the cluster."""
+    config = NodeConfig.model_validate(
+        {"role": role, "node_id": f"{role}-old", "registry": "memory://", "cluster": CLUSTER, "model": directory}
+        | {"block_size": SPEC.block_size, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+    )
+    membership, stop, ready = MemoryRegistry(cluster.store, CLUSTER), NodeStop(), asyncio.Event()
+
+    def on_ready(_: NodeDescription) -> None:
+        ready.set()
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(Node(config, SimulatedRunner(SPEC), older, membership).serve(on_ready, stop))
+        await ready.wait()
+        try:
+            yield
+        finally:
+            stop()
+    await membership.close()
+
+
+async def statuses(operator: OperatorClient, wanted: dict[str, str]) -> dict[str, str]:
+    """Details by node, as soon as their words are these; each question is a round trip, so nothing spins."""
+    while True:
+        nodes = (await asyncio.to_thread(operator.status)).nodes
+        if wanted.items() <= {each.name: each.status for each in nodes}.items():
+            return {each.name: each.detail for each in nodes}
+
+
+async def test_versions_that_do_not_understand_each_other_are_never_a_pair(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    settings = {"token_ids_only": True, "max_num_batched_tokens": 64}
+    async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, **settings) as cluster:  # type: ignore[arg-type]
+        operator = OperatorClient(cluster.router.operator)
+        right = [(await cluster.generate(request)).token_ids for request in REQUESTS]
+
+        async def pairs() -> set[tuple[str, str]]:
+            answers = [await cluster.generate(request) for request in REQUESTS]
+            assert [answer.token_ids for answer in answers] == right
+            assert all(answer.finished.path.attempts == 1 for answer in answers), "a pair had to be given up"
+            return {(answer.finished.path.prefill_node, answer.finished.path.decode_node) for answer in answers}
+
+        async with node(cluster, tmp_path, "prefill"):
+            details = await statuses(operator, {"prefill-old": "Incompatible", "prefill-0": "Ready"})
+            assert details["prefill-old"] == (
+                "agrees with no decode node on its KV: "
+                f"prefill-old [link_protocol={OLD}], decode-0 [link_protocol={PROTOCOL_VERSION}]"
+            )
+            assert await pairs() == {("prefill-0", "decode-0")}
+            async with node(cluster, tmp_path, "decode"):
+                await statuses(operator, dict.fromkeys(("prefill-old", "decode-old", "prefill-0", "decode-0"), "Ready"))
+                assert await pairs() == {("prefill-0", "decode-0"), ("prefill-old", "decode-old")}
+            await statuses(operator, {"prefill-old": "Incompatible"})
+            assert await pairs() == {("prefill-0", "decode-0")}
+        operator.close()

@@ -1,0 +1,96 @@
+"""What operators want of nodes: one contract for Redis and for the registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from baton.errors import Unreachable
+from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState, cordon, set_role, uncordon
+from tests.contract.test_registry import BOUND_S, Server, node, server
+
+__all__ = ["server"]
+
+
+async def until(watch: AsyncIterator[DesiredState], wanted: Callable[[DesiredState], bool]) -> DesiredState:
+    """The first state that is as wanted."""
+    async with asyncio.timeout(BOUND_S):
+        async for state in watch:
+            if wanted(state):
+                return state
+    raise AssertionError("the watch ended")
+
+
+async def test_a_cordon_is_seen_by_every_watcher_and_lifted_again(server: Server) -> None:
+    first, second = server.connect().watch_desired(), server.connect().watch_desired()
+    assert await anext(first) == await anext(second) == DesiredState()
+    registry = server.connect()
+    await registry.want(cordon(["a", "b"]))
+    await registry.want(cordon(["b"]))
+    for watch in (first, second):
+        assert await until(watch, lambda s: bool(s.cordoned)) == DesiredState(frozenset("ab"))
+    await registry.want(uncordon(["a", "nobody"]))
+    assert await until(first, lambda s: "a" not in s.cordoned) == DesiredState(frozenset("b"))
+    assert await server.connect().desired() == DesiredState(frozenset("b"))
+    assert await server.connect("another").desired() == DesiredState()
+
+
+async def test_a_node_has_one_desired_role_at_most(server: Server) -> None:
+    registry = server.connect()
+    await registry.want(set_role("a", "decode"))
+    assert (await registry.desired()).role_of("a") == "decode"
+    await registry.want(set_role("a", "prefill"))
+    desired = await registry.desired()
+    assert (desired.role_of("a"), desired.role_of("b")) == ("prefill", None)
+    assert desired.decode == frozenset()
+
+
+async def test_nothing_is_wanted_of_a_registry_that_is_away_and_it_is_told_again_when_it_comes_back_empty(
+    server: Server,
+) -> None:
+    registry = server.connect()
+    watch = registry.watch_desired()
+    await registry.lease(node("a"))
+    await registry.want(cordon(["a"]))
+    await registry.want(set_role("a", "decode"))
+    wanted = DesiredState(cordoned=frozenset("a"), decode=frozenset("a"))
+    assert await until(watch, lambda s: bool(s.decode)) == wanted
+
+    await server.stop()
+    with pytest.raises(Unreachable, match="does not answer"):
+        await registry.want(uncordon(["a"]))
+    with pytest.raises(Unreachable):
+        await registry.desired()
+
+    await server.start_empty()
+    newcomer = server.connect().watch_desired()
+    assert await until(newcomer, lambda s: bool(s.decode and s.cordoned)) == wanted
+    await registry.want(uncordon(["a"]))
+    assert await until(watch, lambda s: not s.cordoned) == DesiredState(decode=frozenset("a"))
+
+
+async def test_every_incarnation_of_a_name(server: Server) -> None:
+    registry = server.connect()
+    new, old = node(run="new", started_at=2.0), node(run="old", started_at=1.0)
+    await registry.lease(new)
+    await registry.lease(old)
+    await registry.lease(node("prefill-1"))
+    assert await registry.namesakes("prefill-0") == [old, new]
+    assert await registry.namesakes("prefill") == []
+
+
+def test_what_a_flushed_registry_is_told_again() -> None:
+    memory, known = DesiredMemory(), DesiredState(frozenset("ab"), decode=frozenset("a"))
+    assert memory.merge("one", known) == (known, DesiredChange({}, {}))
+    # In the new one somebody has chosen another role and cordoned a third node already.
+    fresh = DesiredState(frozenset("bc"), prefill=frozenset("a"))
+    believed, again = memory.merge("two", fresh)
+    assert believed == DesiredState(frozenset("abc"), prefill=frozenset("a"))
+    assert again == cordon("a")
+    assert memory.merge("two", DesiredState()) == (DesiredState(), DesiredChange({}, {}))
+
+
+def test_what_is_no_name_is_skipped() -> None:
+    assert DesiredState.of({"cordoned": ["a", "", "b c", "x" * 200]}) == DesiredState(frozenset("a"))

@@ -1,0 +1,96 @@
+"""Our own HTTP/2 server, case by case of h2spec's list, through a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.rpc.http2.frames import PREFACE
+from baton.rpc.http2.server import Http2Server
+from tests.support.http2_cases import CASES, MARKED, Case, Said
+from tests.support.http2_frames import GOAWAY, HEADERS, SETTINGS, frame
+
+
+async def echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[int]:
+    server = Http2Server(max_message_bytes=1 << 20, max_metadata_bytes=8192)
+    port = server.add_insecure_port("127.0.0.1:0")
+    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", handlers),))
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.said: list[Said] = []
+
+    def say(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def hear(self) -> bool:
+        """One more frame; False: there is none any more."""
+        try:
+            head = await self._reader.readexactly(9)
+            payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return False
+        self.said.append(Said(head[3], head[4], int.from_bytes(head[5:], "big"), payload))
+        return True
+
+
+def is_stream_over(said: Sequence[Said]) -> bool:
+    return any(one.kind == HEADERS and one.flags & 1 for one in said)
+
+
+async def is_kept(case: Case, port: int) -> bool:
+    client = Client(*await asyncio.open_connection("127.0.0.1", port))
+    client.say(PREFACE + frame(SETTINGS, 0, 0))
+    *parts, last = case.says
+    for part in parts:
+        client.say(part)
+        while not is_stream_over(client.said):
+            assert await client.hear()
+    client.say(last + MARKED)
+    while not case.is_kept(client.said) and await client.hear():
+        pass
+    client.say(frame(GOAWAY, 0, 0, bytes(8)))
+    return case.is_kept(client.said)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_a_rule_is_kept(case: Case) -> None:
+    async with serving() as port:
+        assert await is_kept(case, port)
+
+
+async def test_what_is_no_http2_is_cut_off() -> None:
+    """http2/3.5: an invalid preface."""
+    async with serving() as port:
+        client = Client(*await asyncio.open_connection("127.0.0.1", port))
+        client.say(b"INVALID CONNECTION PREFACE\r\n\r\n")
+        while await client.hear():
+            pass
+        assert client.said[-1].kind == GOAWAY
+
+
+def test_no_case_hides_another() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))

@@ -1,0 +1,103 @@
+"""What the Redis user of a cluster may not do, and Redis behind TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis import asyncio as redis_client
+from redis.exceptions import NoPermissionError
+
+from baton.errors import Unreachable
+from baton.registry.registry import Registry, with_authority
+from baton.security.authority import make_certificates
+from baton.security.tls_files import certificate_files
+from tests.support.redis_server import RedisProcess
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RedisProcess]:
+    with tempfile.TemporaryDirectory(prefix="baton-test-") as run_dir:
+        made = RedisProcess(Path(run_dir))
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.stop()
+
+
+@asynccontextmanager
+async def behind_tls(socket: Path, certs: Path) -> AsyncIterator[int]:
+    """A port that speaks TLS in front of a Redis that can't."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        to_redis = await asyncio.open_unix_connection(socket)
+        await asyncio.gather(copy(reader, to_redis[1]), copy(to_redis[0], writer), return_exceptions=True)
+
+    context = certificate_files(certs, "router").server_context()
+    proxy = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with proxy:
+        yield proxy.sockets[0].getsockname()[1]
+
+
+async def test_the_user_of_a_cluster_may_do_nothing_else(server: RedisProcess) -> None:
+    async with redis_client.Redis.from_url(server.url_of("c")) as client:
+        assert await client.ping()
+        for words in (
+            ("FLUSHALL",),
+            ("KEYS", "*"),
+            ("SCAN", "0"),
+            ("CONFIG", "GET", "*"),
+            ("EVAL", "return 1", "0"),
+            ("ACL", "LIST"),
+            ("SHUTDOWN",),
+            ("MONITOR",),
+            ("DEBUG", "SLEEP", "0"),
+            ("CLIENT", "LIST"),
+            ("GET", "baton:one:node:a"),
+            ("GET", "baton:cc:node:a"),
+            ("GET", "session:1"),
+            ("PUBLISH", "baton:one:changes", "x"),
+        ):
+            with pytest.raises(NoPermissionError):
+                await client.execute_command(*words)
+
+
+async def test_redis_behind_tls_by_the_clusters_authority(server: RedisProcess, tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    for name in ("ours", "theirs"):
+        make_certificates(tmp_path / name, "c", ["localhost"], 1, now)
+    async with behind_tls(server.redis.socket, tmp_path / "ours") as port:
+        url = f"rediss://c:secret@localhost:{port}/0"
+        ours, theirs = (with_authority(url, tmp_path / name / "ca.crt") for name in ("ours", "theirs"))
+        registry = Registry.connect(ours, "c")
+        await registry.ping()
+        await registry.close()
+        for wrong in (theirs, ours.replace("localhost", "127.0.0.1"), url, url.replace("rediss:", "redis:")):
+            stranger = Registry.connect(wrong, "c")
+            with pytest.raises(Unreachable) as caught:
+                await stranger.ping()
+            assert "secret" not in str(caught.value)
+            await stranger.close()
+
+
+def test_an_authority_is_added_where_the_url_names_none() -> None:
+    ca = Path("/etc/our ca.crt")
+    assert with_authority("rediss://h/0", ca) == "rediss://h/0?ssl_ca_certs=/etc/our%20ca.crt"
+    assert with_authority("rediss://h?a=b", ca) == "rediss://h?a=b&ssl_ca_certs=/etc/our%20ca.crt"
+    for left in ("redis://h", "unix:///s", "rediss://h?ssl_ca_certs=/x"):
+        assert with_authority(left, ca) == left
+    assert with_authority("rediss://h", None) == "rediss://h"

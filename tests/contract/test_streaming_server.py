@@ -1,0 +1,345 @@
+"""Our own gRPC server, as grpcio's clients find it: what is not said by the services' own tests (`test_wire`)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.errors import ConfigError
+from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.http2.frames import PREFACE
+from baton.rpc.http2.server import Http2Server
+from baton.rpc.server import RpcServer, streaming_server
+from tests.support.http2_frames import HEADERS, PING, SETTINGS, frame, request_block
+
+LIMIT = 1 << 20
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Service:
+    """Methods of bytes."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.started = self.written = 0
+        self.metadata: dict[str, str | bytes] = {}
+
+    async def echo(self, request: bytes, context: Context) -> bytes:
+        self.begun.set()
+        self.metadata = dict(context.invocation_metadata() or ())
+        context.set_trailing_metadata((("sent", "back"), ("blob-bin", b"\0\xff")))
+        return request
+
+    async def wait(self, request: bytes, context: Context) -> bytes:
+        self.started += 1
+        self.begun.set()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return b"in time"
+
+    async def flood(self, request: bytes, context: Context) -> None:
+        try:
+            while True:
+                await context.write(bytes(10_000))
+                self.written += 10_000
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    async def count(self, requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield str(len(request)).encode()
+
+    async def broken(self, request: bytes, context: Context) -> bytes:
+        raise RuntimeError("of no service of ours")
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods = {
+            "Echo": grpc.unary_unary_rpc_method_handler(self.echo),
+            "Wait": grpc.unary_unary_rpc_method_handler(self.wait),
+            "Flood": grpc.unary_stream_rpc_method_handler(self.flood),
+            "Count": grpc.stream_stream_rpc_method_handler(self.count),
+            "Broken": grpc.unary_unary_rpc_method_handler(self.broken),
+        }
+        return grpc.method_handlers_generic_handler("t.T", methods)
+
+
+@asynccontextmanager
+async def serving(service: Service, *, quiet_s: float = 10.0) -> AsyncIterator[tuple[Http2Server, grpc.aio.Channel]]:
+    server = Http2Server(max_message_bytes=LIMIT, max_metadata_bytes=8192, quiet_s=quiet_s, answer_s=quiet_s)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_generic_rpc_handlers((service.handler(),))
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield server, channel
+    finally:
+        await server.stop(0)
+
+
+def call(channel: grpc.aio.Channel, method: str, request: bytes = b"", **options: Any) -> Any:
+    return channel.unary_unary(f"/t.T/{method}", None, None)(request, **options)
+
+
+async def code_of(answer: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    return caught.value.code()
+
+
+async def read_to_its_end(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+async def unread_flood(channel: grpc.aio.Channel) -> Any:
+    """A stream of which nothing more is read, when its server has had the time to fill its window."""
+    flood = channel.unary_stream("/t.T/Flood", None, None)(b"")
+    await flood.read()
+    for _ in range(300):
+        await call(channel, "Echo")
+    return flood
+
+
+async def test_messages_of_all_sizes_and_metadata_arrive() -> None:
+    service = Service()
+    async with serving(service) as (_, channel):
+        for size in (0, 1, 16_384, 65_536, LIMIT):
+            echo = call(channel, "Echo", bytes(size), metadata=(("note", "x"), ("raw-bin", b"\x01\xfe")))
+            assert len(await echo) == size
+        assert (service.metadata["note"], service.metadata["raw-bin"]) == ("x", b"\x01\xfe")
+        trailing = dict(await echo.trailing_metadata())
+        assert (trailing["sent"], trailing["blob-bin"]) == ("back", b"\0\xff")
+
+
+async def test_messages_are_bounded_compressed_ones_too() -> None:
+    async with serving(Service()) as (_, channel):
+        assert await code_of(call(channel, "Echo", bytes(LIMIT + 1))) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        squeezed = call(channel, "Echo", bytes(LIMIT), compression=grpc.Compression.Gzip)
+        assert len(await squeezed) == LIMIT
+        bomb = call(channel, "Echo", bytes(LIMIT + 1), compression=grpc.Compression.Gzip)
+        assert await code_of(bomb) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        deflated = call(channel, "Echo", bytes(9_000), compression=grpc.Compression.Deflate)
+        assert await code_of(deflated) is grpc.StatusCode.UNIMPLEMENTED
+        assert await call(channel, "Echo", b"still here") == b"still here"
+
+
+async def test_streams_of_requests_are_answered_one_by_one() -> None:
+    async with serving(Service()) as (_, channel):
+        stream = channel.stream_stream("/t.T/Count", None, None)()
+        for size in (3, 70_000, 0):
+            await stream.write(bytes(size))
+            assert await stream.read() == str(size).encode()
+        await stream.done_writing()
+        assert await stream.read() is grpc.aio.EOF
+
+
+async def test_what_is_not_there_and_what_breaks_has_its_status() -> None:
+    async with serving(Service()) as (_, channel):
+        assert await code_of(call(channel, "Nothing")) is grpc.StatusCode.UNIMPLEMENTED
+        assert await code_of(call(channel, "Broken")) is grpc.StatusCode.UNKNOWN
+
+
+async def test_a_deadline_ends_the_call_here_too() -> None:
+    service = Service()
+    async with serving(service) as (_, channel):
+        assert await code_of(call(channel, "Wait", timeout=0.05)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await service.cancelled.wait()
+
+
+@pytest.mark.parametrize("how", ["the call", "the connection"])
+async def test_who_leaves_is_heard(how: str) -> None:
+    service = Service()
+    async with serving(service) as (_, channel):
+        flood = channel.unary_stream("/t.T/Flood", None, None)(b"")
+        await flood.read()
+        if how == "the call":
+            flood.cancel()
+        else:
+            await channel.close()
+        await service.cancelled.wait()
+
+
+async def test_a_server_that_stops_lets_calls_end_within_the_grace() -> None:
+    service = Service()
+    async with serving(service) as (server, channel):
+        running = asyncio.ensure_future(call(channel, "Wait"))
+        await call(channel, "Echo")
+        stopping = asyncio.create_task(server.stop(30.0))
+        await asyncio.sleep(0)
+        assert await code_of(call(channel, "Echo")) is grpc.StatusCode.UNAVAILABLE
+        service.may_end.set()
+        assert await running == b"in time"
+        await stopping
+
+
+async def test_a_server_that_stops_cancels_what_does_not_end() -> None:
+    service = Service()
+    async with serving(service) as (server, channel):
+        running = call(channel, "Wait")
+        await call(channel, "Echo")
+        await server.stop(0)
+        assert await code_of(running) is grpc.StatusCode.UNAVAILABLE, "so clients try another router"
+        assert service.cancelled.is_set()
+
+
+async def test_who_reads_nothing_hears_that_the_server_has_stopped_too() -> None:
+    service = Service()
+    async with serving(service) as (server, channel):
+        flood = await unread_flood(channel)
+        await server.stop(0)
+        assert service.cancelled.is_set()
+        assert await code_of(read_to_its_end(flood)) is grpc.StatusCode.UNAVAILABLE
+
+
+@asynccontextmanager
+async def raw(server: Http2Server, channel: grpc.aio.Channel) -> AsyncIterator[socket.socket]:
+    """A connection of frames made by hand, greeted, with room for anything."""
+    port = server.port
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        windows = struct.pack(">HI", 4, (1 << 31) - 1)
+        grow = frame(8, 0, 0, struct.pack(">I", (1 << 31) - 1 - 65_535))
+        await loop.sock_sendall(connection, PREFACE + frame(SETTINGS, 0, 0, windows) + grow)
+        yield connection
+
+
+async def test_who_reads_nothing_with_windows_as_large_as_they_get_is_waited_for() -> None:
+    """HTTP/2 bounds nothing then; the kernel does, and the writer must notice."""
+    service = Service()
+    async with serving(service) as (server, channel), raw(server, channel) as connection:
+        loop = asyncio.get_running_loop()
+        request = frame(HEADERS, 4, 1, request_block("/t.T/Flood")) + frame(0, 1, 1, bytes(5))
+        await loop.sock_sendall(connection, request)
+        while service.written < 1_000_000:
+            assert await call(channel, "Echo", b"meanwhile") == b"meanwhile"
+        before = -1
+        while before < service.written:
+            before = service.written
+            for _ in range(20):
+                await call(channel, "Echo")
+        assert before < 64 << 20
+        connection.close()
+        await service.cancelled.wait()
+
+
+async def test_who_reads_nothing_of_one_stream_gets_no_more_of_it_than_its_window() -> None:
+    service = Service()
+    async with serving(service) as (_, channel):
+        flood = await unread_flood(channel)
+        bound = service.written
+        for _ in range(300):
+            await call(channel, "Echo")
+        assert service.written == bound, "the connection's other streams do not make it go on"
+        flood.cancel()
+
+
+async def test_a_crowd_begins_a_few_at_a_time() -> None:
+    service = Service()
+    async with serving(service) as (server, channel), raw(server, channel) as connection:
+        calls = [frame(HEADERS, 4, s, request_block("/t.T/Wait")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
+        await asyncio.get_running_loop().sock_sendall(connection, b"".join(calls))
+        most = before = 0
+        while service.started < len(calls):
+            await asyncio.sleep(0)  # one turn of the loop
+            most, before = max(most, service.started - before), service.started
+        assert 0 < most < 10, "what runs already has its turns between them"
+
+
+async def test_a_crowd_of_one_connection_makes_no_other_wait() -> None:
+    service = Service()
+    async with serving(service) as (server, channel), raw(server, channel) as connection:
+        await call(channel, "Echo")
+        service.begun.clear()
+        block = request_block("/t.T/Wait")
+        crowd = [frame(HEADERS, 4, s, block) + frame(0, 1, s, bytes(5)) for s in range(1, 4_001, 2)]
+        await asyncio.get_running_loop().sock_sendall(connection, b"".join(crowd))
+        await service.begun.wait()
+        await call(channel, "Echo")
+        assert service.started < len(crowd)
+
+
+async def test_calls_that_wait_for_their_turn_are_served_by_a_server_that_stops() -> None:
+    service = Service()
+    async with serving(service) as (server, channel), raw(server, channel) as connection:
+        calls = [frame(HEADERS, 4, s, request_block("/t.T/Echo")) + frame(0, 1, s, bytes(5)) for s in range(1, 81, 2)]
+        await asyncio.get_running_loop().sock_sendall(connection, b"".join(calls))
+        await service.begun.wait()
+        await server.stop(30.0)
+        heard = b""
+        while more := await asyncio.get_running_loop().sock_recv(connection, 1 << 16):
+            heard += more
+        assert heard.count(b"grpc-status\x010") == len(calls)
+
+
+async def test_what_one_connection_may_have_sent_and_nobody_has_read_is_bounded() -> None:
+    """Each of a thousand streams may bring a message of the largest size; all of them at once may not."""
+    service = Service()
+    async with serving(service) as (server, channel), raw(server, channel) as connection:
+        loop = asyncio.get_running_loop()
+        piece = struct.pack(">BI", 0, LIMIT) + bytes(16_000)
+        for stream in range(1, 2 * 6 * LIMIT // len(piece), 2):
+            begun = frame(HEADERS, 4, stream, request_block("/t.T/Echo")) + frame(0, 0, stream, piece)
+            await loop.sock_sendall(connection, begun)
+        heard = b""
+        while b"grpc-status\x018" not in heard:
+            heard += await loop.sock_recv(connection, 1 << 16)
+
+
+async def test_who_says_nothing_and_answers_no_question_is_gone() -> None:
+    service = Service()
+    async with serving(service, quiet_s=0.05) as (server, channel), raw(server, channel) as connection:
+        loop = asyncio.get_running_loop()
+        request = frame(HEADERS, 4, 1, request_block("/t.T/Wait")) + frame(0, 1, 1, bytes(5))
+        await loop.sock_sendall(connection, request)
+        await service.cancelled.wait()
+        heard = b""
+        with suppress(ConnectionError):
+            while more := await loop.sock_recv(connection, 1 << 16):
+                heard += more
+        assert frame(PING, 0, 0, b"")[3:5] in heard
+
+
+async def test_what_is_no_http2_is_cut() -> None:
+    async with serving(Service()) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.read())[-4:] == struct.pack(">I", 1), "PROTOCOL_ERROR, and the end"
+        writer.close()
+
+
+async def test_health_is_told_as_it_changes() -> None:
+    server = streaming_server(("t.T",), FaultBarrier(), None)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="t.T"))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_ready(True)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    await server.stop(0)
+
+
+async def test_a_taken_port_is_refused() -> None:
+    first, second = (streaming_server((), FaultBarrier(), None) for _ in range(2))
+    port = first.bind("127.0.0.1", 0)
+    with pytest.raises(ConfigError, match="taken"):
+        second.bind("127.0.0.1", port)
+    third = RpcServer(())
+    with pytest.raises(ConfigError, match="taken"):
+        third.bind("127.0.0.1", port)
+    await first.stop(0)

@@ -1,0 +1,121 @@
+"""What `baton up --emit` wrote, run by those it was written for: a request is answered, and nothing is left behind."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.client import GenerationClient
+from baton.registry.embedded import READY_WORDS
+from baton.rpc.messages import Chunk, Finished
+from tests.process.shell import BOUND_S, Shell
+from tests.process.test_by_hand import line_with
+from tests.support.slow_model import ask, tokens_of
+from tests.support.slurm_site import NoSlurm, SlurmSite, slurm_site
+
+UP = ("up", "--runner", "simulated", "--insecure", "--grpc-port", "0", "--http-port", "0")
+
+
+def emitted(shell: Shell, kind: str, *flags: object) -> list[Path]:
+    done = shell.baton(*UP, *flags, "--emit", kind, "--emit-dir", "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    return [shell.home / line for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def site(shell: Shell, tmp_path: Path) -> Iterator[SlurmSite]:
+    """Two nodes."""
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(slurm_site(tmp_path / "site", 2, shell.environment))
+        except NoSlurm as reason:
+            pytest.skip(str(reason))
+        yield opened
+
+
+@pytest.mark.timeout(300)  # Slurm may have to be installed.
+def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell, site: SlurmSite) -> None:
+    (script,) = emitted(shell, "slurm", "--drain-s", "25")
+    ready = shell.home / "ready"
+    os.mkfifo(ready)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    given = {"BATON_READY_FILE": str(ready), "BATON_REDIS_PORT": port, "BATON_SIMULATED_STEP_MS": "10"}
+    job = site.run("sbatch", "--parsable", "--ntasks-per-node=1", script, **given).strip()
+    with ready.open() as news:
+        told = json.loads(news.readline())
+    listed = shell.baton("get", "nodes", "--address", told["operator_address"], "-o", "json")
+    names = {node["name"]: node["status"] for node in json.loads(listed.stdout)["items"]}
+    assert names == dict.fromkeys(("router-0", "prefill-0", "decode-0"), "Ready")
+    # A stream of two seconds, cancelled at its first token.
+    request = ask("long", max_tokens=200)
+    tokens: list[int] = []
+    with GenerationClient(told["address"]) as client:
+        for event in client.generate(request):
+            if isinstance(event, Chunk):
+                if not tokens:
+                    site.run("scancel", job)
+                tokens += event.token_ids
+    assert tokens == tokens_of(request)
+    assert isinstance(event, Finished)
+    assert event.path.prefill_node == "prefill-0"
+    site.wait_for_end(job)
+    assert "Traceback" not in (site.place / f"baton-{job}.log").read_text()
+    assert not ready.exists()
+
+
+@pytest.mark.skipif("BATON_RUN_UNITS" not in os.environ, reason="takes a while; BATON_RUN_UNITS=1 runs it")
+def test_units_start_a_cluster_as_systemd_would(shell: Shell) -> None:
+    """Their lines are run with what they say beside them, and told to stop as they say; systemd itself is not here."""
+    target, *units = (parsed(path.read_text()) for path in emitted(shell, "systemd", "--prefill", "0"))
+    assert len(target["Unit"]["Wants"].split()) == len(units) == 3
+    runtime = shell.home / "run"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd, ExitStack() as stack:
+        systemd.bind(str(shell.home / "notify"))
+        started = []
+        for unit in units:
+            service = unit["Service"]
+            if "RuntimeDirectory" in service:
+                (runtime / service["RuntimeDirectory"]).mkdir(mode=0o700, parents=True)
+            words = [word.replace("%t", str(runtime)) for word in shlex.split(service["ExecStart"])]
+            given = dict(word.split("=", 1) for word in shlex.split(service.get("Environment", "")))
+            environment = {**shell.environment, **given, "NOTIFY_SOCKET": str(shell.home / "notify")}
+            started.append(stack.enter_context(running(words, environment, shell.home)))
+            if service["Type"] == "exec":
+                line_with(READY_WORDS, started[-1].stdout)
+        assert [systemd.recv(100) for unit in units if unit["Service"]["Type"] == "notify"] == [b"READY=1"] * 2
+        redis, node, router = started
+        address = json.loads(line_with(b"grpc on", router.stderr))["event"].split("gRPC on ")[1].split(",")[0]
+        request = ask("short")
+        with GenerationClient(address) as client:
+            chunks = [event for event in client.generate(request) if isinstance(event, Chunk)]
+        assert [token for chunk in chunks for token in chunk.token_ids] == tokens_of(request)
+        for process in (node, router, redis):
+            process.send_signal(signal.Signals[units[1]["Service"]["KillSignal"]])
+            assert process.wait(BOUND_S) == 0
+
+
+@contextmanager
+def running(words: list[str], environment: Mapping[str, str], place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(words, env=environment, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def parsed(text: str) -> configparser.RawConfigParser:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(text)
+    return unit

@@ -1,0 +1,90 @@
+"""The live page as a browser shows it: 200 nodes, on a phone as well, nothing asked of anybody but its router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+from random import Random
+
+from baton.clock import ManualClock
+from baton.rpc.messages import ClusterStatus
+from baton.rpc.steering import ClusterEvent
+from router.http.app import HttpFront
+from router.http.live import LiveFeed, live_pages
+from router.http.model import ServedModel
+from router.http.server import HttpServer
+from router.live_page import picture
+from tests.support.browser import Browser
+from tests.support.http_rig import CARD, FakeHandler
+from tests.support.live_cluster_page import node, row
+
+HOSTILE = "<img src=x onerror=window.pwned=1><script>window.pwned=1</script>"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+SHOWN = """new Promise(done => {
+  const look = () => document.querySelectorAll('.node').length && byId('tokens').textContent !== '–'
+    ? done(true) : requestAnimationFrame(look);
+  look();
+})"""
+
+
+class Cluster:
+    """A large one; every picture is a second, and 50 tokens, after the one before."""
+
+    def __init__(self) -> None:
+        self._seconds = itertools.count(1000)
+
+    def __call__(self) -> bytes:
+        second = next(self._seconds)
+        nodes = [node(f"{role}-{n}", role) for role in ("prefill", "decode") for n in range(100)]
+        nodes.append(node(HOSTILE, "decode", status="Lost", detail=HOSTILE))
+        states = ("Waiting", "Prefilling", "Transferring", "Decoding", "Retrying")
+        drawn = picture(
+            ClusterStatus(HOSTILE, "degraded", HOSTILE, nodes),
+            [row(f"r{n}-{HOSTILE}", state=states[n % 5]) for n in range(60)],
+            [row(f"over-{n}", state="Failed", detail=HOSTILE, total_ms=1234.5, kv_bytes=1 << 20) for n in range(20)],
+            [ClusterEvent(n, float(n), "Warning", "NodeLost", HOSTILE, detail=HOSTILE) for n in range(5)],
+            {"tokens": 50 * second, "requests": second, "retried": 3, "failed": 2, "running": 300, "waiting": 5},
+            "r0",
+            float(second),
+        )
+        return json.dumps(drawn).encode()
+
+
+async def test_a_large_cluster_on_every_screen(chromium: Browser, tmp_path: Path) -> None:
+    feed = LiveFeed(Cluster(), every_s=0.02)
+    model = ServedModel(lambda: CARD, None, None, lambda: None)  # type: ignore[arg-type, return-value]
+    front = HttpFront(FakeHandler(), model, str, bytes, ManualClock(), Random(1), more=live_pages(feed))
+    server = HttpServer(front)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    url = f"http://127.0.0.1:{port}/ui"
+    try:
+        for width, scheme in ((1200, "dark"), (400, "light")):
+            await asyncio.to_thread(_look, chromium, url, width, scheme)
+            assert feed.num_viewers == 1
+        await asyncio.to_thread(chromium.leave)
+        for _ in range(1_000_000):
+            if not feed.num_viewers:
+                break
+            await asyncio.sleep(0)
+        assert feed.num_viewers == 0
+    finally:
+        feed.close()
+        await server.stop(1.0)
+
+
+def _look(chromium: Browser, url: str, width: int, scheme: str) -> None:
+    chromium.visit(url, width=width, scheme=scheme)
+    chromium.run(SHOWN)
+    assert chromium.complaints == []
+    assert chromium.requests == [url, f"{url}/events"]
+    assert chromium.run("document.querySelectorAll('.node').length") == 201
+    assert chromium.run("document.querySelectorAll('.lane').length") == 40
+    assert chromium.run("byId('lanes').lastChild.textContent") == "and 260 more"
+    assert chromium.run("document.querySelectorAll('.track i.now').length") == 40
+    assert chromium.run("byId('cluster').textContent") == f"Baton {HOSTILE}"
+    assert chromium.run("[byId('tokens').textContent, byId('failed').textContent]") == ["50", "2"]
+    assert chromium.run("window.pwned === undefined && !document.querySelector('main img, main script')")
+    assert chromium.run(OVERFLOW) == 0

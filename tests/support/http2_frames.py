@@ -1,0 +1,41 @@
+"""HTTP/2 frames made by hand, for tests of who reads them."""
+
+from __future__ import annotations
+
+import struct
+
+from baton.rpc.http2.hpack import Header, write_headers
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM, ACK, END_HEADERS, PADDED, HAS_PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Any frame, whether it makes sense or not."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def sent(data: bytes) -> list[tuple[int, int, int, bytes]]:
+    """Kind, flags, stream and payload of each frame."""
+    frames, at = [], 0
+    while at < len(data):
+        stop = at + 9 + int.from_bytes(data[at : at + 3], "big")
+        frames.append((data[at + 3], data[at + 4], int.from_bytes(data[at + 5 : at + 9], "big"), data[at + 9 : stop]))
+        at = stop
+    return frames
+
+
+def request_fields(path: str) -> list[Header]:
+    """What a call of gRPC begins with."""
+    return [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ]
+
+
+def request_block(path: str) -> bytes:
+    """The headers of a call of gRPC."""
+    return write_headers(request_fields(path))

@@ -1,0 +1,323 @@
+"""The simulator held against a cluster that is a formula itself: then both must say the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+
+from baton.bench.arrangement import Arrangement
+from baton.bench.nodes.run import NodesRun
+from baton.bench.nodes.timeline import NodeStep, NodeTimeline
+from baton.bench.outcome import Outcome, Outcomes
+from baton.bench.report.comparison import answer
+from baton.bench.report.measured import read
+from baton.bench.serve.endpoint import Target
+from baton.bench.serve.load import GeneratorLoad
+from baton.bench.serve.run import LoadPlan, LoadRun
+from baton.bench.simulator.node import TimelineEntry
+from baton.bench.simulator.shared_host import Contention
+from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate
+from baton.bench.simulator.step_times import FormulaTimes
+from baton.bench.validate.fit import costs, costs_of, fitted
+from baton.bench.validate.predict import Predictor, Stretch
+from baton.bench.validate.report import rows, validation_result, verdict
+from baton.bench.validate.run import Bench, ValidateConfig, Validated
+from baton.bench.validate.strangers import ProcStrangers
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.clock import ManualClock
+from baton.errors import BatonError, Unreachable
+from baton.rpc.messages import NodeDescription, NodeTrace, Role, StepFigures, TraceStep
+from tests.support.node_rig import DESCRIPTION
+
+TRUTH = FormulaTimes(4.0, 0.8, 0.0, 12.0, 0.0, 1.5)
+PAIR = Arrangement(1, 1)
+SIZES = NodeSizes(*(TRUTH, 16, 16_000, 100.0), max_num_seqs=64, max_num_batched_tokens=512, max_model_len=1024)
+MESSAGE_S, HANDOFF_S = 0.004, 0.02
+CONTENTION = Contention(prefill=0.25, decode=0.5)
+CONFIG = ValidateConfig(
+    *("formula", Path("model"), "auto"),
+    WorkloadSpec(random_input_len=200, random_output_len=20, random_range_ratio=0.5),
+    *(PAIR, (0.2, 0.4, 0.6), 30.0),
+)
+
+
+class Visitors:
+    """Fake `Strangers`: what they take in each run, in turn; nothing in those that are not named."""
+
+    def __init__(self, shares: Mapping[int, float] | None = None) -> None:
+        self._shares = shares or {}
+        self.num_runs = 0
+
+    def mark(self) -> None:
+        self.num_runs += 1
+
+    def share(self) -> float:
+        return self._shares.get(self.num_runs, 0.0)
+
+    def watch(self) -> float:
+        return self.share()
+
+
+def step(ended_s: float, step_ms: float, prefill: int, decodes: int, *, goes_on: bool = True) -> NodeStep:
+    return NodeStep(ended_s, StepFigures(step_ms, prefill, decodes, 0), goes_on)
+
+
+class FormulaCluster:
+    """Runs loads in virtual time, stepwise, and says what its nodes' steps were."""
+
+    def __init__(self, clock: ManualClock, slow_runs: Mapping[int, float] | None = None) -> None:
+        """`slow_runs`: by number, how many times as long every step takes in it."""
+        self.clock = clock
+        self.plans: list[LoadPlan] = []
+        self.dies_in_run = math.inf
+        self._slow_runs = slow_runs or {}
+        self._config = SimulationConfig(
+            *(PAIR, SIZES),
+            nic_bytes_per_s=5e9,
+            network_latency_s=HANDOFF_S,
+            message_s=MESSAGE_S,
+            keeps_timeline=True,
+            contention=CONTENTION,
+        )
+
+    def run(self, plan: LoadPlan) -> NodesRun:
+        self.plans.append(plan)
+        workload = plan.workload
+        if workload.num_prompts is not None and workload.num_prompts > 1000:
+            workload = replace(workload, num_prompts=40)  # as much as the limit would let it
+        config = replace(self._config, max_concurrency=plan.max_concurrency)
+        slow = self._slow_runs.get(len(self.plans), 1.0)
+        times = FormulaTimes(*(slow * ms for ms in astuple(TRUTH)))
+        done = simulate(workload.build(), replace(config, sizes=replace(SIZES, times=times)))
+        self.clock.advance(done.duration_s)
+        timelines = {name: NodeTimeline() for name in done.timeline or {}}
+        for name, entries in (done.timeline or {}).items():
+            timelines[name].add(0.0, NodeTrace(0, [], _steps(entries)))
+        is_dead = len(self.plans) > self.dies_in_run
+        load = GeneratorLoad(1, 0.1, 0.1, 0.1)
+        return NodesRun(LoadRun(done.outcomes, done.duration_s, 60, load, False, is_dead), {}, timelines, 0)
+
+
+def _steps(entries: Sequence[TimelineEntry]) -> list[TraceStep]:
+    """As a node tells of them."""
+    steps = []
+    for number, (one, following) in enumerate(zip_longest(entries, entries[1:])):
+        decodes = one.tokens if one.kind == "decode" else 0
+        figures = StepFigures((one.end_s - one.start_s) * 1e3, one.tokens - decodes, decodes, 0)
+        goes_on = following is not None and following.start_s == one.end_s
+        steps.append(TraceStep(number + 1, round(one.end_s * 1e9), figures, goes_on))
+    return steps
+
+
+def descriptions() -> dict[str, NodeDescription]:
+    described = replace(
+        DESCRIPTION,
+        max_model_len=1024,
+        block_size=16,
+        num_blocks=1000,
+        block_bytes=1600,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+    )
+    return {role.value: replace(described, role=role) for role in (Role.PREFILL, Role.DECODE)}
+
+
+def validated(cluster: FormulaCluster, deadline_s: float = math.inf, visitors: Visitors | None = None) -> Validated:
+    strangers = visitors or Visitors()
+    target = Target("baton", "x")
+    bench = Bench(CONFIG, descriptions(), target, cluster.run, strangers, lambda _: None, cluster.clock, deadline_s)
+    return bench.run()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[FormulaCluster, Validated]:
+    cluster = FormulaCluster(ManualClock())
+    return cluster, validated(cluster)
+
+
+def test_a_cluster_that_is_the_formula_is_predicted_as_it_is(undisturbed: tuple[FormulaCluster, Validated]) -> None:
+    _, found = undisturbed
+    assert found.failure is None
+    times, contention, _ = found.steps
+    assert (times.prefill_ms, times.prefill_token_ms) == pytest.approx((4.0, 0.8), rel=0.05)
+    assert (times.decode_ms, times.decode_sequence_ms) == pytest.approx((12.0, 1.5), rel=0.05)
+    assert (contention.prefill, contention.decode) == pytest.approx((0.25, 0.5), abs=0.02)
+    for pair in found.pairs:
+        assert pair.overheads.message_s == pytest.approx(MESSAGE_S, rel=0.05)
+        assert pair.overheads.handoff_s == pytest.approx(HANDOFF_S, rel=0.15)
+    result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
+    for load in result["models"][0]["loads"]:
+        for name in ("ttft_ms", "tpot_ms"):
+            assert load[name]["ratio"] == pytest.approx(1.0, abs=0.02)
+            assert load[name]["own_steps_ratio"] == pytest.approx(1.0, abs=0.02)
+    assert verdict(result)[0].startswith("6 of 6 means within 15%")
+    assert len(rows(result)) == 3
+    told = answer(read(json.loads(json.dumps(result, allow_nan=False))))
+    assert "mean TTFT and TPOT are within" in told.headline
+    assert "of 6\u00a0means" in told.detail
+
+
+def _by_index(outcomes: Outcomes, column: str) -> dict[int, float]:
+    return dict(zip(outcomes.index.tolist(), getattr(outcomes, column).tolist(), strict=True))
+
+
+def test_both_are_given_the_same_requests_and_no_prompt_comes_twice(
+    undisturbed: tuple[FormulaCluster, Validated],
+) -> None:
+    cluster, found = undisturbed
+    for pair in found.pairs:
+        assert len(pair.stretches) == 3
+        for live, simulated in zip(pair.stretches, pair.simulated, strict=True):
+            mine, theirs = simulated.outcomes, live.outcomes
+            for column in ("planned_s", "input_length", "output_length"):
+                by_index = [
+                    dict(zip(one.index.tolist(), getattr(one, column).tolist(), strict=True)) for one in (mine, theirs)
+                ]
+                assert by_index[0] == pytest.approx(by_index[1])
+    assert len({plan.workload.seed for plan in cluster.plans}) == len(cluster.plans)
+    rates = sorted(pair.rate for pair in found.pairs)
+    assert rates == pytest.approx([rates[0], 2 * rates[0], 3 * rates[0]])
+
+
+def test_loads_take_turns_with_single_requests_between_them(undisturbed: tuple[FormulaCluster, Validated]) -> None:
+    cluster, found = undisturbed
+    least = min(pair.rate for pair in found.pairs)
+    asked = [round(plan.workload.request_rate / least) if plan.max_concurrency is None else 0 for plan in cluster.plans]
+    assert asked == [0, 0, *(0, 1, 2, 3), *(0, 2, 3, 1), *(0, 3, 1, 2)]
+
+
+def test_a_load_is_predicted_from_the_others() -> None:
+    slow = dict.fromkeys((4, 10, 13), 2.0)  # the runs of the lowest load
+    found = validated(FormulaCluster(ManualClock(), slow))
+    least = min(found.pairs, key=lambda pair: pair.rate)
+    result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
+    said = next(load for load in result["models"][0]["loads"] if load["rate"] == least.rate)
+    assert said["tpot_ms"]["ratio"] == pytest.approx(0.5, abs=0.06)
+    assert said["tpot_ms"]["own_steps_ratio"] == pytest.approx(1.0, abs=0.06)
+
+
+def test_what_strangers_disturbed_is_measured_again_and_left_out() -> None:
+    disturbed = 5  # the middle load's first stretch
+    cluster = FormulaCluster(ManualClock(), {disturbed: 3.0})
+    found = validated(cluster, visitors=Visitors({disturbed: 0.4}))
+    assert [len(pair.stretches) for pair in found.pairs] == [3, 3, 3]
+    assert cluster.plans[-1].workload.request_rate == cluster.plans[disturbed - 1].workload.request_rate
+    result = validation_result([found], 0, "2026-01-01T00:00:00+00:00")
+    assert verdict(result)[0].startswith("6 of 6 means within 15%")
+    assert not any("others took" in line for line in verdict(result))
+
+
+def test_where_strangers_are_always_there_it_is_said() -> None:
+    cluster = FormulaCluster(ManualClock())
+    found = validated(cluster, 120.0, Visitors(dict.fromkeys(range(100), 0.4)))
+    said = verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))
+    assert "others took more than 8% of the machine" in said[-1]
+
+
+def test_a_budget_shortens_runs_and_what_was_measured_is_kept(undisturbed: tuple[FormulaCluster, Validated]) -> None:
+    needs_s = undisturbed[0].clock.monotonic()
+    cluster = FormulaCluster(ManualClock())
+    assert validated(cluster, needs_s * 0.8).failure is None
+    assert needs_s * 0.4 <= cluster.clock.monotonic() <= needs_s * 0.8
+    for slow_run in (5, 9):  # in the first round, when nothing is known of the last load, and in the second one
+        cluster = FormulaCluster(ManualClock(), {slow_run: 40.0})
+        found = validated(cluster, needs_s)
+        assert [len(pair.stretches) for pair in found.pairs] == ([1, 1] if slow_run == 5 else [1, 2, 2])
+        assert (found.failure is None) == (slow_run == 9)
+    dying = FormulaCluster(ManualClock())
+    dying.dies_in_run = 4
+    found = validated(dying)
+    assert isinstance(found.failure, Unreachable)
+    assert [len(pair.stretches) for pair in found.pairs] == [1]
+    assert "ended early" in verdict(validation_result([found], 0, "2026-01-01T00:00:00+00:00"))[0]
+
+
+def test_a_step_costs_what_its_node_does_around_it_but_not_what_it_sleeps() -> None:
+    steps = [
+        *(step(1.000, 10, 0, 2), step(1.012, 10, 0, 2), step(1.062, 10, 0, 3)),  # somebody else had its core for 40 ms
+        *(step(1.074, 10, 0, 1, goes_on=False), step(2.0, 10, 0, 1)),  # and then it slept
+    ]
+    assert [one.ms for one in costs(steps)] == [10] * 5
+    assert [one.between_ms for one in costs(steps)] == [None, *map(pytest.approx, (2, 40, 2)), None]
+    late = [step(1.000, 10, 0, 2), step(3.0, 10, 0, 2)]  # it waited for KV, or its clients had left
+    assert [one.between_ms for one in costs(late)] == [None, None]
+
+
+def test_what_is_done_before_a_step_is_what_it_mostly_is_where_nobody_knows() -> None:
+    prompts = [step(n + 1.0, 100, 500, 0) for n in range(3)]
+    ends = itertools.accumulate([2.0, 0.012, 0.012, 0.013, 0.05, 1.0])
+    steps, _, before_prompts_ms = fitted([*costs(prompts), *costs([step(ended_s, 10, 0, 1) for ended_s in ends])])
+    assert before_prompts_ms == 0
+    assert steps.prefill_ms + 500 * steps.prefill_token_ms == pytest.approx(100)
+    mostly_ms = 2.5
+    total_ms = (mostly_ms, 2, 2, 3, 40, mostly_ms)
+    assert steps.decode_ms + steps.decode_sequence_ms == pytest.approx(10 + sum(total_ms) / 6)
+
+
+def test_a_step_knows_for_how_long_the_other_node_computed() -> None:
+    prompts = [step(1.100, 100, 64, 0, goes_on=False)]
+    streams = [step(1.010, 20, 0, 1), step(1.030, 20, 0, 1), step(1.110, 80, 0, 1, goes_on=False)]
+    found = costs_of({"prefill-0": prompts, "decode-0": streams})
+    assert [one.beside for one in found] == pytest.approx([1.0, 0.5, 1.0, 70 / 80])
+    assert [one.beside for one in costs(streams)] == [0, 0, 0]
+
+
+def test_a_message_is_what_neither_waiting_nor_computing_nor_the_work_before_a_step_explains() -> None:
+    outcomes = Outcomes()
+    for index, wait_s in enumerate([0.001, 0.001, 0.001, 0.2]):
+        ends_s = (0.030 + wait_s, 0.130 + wait_s)
+        outcomes.append(Outcome(index, 0.0, 0.0, *ends_s, 100, 5, queue_s=wait_s, prefill_s=0.020))
+    timelines = {"prefill-0": NodeTimeline(), "decode-0": NodeTimeline()}
+    prompts = [TraceStep(n + 1, (n + 1) * 23_000_000, StepFigures(20, 100, 0, 0), goes_on=True) for n in range(4)]
+    streams = [TraceStep(n + 1, (n + 1) * 25_000_000, StepFigures(25, 0, 1, 0), goes_on=True) for n in range(20)]
+    for timeline, steps in zip(timelines.values(), (prompts, streams), strict=True):
+        timeline.add(0.0, NodeTrace(0, [], steps))
+    run = LoadRun(outcomes, 1.0, 4, GeneratorLoad(1, 0.1, 0.1, 0.1), False, False)
+    workload = replace(CONFIG.workload, num_prompts=4, request_rate=2.0)
+    stretch = Stretch(workload, NodesRun(run, {}, timelines, 0), strangers=0.0)
+    pairs = Predictor(PAIR, descriptions(), [stretch]).pairs({1.0: [stretch], 2.0: [stretch]})
+    # Of 10 ms a step's 3 ms before it are none; 1 ms is the way into the queue, for who waits for nobody.
+    assert [pair.overheads.message_s for pair in pairs] == pytest.approx([0.004] * 2)
+
+
+def test_no_coefficient_is_below_nothing() -> None:
+    prompts = [
+        step(n + 1.0, ms, tokens, 0, goes_on=False)
+        for n, (tokens, ms) in enumerate([(100, 9.0), (200, 21.0), (300, 31.0)])
+    ]
+    streams = [step(n + 9.0, 10.0 - n, 0, n + 1, goes_on=False) for n in range(3)]
+    times, contention, _ = fitted([*costs(prompts), *costs(streams)])
+    assert contention == Contention(0.0, 0.0)
+    assert min(times.prefill_ms, times.prefill_token_ms, times.decode_ms, times.decode_sequence_ms) >= 0
+    assert times.prefill_token_ms == pytest.approx(0.1, rel=0.05)
+    with pytest.raises(BatonError, match="too few"):
+        fitted(costs(prompts))
+
+
+def test_strangers_are_who_is_neither_the_cluster_nor_this_process() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    files = {"stat": "cpu  9 9 9 9 9 9 9 9\ncpu0 100 0 0 50 0 0 0 0 0 0\ncpu1 100 0 0 50 0 0 0 0 0 0\n"}
+    files |= {f"{os.getpid()}/stat": _process(0), "7/stat": _process(0)}
+    strangers = ProcStrangers([7], (0, 1), lambda name: files[name])
+    strangers.mark()
+    assert strangers.share() == 0
+    busy = 1000 * ticks
+    files["stat"] = (
+        f"cpu0 {100 + busy} 0 0 50 0 0 0 0 0 0\ncpu1 100 0 0 50 0 0 0 {busy} 0 0\ncpu2 {busy} 0 0 0 0 0 0 0\n"
+    )
+    files["7/stat"] = _process(2 * busy)
+    assert strangers.share() == 0
+    files["7/stat"] = _process(busy)
+    assert strangers.share() == 1
+
+
+def _process(ticks: int) -> str:
+    return f"7 (a (b) c) S {' '.join(['1'] * 10)} {ticks // 2} {ticks - ticks // 2} 0 0 20"

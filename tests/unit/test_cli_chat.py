@@ -1,0 +1,186 @@
+"""A conversation over HTTP: what is sent, what is printed, and streams that break."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+
+import pytest
+
+from baton.cli.chat_stream import ChatClient, EventReader, Place, error_of, error_of_answer
+from baton.cli.main import main
+from baton.cli.usage import ClientUsageError
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    QuotaExceeded,
+    RequestNotFound,
+    Unauthenticated,
+    UnknownModel,
+    Unreachable,
+)
+from baton.rpc.messages import Chunk, Finished
+from baton.security.access import Access
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+OPENING = ': waiting\n\nid: 0\ndata: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+DONE = "data: [DONE]\n\n"
+
+
+def piece(position: int, text: str, ids: Sequence[int] = (7,), reason: str | None = None) -> str:
+    choice = {"index": 0, "delta": {"content": text}, "token_ids": list(ids), "finish_reason": reason}
+    return f"id: {position}\ndata: {json.dumps({'choices': [choice]})}\n\n"
+
+
+def whole(*events: str) -> bytes:
+    return HEAD + "".join((OPENING, *events)).encode()
+
+
+def refusal(status: int, **error: str) -> bytes:
+    body = json.dumps({"error": error})
+    return f"HTTP/1.1 {status} No\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+class Router:
+    """Answers each connection with the next of its answers, and closes it."""
+
+    def __init__(self, answers: Sequence[bytes]) -> None:
+        self._answers = list(answers)
+        self.heads: list[str] = []
+        self.bodies: list[dict[str, object]] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        self.heads.append(head)
+        self.bodies.append(json.loads(await reader.readexactly(length)))
+        writer.write(self._answers.pop(0))
+        writer.close()
+
+    def header(self, number: int, name: str) -> str:
+        return self.heads[number].partition(f"{name}: ")[2].partition("\r\n")[0]
+
+
+@asynccontextmanager
+async def router(*answers: bytes) -> AsyncIterator[tuple[Router, str]]:
+    """Yields it and its URL."""
+    scripted = Router(answers)
+    server = await asyncio.start_server(scripted.serve, "127.0.0.1", 0)
+    yield scripted, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+def ask(url: str, notes: list[str]) -> str:
+    client = ChatClient([Place.of(url)] * 2, Access("secret"), Random(1), bool, notes.append)
+    events = list(client.answer({"messages": [], "temperature": 0.5}))
+    assert isinstance(events[-1], Finished)
+    return "".join(event.text for event in events if isinstance(event, Chunk))
+
+
+async def test_a_stream_that_breaks_goes_on_behind_its_last_event() -> None:
+    begun = whole(piece(1, "a"), piece(3, "bc", (7, 8)))
+    rest = whole(piece(4, "d"), piece(5, "!", (), "stop"), DONE)
+    notes: list[str] = []
+    async with router(begun, rest) as (scripted, url):
+        assert await asyncio.to_thread(ask, url, notes) == "abcd!"
+    assert [scripted.header(number, "last-event-id") for number in (0, 1)] == ["", "3"]
+    assert scripted.header(0, "x-request-id") == scripted.header(1, "x-request-id") != ""
+    assert scripted.header(1, "authorization") == "bearer secret"
+    assert scripted.bodies[0] == scripted.bodies[1]
+    assert scripted.bodies[0]["seed"], "it can be repeated"
+    assert not notes, "one break is no story"
+
+
+async def test_what_nobody_remembers_is_made_again_and_compared() -> None:
+    lost = refusal(404, message="gone", code="not_found")
+    again = whole(piece(1, "a"), piece(2, "b", (8,), "stop"), DONE)
+    async with router(whole(piece(1, "a")), lost, again) as (scripted, url):
+        assert await asyncio.to_thread(ask, url, []) == "ab"
+    assert scripted.header(2, "last-event-id") == ""
+    other = whole(piece(1, "x", (9,)), DONE)
+    async with router(whole(piece(1, "a")), lost, other) as (_, url):
+        with pytest.raises(BatonError, match="other tokens came than before"):
+            await asyncio.to_thread(ask, url, [])
+
+
+async def test_an_error_that_ends_a_stream_is_final() -> None:
+    error = 'data: {"error":{"message":"too late","type":"timeout_error","code":"deadline_exceeded"}}\n\n'
+    async with router(whole(piece(1, "a"), error)) as (_, url):
+        with pytest.raises(DeadlineExceeded, match="too late"):
+            await asyncio.to_thread(ask, url, [])
+
+
+async def test_a_line_is_a_turn_and_history_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [whole(piece(1, text, reason="stop"), DONE) for text in ("one", "two", "three")]
+    async with router(*answers) as (scripted, url):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n/clear\nthird\n/exit\nnever\n"))
+        words = ["chat", "--url", url + "/v1/", "--system", "be brief", "--max-tokens", "9", "--stop", "x"]
+        assert await asyncio.to_thread(main, words) == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+    first, second, third = ([m["content"] for m in body["messages"]] for body in scripted.bodies)  # type: ignore[attr-defined]
+    assert (first, third) == (["be brief", "first"], ["be brief", "third"])
+    assert second == ["be brief", "first", "one", "second"]
+    assert scripted.bodies[0]["max_completion_tokens"] == 9
+    assert scripted.bodies[0]["stop"] == ["x"]
+    assert "temperature" not in scripted.bodies[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        (refusal(401, message="no key", type="authentication_error"), 4, "no key"),
+        (refusal(400, message="top_p: is 3", type="invalid_request_error", param="top_p"), 2, "top_p: is 3"),
+        (
+            b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\nhi",
+            5,
+            "no error of a router's: is this the router's HTTP address?",
+        ),
+        (b"SSH-2.0-x\r\n\r\n", 5, "does not answer"),
+    ],
+)
+async def test_what_goes_wrong_is_one_line(
+    answer: bytes, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with router(answer) as (_, url):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        assert await asyncio.to_thread(main, ["chat", "--url", url]) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("baton: ")
+    assert said in err
+
+
+def test_where_it_talks_to() -> None:
+    assert Place.of("https://h/v1") == Place("h", 443, True)
+    assert str(Place.of("http://[::1]:80/x/")) == "http://[::1]:80/x"
+    for url in ("h:80", "ftp://h", "http://", "http://h:port"):
+        with pytest.raises(ClientUsageError, match="--url"):
+            Place.of(url)
+
+
+def test_errors_have_their_kinds() -> None:
+    assert isinstance(error_of({"message": "m", "type": "rate_limit_error"}), QuotaExceeded)
+    assert isinstance(error_of({"message": "m", "type": "invalid_request_error", "code": "not_found"}), RequestNotFound)
+    unknown = error_of({"message": "model: no", "type": "x", "code": "model_not_found", "param": "model"})
+    assert not isinstance(unknown, InvalidRequest), "its type says what it is"
+    unknown = error_of(
+        {"message": "model: no", "type": "invalid_request_error", "code": "model_not_found", "param": "model"}
+    )
+    assert (type(unknown), str(unknown)) == (UnknownModel, "model: no")
+    assert isinstance(error_of({"message": "m", "type": "authentication_error"}), Unauthenticated)
+    for body in (b"", b"[]", b"{}", b'{"error": 1}'):
+        assert isinstance(error_of_answer(500, body, Place("h", 1, False)), Unreachable)
+
+
+@pytest.mark.parametrize("line", ["data: x", "data: []", 'data: {"choices":[{}]}', 'data: {"choices":[1]}', "data: 1"])
+def test_nonsense_is_no_answer(line: str) -> None:
+    with pytest.raises(Unreachable, match="no answer to a chat"):
+        EventReader(0).take(line)

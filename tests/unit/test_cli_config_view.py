@@ -1,0 +1,45 @@
+"""`baton config view`: every key, its value, and who said so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_stronger_source_wins_and_is_named(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "baton.toml").write_text("threads = 2\n[node]\nmax_num_seqs = 7\nblock_size = 32\n")
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "8")
+    assert main(["config", "view", "node", "--origin", "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["max_num_seqs"] == {"value": 7, "origin": "baton.toml [node]"}
+    assert found["block_size"] == {"value": "8", "origin": "BATON_BLOCK_SIZE"}
+    assert found["drain_s"] == {"value": 30.0, "origin": "default"}
+    assert found["role"] == {"value": None, "origin": "required"}
+    assert main(["config", "view", "node"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["KEY", "VALUE"]
+    assert ["max_num_seqs", "7"] in [line.split() for line in lines]
+
+
+def test_what_no_command_would_take_is_refused_here_as_well(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (elsewhere / "baton.toml").write_text("[node]\nmax_num_seq = 7\n")
+    assert main(["config", "view"]) == 78
+    assert "did you mean max_num_seqs?" in capsys.readouterr().err
+    (elsewhere / "baton.toml").write_text("")
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "none")
+    assert main(["config", "view", "node"]) == 78
+    assert "block_size 'none' from BATON_BLOCK_SIZE" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""The live screen of `baton top`, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.cli.cluster_view import ClusterView
+from baton.cli.top_page import Piece, Screen, plain, top_lines
+from baton.rpc.messages import NodeStatus
+from baton.rpc.request_rows import RequestRow
+from baton.rpc.steering import ClusterEvent
+
+NODE = NodeStatus("d0", "decode", "Ready", "d0.1", "h:1", 1, "m", running=3, waiting=1, kv_usage=0.97, age_s=70.0)
+ROUTER = replace(NODE, name="router-0", role="router", status="Lost", kv_usage=0.0, running=4, waiting=0)
+VIEW = ClusterView("c", "degraded", "router-0 is Lost", [NODE, ROUTER], None)
+ROWS = [
+    RequestRow("b", "Retrying", "r0", 0.25, "p0", "d0", 5, 2, 2, 31.0, None),
+    RequestRow("a" * 64, "Waiting", "r0", 12.0, "", "", 5, 0, 1, None, None),
+    RequestRow("c", "Finished", "r0", 9.0, "p0", "d0", 5, 2, 1, 31.0, 99.0),
+]
+EVENTS = [
+    ClusterEvent(1, 1000.0, "Normal", "NodeReady", "d0", detail="decode"),
+    ClusterEvent(2, 1004.0, "Warning", "Lost", "router-0"),
+]
+
+
+def test_one_screen() -> None:
+    lines = top_lines(VIEW, ROWS, EVENTS, 1010.0, Screen(80))
+    assert [plain(line) for line in lines] == [
+        "c: degraded   1/1 nodes ready, 4 requests, 1 waiting at nodes   router-0 is Lost",
+        "",
+        "NODE      ROLE     STATUS  RUNNING WAITING  KV                         %     AGE",
+        "d0        decode   Ready         3       1  ######################.   97   1m10s",
+        "router-0  router   Lost          4       0                             -   1m10s",
+        "",
+        "REQUEST                       STATE            AGE  PROMPT OUTPUT    TTFT  PATH",
+        "aaaaaaaaaaaaaaaaaaaaaaaaaaaa  Waiting          12s       5      0       -  -",
+        "b                             Retrying        0.2s       5      2    31ms  p0 >",
+        "",
+        "     AGE  EVENT",
+        "    6.0s  Lost       router-0",
+        "     10s  NodeReady  d0  decode",
+    ]
+    assert Piece("Lost  ", "red") in lines[4], "who is gone is seen"
+
+
+def test_a_small_screen_with_many_nodes_says_what_it_leaves_out() -> None:
+    view = replace(VIEW, nodes=[replace(NODE, name=f"d{place}") for place in range(200)])
+    rows = [replace(ROWS[0], request_id=f"r{place}") for place in range(100)]
+    for height in (2, 5, 8, 12, 24, 60):
+        said = [plain(line) for line in top_lines(view, rows, EVENTS * 9, 1010.0, Screen(70, height))]
+        assert len(said) <= height
+        assert all(len(line) <= 70 for line in said)
+        assert said[0].startswith("c: degraded   200/200 nodes ready, 100 requests")
+    shown = sum(line.startswith("d") for line in said)
+    assert f"... and {200 - shown} more nodes" in said
+    assert any(line.endswith("more requests") for line in said)

@@ -1,0 +1,82 @@
+"""`-w` of lists: what counts as a change, and how the lines stand below each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.cli import get, leases, requests
+from baton.cli.main import main
+from baton.cli.watching import Rows, changed
+from baton.ids import AttemptKey
+from baton.rpc.messages import HandoffReport, HandoffSide, LoadReport, NodeReport, NodeStatus, OpenHandoff
+from baton.rpc.request_rows import RequestRow
+from tests.support.router_parts import prefill
+
+NODE = NodeStatus("d0", "decode", "Ready", "d0.1", "h:1", 7, "m", running=1, waiting=0, kv_usage=0.5, age_s=3.0)
+ROW = RequestRow("a", "Decoding", "r0", 1.25, "p0", "d0", 5, 2, 1, 31.0, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "in_table", "by_load"),
+    [({"age_s": 4.0}, 0, 0), ({"running": 2}, 0, 1), ({"status": "Lost"}, 1, 1), ({"incarnation": "d0.2"}, 1, 1)],
+)
+def test_a_node_changes(change: dict[str, object], in_table: int, by_load: int) -> None:
+    for load, count in ((False, in_table), (True, by_load)):
+        before = get.listed(NODE, wide=False, by_load=load)
+        after = get.listed(replace(NODE, **change), wide=False, by_load=load)  # type: ignore[arg-type]
+        assert len(changed({before.key: before.state}, [after])) == count
+
+
+def test_a_request_changes_when_it_gets_further() -> None:
+    before = requests.listed(ROW, wide=False)
+    older = requests.listed(replace(ROW, age_s=9.0, output_tokens=70), wide=False)
+    over = requests.listed(replace(ROW, state="Finished", total_ms=9.0), wide=False)
+    other = requests.listed(replace(ROW, request_id="b"), wide=False)
+    assert changed({before.key: before.state}, [older, over, other]) == [over, other]
+
+
+def test_a_lease_changes_and_ends() -> None:
+    def seen(*handoffs: OpenHandoff) -> list[tuple[str, str]]:
+        report = NodeReport(prefill(), LoadReport(), {}, HandoffReport("", list(handoffs), [], []))
+        nonlocal known
+        found = [leases.listed(*each, wide=False) for each in watched.with_ends([report])]
+        news = changed(known, found)
+        known = {each.key: each.state for each in found}
+        return [(str(each.cells[1]), str(each.cells[4])) for each in news]
+
+    watched, known = leases.Watched(), dict[str, object]()
+    lease = OpenHandoff(AttemptKey("a", 1), HandoffSide.SENDER, "GRANTED", "", "", 2, 0.5)
+    other = replace(lease, attempt=AttemptKey("b", 1))
+    assert seen(lease, other) == [("a", "GRANTED"), ("b", "GRANTED")]
+    assert seen(replace(lease, age_s=2.0), replace(other, state="READING")) == [("b", "READING")]
+    assert watched.with_ends([]) == [], "who says nothing has ended nothing"
+    assert seen(lease) == [("b", leases.OVER)]
+    assert seen() == [("a", leases.OVER)]
+    assert seen() == []
+
+
+def test_a_column_grows_and_never_shrinks() -> None:
+    rows = Rows(["A", "B"])
+    rows.make_room([["xx", "y"]])
+    assert rows.line(["A", "B"]) == "A    B"
+    rows.make_room([["xxxx", "y"]])
+    rows.make_room([["x", "y"]])
+    assert rows.line(["x", "y"]) == "x      y"
+
+
+def test_nodes_by_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    busy, young = replace(NODE, name="b", running=9), replace(NODE, name="a", age_s=1.0, kv_usage=0.9)
+    names = {key: "".join(node.name[0] for node in get.in_order([NODE, busy, young], key)) for key in get._SORTS}
+    assert names == {
+        "role": "dba",
+        "name": "abd",
+        "status": "dba",
+        "age": "adb",
+        "running": "bda",
+        "waiting": "dba",
+        "kv": "adb",
+    }
+    assert main(["get", "nodes", "--sort-by", "agee"]) == 2
+    assert "did you mean age" in capsys.readouterr().err

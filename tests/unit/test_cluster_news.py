@@ -1,0 +1,136 @@
+"""What operators hear of the cluster, and how long it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from baton.registry.desired import DesiredState
+from router.cluster_news import ClusterLook, News, NodeLook, news
+from router.event_ring import EventRing
+from router.view import NodeState
+
+READY = NodeLook("d1", "decode", "h:1", NodeState.READY)
+CALM = ClusterLook(nodes={"d1.a": READY})
+
+
+def said(before: ClusterLook, after: ClusterLook) -> list[tuple[str, str]]:
+    return [(each.reason, each.subject) for each in news(before, after)]
+
+
+def with_node(**changes: object) -> ClusterLook:
+    return replace(CALM, nodes={"d1.a": replace(READY, **changes)})  # type: ignore[arg-type]
+
+
+def test_nothing_happens_in_a_calm_cluster() -> None:
+    assert news(CALM, replace(CALM)) == []
+
+
+def test_a_node_comes_and_goes() -> None:
+    starting = with_node(state=NodeState.STARTING)
+    assert news(ClusterLook(), starting) == [News("NodeJoined", "d1", "d1.a", "decode at h:1")]
+    assert said(starting, CALM) == [("NodeReady", "d1")]
+    assert said(ClusterLook(), CALM) == [("NodeJoined", "d1"), ("NodeReady", "d1")]
+    draining = with_node(state=NodeState.DRAINING, was_draining=True)
+    assert said(CALM, draining) == [("NodeDraining", "d1")]
+    silent, gone = (with_node(state=state, was_draining=True) for state in (NodeState.SUSPECT, NodeState.LOST))
+    for before in (CALM, draining):
+        assert news(before, gone) == [News("NodeLeft", "d1", "d1.a", "drained")]
+    assert said(draining, silent) == [("NodeLeft", "d1")]
+    assert said(silent, gone) == [], "it has left, and is not lost"
+    assert said(CALM, ClusterLook()) == [("NodeLeft", "d1")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reasons"),
+    [
+        (NodeState.READY, NodeState.SUSPECT, ["NodeSuspect"]),
+        (NodeState.SUSPECT, NodeState.READY, ["NodeReady"]),
+        (NodeState.SUSPECT, NodeState.LOST, ["NodeLost"]),
+        (NodeState.READY, NodeState.LOST, ["NodeLost"]),
+        (NodeState.LOST, NodeState.SUSPECT, []),
+        (NodeState.READY, NodeState.CORDONED, []),
+        (NodeState.CORDONED, NodeState.READY, []),
+    ],
+)
+def test_states(before: NodeState, after: NodeState, reasons: list[str]) -> None:
+    found = news(with_node(state=before), with_node(state=after, detail="silent"))
+    assert [each.reason for each in found] == reasons
+    assert all(each.is_warning and each.detail == "silent" for each in found if each.reason != "NodeReady")
+
+
+def test_one_that_is_forgotten_after_it_was_lost_is_no_news() -> None:
+    assert news(with_node(state=NodeState.LOST), ClusterLook()) == []
+
+
+def test_a_node_that_became_another_one() -> None:
+    draining = with_node(state=NodeState.DRAINING)
+    after = ClusterLook(nodes={"d1.b": NodeLook("d1", "prefill", "h:1", NodeState.READY)})
+    assert said(draining, after) == [
+        ("NodeLeft", "d1"),
+        ("NodeJoined", "d1"),
+        ("RoleChanged", "d1"),
+        ("NodeReady", "d1"),
+    ]
+    assert news(draining, after)[2].detail == "decode to prefill"
+
+
+def test_what_operators_want() -> None:
+    wanted = replace(CALM, desired=DesiredState(frozenset({"d1", "d2"}), prefill=frozenset({"d1"})))
+    assert said(CALM, wanted) == [("Cordoned", "d1"), ("Cordoned", "d2"), ("RoleWanted", "d1")]
+    assert said(wanted, CALM) == [("Uncordoned", "d1"), ("Uncordoned", "d2")]
+
+
+def test_breakers_links_registry_routers_and_health() -> None:
+    bad = ClusterLook(
+        nodes={"d1.a": replace(READY, notice="KV layouts differ")},
+        routers={"r1.a": "r1"},
+        open_breakers=frozenset({"d1", "p1->d1"}),
+        registry_answers=False,
+        why_unserved="no node can serve",
+    )
+    assert said(CALM, bad) == [
+        ("RegistryLost", ""),
+        ("LinkRefused", "d1"),
+        ("RouterJoined", "r1"),
+        ("BreakerOpened", "d1"),
+        ("BreakerOpened", "p1->d1"),
+        ("ClusterUnavailable", ""),
+    ]
+    assert said(bad, CALM) == [
+        ("RegistryBack", ""),
+        ("RouterLeft", "r1"),
+        ("BreakerClosed", "d1"),
+        ("BreakerClosed", "p1->d1"),
+        ("ClusterServes", ""),
+    ]
+
+
+async def test_events_are_numbered_and_the_oldest_forgotten() -> None:
+    times = iter(range(100))
+    ring = EventRing("r1.a", lambda: float(next(times)), size=3)
+    assert ring.after(0) == []
+    for index in range(5):
+        ring.record("NodeReady", f"n{index}", is_warning=index == 4)
+    found = ring.after(0)
+    assert [(each.seq, each.subject, each.time) for each in found] == [(3, "n2", 2.0), (4, "n3", 3.0), (5, "n4", 4.0)]
+    assert [each.severity for each in found] == ["Normal", "Normal", "Warning"]
+    assert {each.router for each in found} == {"r1.a"}
+    assert [each.seq for each in ring.after(4)] == [5]
+    assert ring.after(5) == ring.after(99) == []
+
+
+async def test_a_follower_hears_what_was_and_what_comes() -> None:
+    ring = EventRing("r1.a", lambda: 0.0)
+    ring.record("first")
+    following = ring.follow(0)
+    assert (await anext(following)).reason == "first"
+    coming = asyncio.ensure_future(anext(following))
+    await asyncio.sleep(0)
+    assert not coming.done()
+    ring.record("second")
+    ring.record("third")
+    assert (await coming).reason == "second"
+    assert (await anext(following)).reason == "third"

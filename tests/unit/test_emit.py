@@ -1,0 +1,336 @@
+"""`baton up --emit`: what is written starts what `baton up` would have started, as far as a parser can tell."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.cli.emit.compose import compose_files
+from baton.cli.emit.emission import Emission
+from baton.cli.emit.helm import helm_files
+from baton.cli.emit.processes import EmittedProcess, emitted_processes
+from baton.cli.emit.slurm import slurm_files
+from baton.cli.emit.systemd import systemd_files
+from baton.cli.emit.write import write
+from baton.config import NodeConfig, RouterConfig, UpConfig, load
+from baton.errors import ConfigError, UsageError
+
+ROOT = Path(__file__).parents[2]
+REDIS = ("/usr/bin/redis-server", "--unixsocket", "/run/baton/redis.sock", "--save", "")
+
+
+def up(**settings: object) -> UpConfig:
+    return UpConfig.model_validate({"insecure": True, **settings})
+
+
+def processes(config: UpConfig, cores: int | None = None) -> list[EmittedProcess]:
+    return emitted_processes(config, None, cores)
+
+
+def understood(words: list[str], environment: Mapping[str, str]) -> NodeConfig | RouterConfig:
+    """A command line as `baton node` or `baton router` would take it."""
+    command, *rest = words
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(rest[::2], rest[1::2], strict=True)
+    }
+    model = NodeConfig if command == "node" else RouterConfig
+    assert set(flags) <= set(model.model_fields), set(flags) - set(model.model_fields)
+    fallbacks = {"node_id": "n"} if command == "node" else {"router_id": "r"}
+    return load(model, flags, environment, None, fallbacks).config
+
+
+def test_only_what_differs_from_the_defaults_is_written() -> None:
+    found = processes(up(prefill=1, decode=1, max_num_seqs=9))
+    assert [(p.name, p.role, p.command) for p in found] == [
+        ("prefill-0", "prefill", "node"),
+        ("decode-0", "decode", "node"),
+        ("router-0", "router", "router"),
+    ]
+    assert [dict(p.flags) for p in found] == [
+        {"--max-num-seqs": "9", "--role": "prefill", "--node-id": "prefill-0"},
+        {"--max-num-seqs": "9", "--role": "decode", "--node-id": "decode-0"},
+        {"--router-id": "router-0"},
+    ]
+    # Cores are shared where the machine is.
+    assert [p.flags.get("--threads") for p in processes(up(), cores=8)] == ["4", "4", None]
+    assert [p.flags.get("--threads") for p in processes(up(threads=3))] == ["3", "3", None]
+
+
+# systemd
+
+
+def unit(text: str) -> configparser.RawConfigParser:
+    parsed = configparser.RawConfigParser(strict=False)
+    parsed.optionxform = str  # type: ignore[assignment, method-assign]
+    parsed.read_string(text)
+    return parsed
+
+
+NEEDED = {
+    "Type": "notify",
+    "Restart": "on-failure",
+    "KillMode": "mixed",
+    "KillSignal": "SIGTERM",
+    "TimeoutStopSec": "45",
+    "TimeoutStartSec": "infinity",
+    "NoNewPrivileges": "yes",
+    "ProtectSystem": "strict",
+    "SystemCallFilter": "@system-service",
+}
+
+
+def test_units_start_what_up_would_and_drain_it() -> None:
+    config = up(prefill=2, max_num_seqs=9, cluster="blue", grpc_port=7000)
+    files = systemd_files(config, processes(config, cores=8), "/opt/b/bin/baton", "me", REDIS)
+    target = unit(files["baton-blue.target"])
+    assert set(target["Unit"]["Wants"].split()) == set(files) - {"baton-blue.target"}
+    for name in ("prefill-0", "prefill-1", "decode-0", "router-0"):
+        service = unit(files[f"baton-blue-{name}.service"])["Service"]
+        assert {key: service[key] for key in NEEDED} == NEEDED
+        assert service["User"] == "me"
+        program, *words = shlex.split(service["ExecStart"])
+        assert program == "/opt/b/bin/baton"
+        told = understood(words, {"BATON_INSECURE": "true"})
+        assert (told.cluster, told.registry) == ("blue", "unix://%t/baton-blue/redis.sock")
+        if isinstance(told, NodeConfig):
+            assert (told.node_id, told.max_num_seqs, told.threads) == (name, 9, 2)
+        else:
+            assert told.grpc_port == 7000
+    redis = unit(files["baton-blue-redis.service"])["Service"]
+    assert redis["RuntimeDirectory"] == "baton-blue"
+    assert shlex.split(redis["ExecStart"]) == [REDIS[0], "--unixsocket", "%t/baton-blue/redis.sock", "--save", ""]
+
+
+def test_a_drain_that_may_take_longer_has_the_time_for_it() -> None:
+    config = up(drain_s=600)
+    files = systemd_files(config, processes(config), "/b", "me", ())
+    assert "baton-redis.service" not in files
+    assert unit(files["baton-decode-0.service"])["Service"]["TimeoutStopSec"] == "615"
+
+
+def test_words_that_mean_something_to_systemd_are_said_so(tmp_path: Path) -> None:
+    model = tmp_path / 'a "model" of $5 and 100%'
+    config = up(model=model)
+    text = systemd_files(config, processes(config), "/b", "me", ())["baton-decode-0.service"]
+    said = str(model).replace('"', r"\"").replace("$", "$$").replace("%", "%%")
+    assert f' --model "{said}" ' in text
+
+
+def test_the_units_of_the_repository_are_what_is_emitted() -> None:
+    config = up()
+    emitted = unit(systemd_files(config, processes(config), "/b", "me", ())["baton-decode-0.service"])["Service"]
+    differ = {"User", "ExecStart", "Environment", "EnvironmentFile"}
+    for name in ("baton-node@.service", "baton-router.service"):
+        service = unit((ROOT / "deploy/systemd" / name).read_text())["Service"]
+        assert {k: v for k, v in service.items() if k not in differ} == {
+            k: v for k, v in emitted.items() if k not in differ
+        }
+        assert service["User"] == "baton"
+
+
+@pytest.mark.parametrize("name", ["node-prefill", "node-decode", "router"])
+def test_the_environment_files_of_the_repository_are_understood(name: str) -> None:
+    environment: dict[str, str] = {}
+    for file in ("baton.env", f"{name}.env"):
+        for line in (ROOT / "deploy/systemd" / file).read_text().splitlines():
+            if not line.startswith("#"):
+                key, mark, value = line.partition("=")
+                assert mark
+                environment[key] = value
+    told = understood([name.partition("-")[0]], environment)
+    assert told.registry == "redis://redis.example:6379"
+    assert told.tls is not None
+    assert {f"BATON_{field}".upper() for field in type(told).model_fields} >= set(environment) - {"BATON_ROLE"}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here (Debian: systemd)")
+def test_systemd_itself_finds_nothing_wrong(tmp_path: Path) -> None:
+    config = up(prefill=2)
+    units = dict(systemd_files(config, processes(config, cores=4), "/bin/true", "root", ("/bin/true",)))
+    for name in ("baton-node@.service", "baton-router.service"):
+        text = (ROOT / "deploy/systemd" / name).read_text().replace("/opt/baton/bin/baton", "/bin/true")
+        units[name.replace("@", "@prefill")] = text
+    for name, text in units.items():
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / name) for name in units]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *paths], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "baton" in line]) == (0, [])
+    spoilt = tmp_path / "baton-spoilt.service"
+    spoilt.write_text(units["baton-router-0.service"].replace("KillMode=mixed", "KillMode=gently"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", spoilt], capture_output=True, text=True, check=False
+    )
+    assert "gently" in done.stderr
+
+
+# compose
+
+
+def compose(config: UpConfig, settings: str = "") -> dict[str, Any]:
+    files = compose_files(config, processes(config), settings)
+    parsed: dict[str, Any] = yaml.safe_load(files["compose.yaml"])
+    return parsed
+
+
+def test_a_compose_file_starts_what_up_would() -> None:
+    config = up(prefill=2, routers=2, max_num_seqs=9, host="127.0.0.1")
+    services = compose(config)["services"]
+    assert list(services) == ["redis", "prefill-0", "prefill-1", "decode-0", "router-0", "router-1"]
+    for name, service in services.items():
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        if name == "redis":
+            continue
+        assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
+        assert service["stop_grace_period"] == "45s"
+        told = understood(service["command"], service["environment"])
+        assert (told.registry, told.host, told.insecure) == ("redis://redis:6379", "0.0.0.0", True)
+        if isinstance(told, NodeConfig):
+            assert (told.node_id, told.advertise, told.max_num_seqs) == (name, f"{name}:50061", 9)
+            assert f":{told.metrics_port}/readyz" in service["healthcheck"]["test"][-1]
+        else:
+            assert (told.advertise_host, told.grpc_port, told.http_port) == (name, 50051, 8000)
+    assert services["router-1"]["ports"] == ["127.0.0.1:50052:50051", "127.0.0.1:8001:8000"]
+
+
+def test_what_a_compose_file_needs_of_this_machine_is_mounted(tmp_path: Path) -> None:
+    config = UpConfig.model_validate(
+        {"model": tmp_path / "m", "certs": tmp_path / "c", "api_keys": tmp_path / "k", "registry": "redis://there"}
+    )
+    files = compose_files(config, emitted_processes(config, tmp_path / "some.toml"), "lease_s = 9\n")
+    assert files["baton.toml"] == "lease_s = 9\n"
+    services = yaml.safe_load(files["compose.yaml"])["services"]
+    assert "redis" not in services
+    service = services["router-0"]
+    assert service["volumes"] == [
+        f"{tmp_path}/m:/models/m:ro",
+        "./baton.toml:/etc/baton/baton.toml:ro",
+        f"{tmp_path}/c/router.crt:/etc/baton/tls.crt:ro",
+        f"{tmp_path}/c/router.key:/etc/baton/tls.key:ro",
+        f"{tmp_path}/c/ca.crt:/etc/baton/ca.crt:ro",
+        f"{tmp_path}/k:/etc/baton/keys:ro",
+    ]
+    flags = dict(zip(service["command"][1::2], service["command"][2::2], strict=True))
+    assert flags["--config"] == "/etc/baton/baton.toml"
+    del flags["--config"]
+    told = understood(["router", *(word for pair in flags.items() for word in pair)], {})
+    assert (told.model, told.tls_key, told.api_keys) == tuple(
+        map(Path, ("/models/m", "/etc/baton/tls.key", "/etc/baton/keys"))
+    )
+    assert "https://localhost:8000/readyz" in service["healthcheck"]["test"][-1]
+
+
+def test_gpus_are_asked_for() -> None:
+    services = compose(up(device="cuda"))["services"]
+    devices = services["decode-0"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+    assert "deploy" not in services["router-0"]
+
+
+def test_a_dollar_is_no_variable_of_a_compose_file() -> None:
+    config = up(model_name="m", registry="redis://:pa$word@h")
+    command = compose(config)["services"]["decode-0"]["command"]
+    assert "redis://:pa$$word@h" in command
+
+
+# helm and slurm
+
+
+def test_helm_values_say_what_differs(tmp_path: Path) -> None:
+    config = UpConfig.model_validate(
+        {
+            "prefill": 3,
+            "max_num_seqs": 9,
+            "kv_cache_memory": "40GiB",
+            "device": "cuda",
+            "certs": tmp_path / "c",
+            "api_keys": tmp_path / "k",
+            "model": tmp_path / "m",
+        }
+    )
+    text = helm_files(config, processes(config), "lease_s = 9\n")["values.yaml"]
+    values = yaml.safe_load(text)
+    assert values["prefill"] == {
+        "replicas": 3,
+        "flags": {"device": "cuda", "kv-cache-memory": str(40 << 30), "max-num-seqs": "9"},
+        "gpus": 1,
+    }
+    assert values["router"] == {"replicas": 1}
+    assert values["model"] == {"path": "/models/m", "volume": {"hostPath": {"path": str(tmp_path / "m")}}}
+    assert values["config"] == "lease_s = 9\n"
+    assert "ca.key" not in text
+    assert f"--from-file={tmp_path}/c/node.key" in text
+
+
+def test_a_batch_script_says_the_same() -> None:
+    config = up(
+        prefill=2, decode=3, max_num_seqs=9, drain_s=5, grpc_port=7000, registry="redis://:$x@r/0", cluster="blue"
+    )
+    script = slurm_files(config, processes(config), "/b in/baton")["baton.sbatch"]
+    assert not re.search("@[A-Z_]+@", script)
+    assert "#SBATCH --ntasks=5\n" in script
+    assert "\nnode_flags=(--drain-s 5 --max-num-seqs 9)\n" in script
+    assert "\nrouter_flags=(--grpc-port 7000 --http-port 8000 --drain-s 5)\n" in script
+    assert "${BATON_REGISTRY:-'redis://:$x@r/0'}" in script
+    assert "${BATON_CLUSTER:-blue}" in script
+    assert "\nexport BATON_INSECURE=true\n" in script
+    assert "${BATON:-'/b in/baton'}" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+# the whole
+
+
+@pytest.mark.parametrize("kind", list(Emission))
+def test_what_is_written_is_said(kind: Emission, tmp_path: Path) -> None:
+    written = write(kind, up(), None, tmp_path / "out")
+    assert sorted(written) == sorted((tmp_path / "out").iterdir())
+    assert all(path.read_text() for path in written)
+
+
+@pytest.mark.parametrize("kind", [Emission.COMPOSE, Emission.HELM, Emission.SLURM])
+def test_a_cluster_that_others_reach_needs_protection(kind: Emission, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--certs DIR and --api-keys FILE"):
+        write(kind, UpConfig(), None, tmp_path)
+    assert not list(tmp_path.iterdir())
+    write(Emission.SYSTEMD, UpConfig(), None, tmp_path)
+
+
+def test_a_directory_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="name another one with --emit-dir"):
+        write(Emission.SLURM, up(), None, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [(Emission.COMPOSE, "compose.yaml"), (Emission.SLURM, "slurm/baton.sbatch")]
+)
+def test_the_files_of_the_repository_are_what_is_emitted(kind: Emission, place: str) -> None:
+    """With certificates and keys, and where they usually are."""
+    config = UpConfig.model_validate({"certs": "/etc/baton/tls", "api_keys": "/etc/baton/keys"})
+    if kind is Emission.COMPOSE:
+        (text,) = compose_files(config, processes(config), "").values()
+    else:
+        (text,) = slurm_files(config, processes(config), "/opt/baton/bin/baton").values()
+    assert (ROOT / "deploy" / place).read_text() == text
+
+
+def test_the_chart_knows_all_values_that_are_emitted(tmp_path: Path) -> None:
+    """The schema refuses the rest; that it is the schema of the chart's own values is tested with the chart."""
+    properties = json.loads((ROOT / "deploy/helm/baton/values.schema.json").read_text())["properties"]
+    config = UpConfig.model_validate(
+        {"certs": tmp_path, "api_keys": tmp_path, "registry": "redis://r", "model_name": "m"}
+    )
+    assert set(yaml.safe_load(helm_files(config, processes(config), "x = 1\n")["values.yaml"])) <= set(properties)

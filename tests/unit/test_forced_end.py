@@ -1,0 +1,43 @@
+"""A process that hangs while it ends is gone nevertheless, and one that does not ends at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_HANGS = """
+import threading
+from baton.rpc.forced_end import end_within
+
+end_within(0.01)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+_ENDS = "from baton.rpc.forced_end import end_within; end_within(3600.0)"
+_LEAVES_CYCLES = """
+import sys
+from baton.cli.processes import _be
+
+class Left:
+    def __del__(self):
+        sys.stdout.write("looked at")
+
+def run():
+    left = Left()
+    left.itself = left
+    return 0
+
+_be("n", run, None, 0, None, None)
+"""
+
+
+def test_what_hangs_is_ended_and_what_ends_is_left_alone() -> None:
+    assert subprocess.run([sys.executable, "-c", _HANGS], timeout=60, check=False).returncode == 1
+    assert subprocess.run([sys.executable, "-c", _ENDS], timeout=60, check=False).returncode == 0
+
+
+def test_nobody_looks_through_what_is_left_at_the_end() -> None:
+    """Of a model that is seconds, in which no signal is heard."""
+    done = subprocess.run([sys.executable, "-c", _LEAVES_CYCLES], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, b"")

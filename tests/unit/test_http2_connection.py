@@ -1,0 +1,469 @@
+"""A server's end of an HTTP/2 connection: what peers say, what they may not, and what waits for them to take it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.rpc.http2.connection import Connection, Event, Opened, Received, WasReset, Writable
+from baton.rpc.http2.frames import (
+    ENHANCE_YOUR_CALM,
+    FLOW_CONTROL_ERROR,
+    PREFACE,
+    PROTOCOL_ERROR,
+    STREAM_CLOSED,
+    ConnectionFault,
+)
+from baton.rpc.http2.hpack import write_headers
+from tests.support.http2_frames import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HAS_PRIORITY,
+    HEADERS,
+    PADDED,
+    PING,
+    PRIORITY,
+    PUSH_PROMISE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    sent,
+)
+
+REQUEST = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
+BLOCK = write_headers(REQUEST)
+TRAILERS = b"\x00\x01t\x01v"
+
+
+def grow(stream: int, more: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
+
+
+def opened(stream: int, flags: int = 0) -> bytes:
+    return frame(HEADERS, END_HEADERS | flags, stream, BLOCK)
+
+
+def body_of(data: bytes, stream: int) -> bytes:
+    return b"".join(payload for kind, _, number, payload in sent(data) if kind == DATA and number == stream)
+
+
+def connected(first_window: int | None = None) -> Connection:
+    """Past the greetings."""
+    connection = Connection(8192)
+    settings = b"" if first_window is None else struct.pack(">HI", 4, first_window)
+    assert connection.receive(PREFACE + frame(SETTINGS, 0, 0, settings)) == []
+    connection.take()
+    return connection
+
+
+def fault_of(connection: Connection, data: bytes) -> int:
+    """What these bytes end the connection with; the peer is told."""
+    with pytest.raises(ConnectionFault) as caught:
+        connection.receive(data)
+    *_, (kind, _, _, payload) = sent(connection.take())
+    assert kind == GOAWAY
+    assert int.from_bytes(payload[4:], "big") == caught.value.code
+    return caught.value.code
+
+
+def test_a_request_and_its_answer() -> None:
+    connection = connected()
+    events = connection.receive(opened(1) + frame(DATA, 0, 1, b"ab") + frame(DATA, END_STREAM, 1, b"c"))
+    assert events == [Opened(1, REQUEST, False), Received(1, b"ab", False), Received(1, b"c", True)]
+    connection.send_headers(1, b"h")
+    assert connection.send(1, b"body")
+    connection.finish(1, TRAILERS)
+    assert sent(connection.take()) == [
+        (HEADERS, END_HEADERS, 1, b"h"),
+        (DATA, 0, 1, b"body"),
+        (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS),
+    ]
+    assert connection.num_open == 0
+
+
+def test_greetings_are_answered() -> None:
+    connection = Connection(8192)
+    assert [kind for kind, *_ in sent(connection.take())] == [SETTINGS, WINDOW_UPDATE]
+    connection.receive(PREFACE + frame(SETTINGS, 0, 0) + frame(PING, 0, 0, b"12345678"))
+    assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (PING, ACK, 0, b"12345678")]
+
+
+def test_padding_priorities_and_continuations_are_taken_off() -> None:
+    connection = connected()
+    padded = frame(HEADERS, PADDED | HAS_PRIORITY, 1, b"\x02" + b"\0\0\0\0\x10" + BLOCK[:3] + b"\0\0")
+    rest = frame(CONTINUATION, 0, 1, BLOCK[3:5]) + frame(CONTINUATION, END_HEADERS, 1, BLOCK[5:])
+    assert connection.receive(padded + rest) == [Opened(1, REQUEST, False)]
+    assert connection.receive(frame(DATA, PADDED, 1, b"\x03abc\0\0\0")) == [Received(1, b"abc", False)]
+    assert connection.receive(frame(HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)) == [Received(1, b"", True)]
+
+
+def test_an_answer_before_the_requests_end_tells_the_peer_to_stop() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    connection.finish(1, TRAILERS)
+    assert [kind for kind, *_ in sent(connection.take())] == [HEADERS, RST_STREAM]
+    assert connection.receive(frame(DATA, 0, 1, b"was under way")) == []
+
+
+def test_what_does_not_fit_waits_in_order_with_the_trailers_behind_it() -> None:
+    connection = connected(first_window=10)
+    connection.receive(opened(1, END_STREAM))
+    assert not connection.send(1, b"0123456789abcdef")
+    assert body_of(connection.take(), 1) == b"0123456789"
+    assert not connection.send(1, b"ghij")
+    connection.finish(1, TRAILERS)
+    assert connection.take() == b""
+    assert connection.receive(grow(1, 8)) == []
+    assert body_of(connection.take(), 1) == b"abcdefgh"
+    connection.receive(grow(1, 100))
+    data = connection.take()
+    assert body_of(data, 1) == b"ij"
+    assert sent(data)[-1] == (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)
+    assert connection.num_open == 0
+
+
+def test_what_fits_counts_towards_the_window() -> None:
+    connection = connected(first_window=10)
+    connection.receive(opened(1))
+    assert connection.send(1, b"012345")
+    assert not connection.send(1, b"6789ab")
+    assert body_of(connection.take(), 1) == b"0123456789"
+
+
+def test_who_waits_is_told_once_it_is_out() -> None:
+    connection = connected(first_window=4)
+    connection.receive(opened(1) + opened(3))
+    assert not connection.send(1, b"abcdef")
+    assert connection.send(3, b"abcd"), "another stream's window is its own"
+    assert connection.receive(grow(1, 2)) == [Writable(1)]
+    assert not connection.send(1, b"g")
+    larger = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 5))
+    assert connection.receive(larger) == [Writable(1)], "a new size of all windows counts for those that are open"
+
+
+def test_larger_windows_are_acknowledged_before_they_are_used() -> None:
+    """Until then the peer counts by the old ones, and takes what is beyond them for a fault."""
+    connection = connected(first_window=4)
+    connection.receive(opened(1))
+    connection.send(1, b"abcdef")
+    connection.take()
+    connection.receive(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 100)))
+    assert sent(connection.take()) == [(SETTINGS, ACK, 0, b""), (DATA, 0, 1, b"ef")]
+
+
+def test_the_connections_window_is_shared_by_who_waits_the_longest() -> None:
+    connection = connected(first_window=1 << 20)
+    connection.receive(b"".join(opened(stream) for stream in (1, 3, 5)))
+    assert not connection.send(1, b"x" * 65_536), "one byte more than the window"
+    assert not connection.send(3, b"y" * 10)
+    assert not connection.send(5, b"z" * 10)
+    connection.take()
+    assert connection.receive(grow(0, 16)) == [Writable(1), Writable(3)]
+    assert connection.receive(grow(0, 100)) == [Writable(5)]
+    data = connection.take()
+    assert (body_of(data, 1), body_of(data, 3), body_of(data, 5)) == (b"x", b"y" * 10, b"z" * 10)
+
+
+def test_large_headers_leave_in_such_frames_too() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    connection.send_headers(1, b"h" * 16_384)
+    connection.finish(1, b"t" * 40_000)
+    frames = sent(connection.take())
+    assert [(kind, flags) for kind, flags, *_ in frames[:-1]] == [
+        (HEADERS, END_HEADERS),
+        (HEADERS, END_STREAM),
+        (CONTINUATION, 0),
+        (CONTINUATION, END_HEADERS),
+    ]
+    assert b"".join(payload for *_, payload in frames[1:-1]) == b"t" * 40_000
+
+
+def test_large_bodies_leave_in_frames_of_the_least_size() -> None:
+    connection = connected(first_window=1 << 20)
+    connection.receive(opened(1) + grow(0, 1 << 20))
+    assert connection.send(1, bytes(40_000))
+    assert [len(payload) for *_, payload in sent(connection.take())] == [16_384, 16_384, 7_232]
+
+
+def test_what_is_read_goes_back_to_the_windows() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    given = {0: 16 << 20, 1: 1 << 20}
+    for _ in range(3_000):
+        connection.receive(frame(DATA, 0, 1, bytes(16_384)))
+        for stream in given:
+            given[stream] -= 16_384
+        for kind, _, stream, payload in sent(connection.take()):
+            assert kind == WINDOW_UPDATE
+            given[stream] += int.from_bytes(payload, "big")
+        assert min(given.values()) > 16_384
+
+
+def test_a_reset_ends_one_stream_alone() -> None:
+    connection = connected()
+    connection.receive(opened(1) + opened(3))
+    assert connection.receive(frame(RST_STREAM, 0, 1, struct.pack(">I", 8))) == [WasReset(1)]
+    assert connection.send(1, b"nobody reads this")
+    connection.finish(1, TRAILERS)
+    assert connection.take() == b""
+    assert connection.send(3, b"x")
+    assert connection.num_open == 1
+
+
+def test_an_end_may_come_before_what_waits() -> None:
+    connection = connected(first_window=4)
+    connection.receive(opened(1, END_STREAM))
+    connection.send(1, b"abcdef")
+    connection.end(1, TRAILERS)
+    frames = [(DATA, 0, 1, b"abcd"), (HEADERS, END_HEADERS | END_STREAM, 1, TRAILERS)]
+    assert sent(connection.take()) == frames
+    assert connection.receive(grow(1, 100)) == []
+    connection.end(1, TRAILERS)
+    assert connection.take() == b""
+
+
+def test_a_fault_of_one_stream_costs_no_other() -> None:
+    connection = connected()
+    connection.receive(opened(1, END_STREAM) + opened(3))
+    assert connection.receive(frame(DATA, 0, 1, b"more")) == [WasReset(1)]
+    assert connection.receive(grow(3, 0)) == [WasReset(3)]
+    assert [(kind, stream) for kind, _, stream, _ in sent(connection.take())] == [(RST_STREAM, 1), (RST_STREAM, 3)]
+    assert connection.receive(opened(5)) == [Opened(5, REQUEST, False)]
+
+
+def test_headers_that_are_too_large_are_told_and_cost_no_other() -> None:
+    connection = connected()
+    large = write_headers([("x", "y" * 9000)])
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, large)) == [Opened(1, None, False)]
+    assert connection.receive(opened(3)) == [Opened(3, REQUEST, False)]
+
+
+def test_who_leaves_takes_nothing_new_and_ends_what_is_open() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    connection.leave()
+    assert connection.receive(opened(3)) == []
+    assert connection.send(1, b"x")
+    frames = sent(connection.take())
+    assert [kind for kind, *_ in frames] == [GOAWAY, RST_STREAM, DATA]
+    assert frames[0][3] == struct.pack(">II", 1, 0), "nothing behind stream 1 was looked at"
+    assert frames[1][2:] == (3, struct.pack(">I", 7)), "so it may be tried elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (frame(DATA, 0, 1, b"x"), PROTOCOL_ERROR),
+        (frame(HEADERS, END_HEADERS, 2, BLOCK), PROTOCOL_ERROR),
+        (frame(PUSH_PROMISE, 0, 1, b"\0\0\0\x02"), PROTOCOL_ERROR),
+        (frame(CONTINUATION, END_HEADERS, 1, BLOCK), PROTOCOL_ERROR),
+        (frame(HEADERS, 0, 1, BLOCK) + frame(PING, 0, 0, bytes(8)), PROTOCOL_ERROR),
+        (frame(HEADERS, END_HEADERS | PADDED, 1, b"\x09abc"), PROTOCOL_ERROR),
+        (frame(HEADERS, END_HEADERS, 1, b"\x80"), 9),
+        (frame(HEADERS, 0, 1, BLOCK) + frame(CONTINUATION, 0, 1), ENHANCE_YOUR_CALM),
+        (frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, bytes(16_384)) * 3, ENHANCE_YOUR_CALM),
+        (frame(PING, 0, 0, b"short"), 6),
+        (frame(SETTINGS, 0, 0, b"abc"), 6),
+        (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31)), FLOW_CONTROL_ERROR),
+        (grow(0, 0), PROTOCOL_ERROR),
+        (grow(0, (1 << 31) - 1), FLOW_CONTROL_ERROR),
+        (frame(RST_STREAM, 0, 7, bytes(4)), PROTOCOL_ERROR),
+        (b"\x00\x40\x01" + frame(DATA, 0, 1)[3:], 6),
+    ],
+)
+def test_a_fault_against_all_streams_ends_the_connection(data: bytes, code: int) -> None:
+    assert fault_of(connected(), data) == code
+
+
+def test_who_does_not_greet_is_no_client() -> None:
+    assert fault_of(Connection(8192), b"GET / HTTP/1.1\r\n") == PROTOCOL_ERROR
+    assert fault_of(Connection(8192), PREFACE + frame(PING, 0, 0, bytes(8))) == PROTOCOL_ERROR
+
+
+def test_who_asks_and_reads_no_answers_is_cut() -> None:
+    connection = connected()
+    for _ in range(100):
+        connection.receive(frame(PING, 0, 0, bytes(8)) * 1_000)
+        connection.take()
+    assert fault_of(connection, frame(PING, 0, 0, bytes(8)) * 1_001) == ENHANCE_YOUR_CALM
+
+
+def test_who_opens_streams_only_to_reset_them_is_cut() -> None:
+    connection = connected()
+    pairs = [opened(s, END_STREAM) + frame(RST_STREAM, 0, s, bytes(4)) for s in range(1, 6_001, 2)]
+    assert fault_of(connection, b"".join(pairs)) == ENHANCE_YOUR_CALM
+
+
+def test_who_also_reads_answers_may_reset_many() -> None:
+    connection = connected()
+    for stream in range(1, 12_001, 2):
+        connection.receive(opened(stream, END_STREAM))
+        if stream % 3:
+            connection.receive(frame(RST_STREAM, 0, stream, bytes(4)))
+        else:
+            connection.finish(stream, TRAILERS)
+        connection.take()
+    assert connection.num_open == 0
+
+
+CONVERSATION = (
+    PREFACE
+    + frame(SETTINGS, 0, 0, struct.pack(">HIHI", 4, 70_000, 5, 16_384))
+    + opened(1)
+    + frame(DATA, PADDED, 1, b"\x02abc\0\0")
+    + frame(HEADERS, 0, 3, BLOCK[:4])
+    + frame(CONTINUATION, END_HEADERS, 3, BLOCK[4:])
+    + frame(PING, 0, 0, bytes(8))
+    + grow(0, 5_000)
+    + frame(RST_STREAM, 0, 3, bytes(4))
+    + frame(0xEE, 0xFF, 5, b"of a later version")
+    + frame(DATA, END_STREAM, 1, b"def")
+)
+
+
+@given(st.lists(st.integers(0, len(CONVERSATION)), max_size=6))
+def test_where_bytes_are_cut_changes_nothing(cuts: Sequence[int]) -> None:
+    whole, cut = Connection(8192), Connection(8192)
+    events: list[Event] = []
+    places = [0, *sorted(cuts), len(CONVERSATION)]
+    for start, stop in pairwise(places):
+        events += cut.receive(CONVERSATION[start:stop])
+    assert events == list(whole.receive(CONVERSATION))
+    assert cut.take() == whole.take()
+
+
+FRAMES = st.builds(
+    frame, st.integers(0, 11), st.integers(0, 255), st.integers(0, 9), st.one_of(st.binary(max_size=40), st.just(BLOCK))
+)
+
+
+@given(st.lists(FRAMES, max_size=12), st.data())
+def test_nothing_that_a_peer_says_is_more_than_a_fault(frames: list[bytes], data: st.DataObject) -> None:
+    connection = connected()
+    open_streams: set[int] = set()
+    for one in frames:
+        try:
+            events = connection.receive(one)
+        except ConnectionFault:
+            break
+        for event in events:
+            if isinstance(event, Opened):
+                open_streams.add(event.stream)
+            elif isinstance(event, WasReset):
+                open_streams.discard(event.stream)
+        for stream in sorted(open_streams):
+            if data.draw(st.booleans()):
+                connection.send(stream, b"some")
+            if data.draw(st.booleans()):
+                connection.finish(stream, TRAILERS)
+                open_streams.discard(stream)
+    sent(connection.take())
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        frame(DATA, 0, 1),
+        frame(DATA, PADDED, 1, b"\x03\0\0\0"),
+        frame(PRIORITY, 0, 3, bytes(5)),
+        frame(0xEE, 0, 0),
+        frame(PING, ACK, 0, bytes(8)),
+        frame(GOAWAY, 0, 0, bytes(8)),
+        frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1)),
+    ],
+    ids=["empty", "padding", "priority", "unknown", "answers", "farewells", "settings"],
+)
+def test_who_sends_nothing_but_frames_for_nothing_is_cut(useless: bytes) -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    for _ in range(5):
+        connection.receive(useless * 900)
+        connection.take()
+    assert fault_of(connection, useless * 1_001) == ENHANCE_YOUR_CALM
+
+
+def test_a_new_size_of_all_windows_costs_what_there_are_streams() -> None:
+    connection = connected()
+    connection.receive(b"".join(opened(stream) for stream in range(1, 20_001, 2)))
+    one_frame = frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", 4, size) for size in range(2_000)))
+    connection.receive(one_frame)
+    connection.take()
+    smaller, larger = (frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)) for size in (1, 2))
+    assert fault_of(connection, (smaller + larger) * 10) == ENHANCE_YOUR_CALM
+
+
+def test_who_makes_us_reset_its_streams_is_cut_as_well() -> None:
+    """CVE-2025-8671: a stream that is broken on purpose costs as much as one that is reset."""
+    connection = connected()
+    pairs = [opened(stream, END_STREAM) + grow(stream, 0) for stream in range(1, 4_003, 2)]
+    for pair in pairs[:-1]:
+        connection.receive(pair)
+        connection.take()
+    assert fault_of(connection, pairs[-1]) == ENHANCE_YOUR_CALM
+
+
+def test_answers_that_are_not_taken_count_as_open_streams() -> None:
+    connection = connected()
+    for stream in range(1, 20_001, 2):
+        connection.receive(opened(stream, END_STREAM))
+        connection.finish(stream, TRAILERS)
+    assert connection.receive(opened(20_001)) == [], "refused"
+    connection.take()
+    assert connection.receive(opened(20_003)) == [Opened(20_003, REQUEST, False)]
+
+
+def test_what_is_said_of_a_stream_that_was_left_counts_for_nothing() -> None:
+    """The peer could not know yet: after an answer before its end, a refusal, a fault."""
+    connection = connected()
+    connection.receive(opened(1) + opened(3) + opened(5))
+    connection.finish(1, TRAILERS)
+    connection.end(3, TRAILERS)
+    connection.receive(grow(5, 0))
+    connection.leave()
+    connection.receive(opened(7))
+    late = [frame(DATA, 0, s, b"x") + grow(s, 1) + frame(HEADERS, 5, s, TRAILERS) for s in (1, 3, 5, 7)]
+    assert connection.receive(b"".join(late)) == []
+
+
+def test_so_it_does_when_many_were_left_since() -> None:
+    connection = connected()
+    for stream in range(1, 4_001, 2):
+        connection.receive(opened(stream))
+        connection.finish(stream, TRAILERS)
+    assert connection.receive(frame(DATA, 0, 1, b"x") + frame(DATA, 0, 3_999, b"x")) == []
+
+
+def test_who_goes_on_with_what_it_ended_is_cut() -> None:
+    connection = connected()
+    connection.receive(opened(1, END_STREAM))
+    connection.finish(1, TRAILERS)
+    assert fault_of(connection, frame(DATA, 0, 1, b"x")) == STREAM_CLOSED
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1e3", "1" * 19])
+def test_a_length_that_is_none_breaks_the_stream(length: str) -> None:
+    connection = connected()
+    block = write_headers([*REQUEST, ("content-length", length)])
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, block)) == [WasReset(1)]
+
+
+def test_a_body_is_as_long_as_it_was_announced() -> None:
+    connection = connected()
+    for stream, data in ((1, b"abc"), (3, b"ab"), (5, b"abcd")):
+        block = write_headers([*REQUEST, ("content-length", "3")])
+        connection.receive(frame(HEADERS, END_HEADERS, stream, block))
+        (event,) = connection.receive(frame(DATA, END_STREAM, stream, data))
+        assert isinstance(event, Received) == (stream == 1)
+    twice = write_headers([*REQUEST, ("content-length", "3"), ("content-length", "4")])
+    assert connection.receive(frame(HEADERS, END_HEADERS, 7, twice)) == [WasReset(7)]

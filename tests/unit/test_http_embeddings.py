@@ -1,0 +1,161 @@
+"""/v1/embeddings over a scripted core: what goes in, what comes out, and what is said when it goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
+from baton.rpc.messages import Finished
+from router.http.fake_handler import FakeCall
+from tests.support.http_rig import CARD, HttpRig, finished
+from tests.support.router_parts import MODEL
+
+PATH = "/v1/embeddings"
+
+
+def embedded(*numbers: float) -> Finished:
+    return replace(finished("stop", 0), embedding=struct.pack(f"<{len(numbers)}f", *numbers))
+
+
+async def test_one_text() -> None:
+    rig = HttpRig()
+    asked = {"input": "ab", "model": MODEL, "priority": 4, "cache_salt": "s", "user": "me", "dimensions": 2}
+    exchange = rig.post(PATH, asked, {"x-request-id": "mine", "traceparent": "t", "x-request-timeout-ms": "2000"})
+    call = await rig.called()
+    request = call.request
+    assert request is not None
+    assert (request.prompt, request.embeds, request.priority, request.cache_salt) == ("ab", True, 4, "s")
+    assert (request.request_id, request.traceparent) == ("mine", "t")
+    assert call.timeout_s == pytest.approx(2.0, abs=1.0)
+    call.tell(embedded(0.6, -0.8))
+    await exchange.end()
+    assert (exchange.status, exchange.headers["x-request-id"]) == (200, "mine")
+    assert exchange.headers["baton-decode-node"] == "d1"
+    vector = exchange.json["data"][0]["embedding"]
+    assert struct.pack("<2f", *vector) == struct.pack("<2f", 0.6, -0.8)
+    assert exchange.json == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": vector}],
+        "model": MODEL,
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+
+
+async def test_several_come_in_their_order_as_base64() -> None:
+    rig = HttpRig()
+    exchange = rig.post(PATH, {"input": [[1], [2, 3]], "encoding_format": "base64"}, {"x-request-id": "mine"})
+    calls = [await rig.called(), await rig.called()]
+    assert [call.request.prompt for call in calls if call.request] == [[1], [2, 3]]
+    assert [call.request_id for call in calls] == ["mine-0", "mine-1"]
+    for number, call in reversed(list(enumerate(calls))):
+        call.tell(embedded(number, 0.5))
+    data = (await exchange.end()).json["data"]
+    assert [one["index"] for one in data] == [0, 1]
+    assert [base64.b64decode(one["embedding"]) for one in data] == [struct.pack("<2f", n, 0.5) for n in (0, 1)]
+    assert exchange.json["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+
+
+@pytest.mark.parametrize(("most", "at_once"), [(None, 32), (3, 3), (100, 32)])
+async def test_so_many_inputs_run_at_once(most: int | None, at_once: int) -> None:
+    rig = HttpRig()
+    rig.handler.most = most
+    exchange = rig.post(PATH, {"input": [[number] for number in range(1, 41)]})
+    calls: list[FakeCall] = [await rig.called() for _ in range(at_once)]
+    for number in range(40):
+        assert rig.handler.calls.empty(), f"{number} are done"
+        calls[number].tell(embedded(number, 0))
+        if len(calls) < 40:
+            calls.append(await rig.called())
+    data = (await exchange.end()).json["data"]
+    assert [one["embedding"][0] for one in data] == list(range(40))
+
+
+async def test_one_that_fails_fails_the_call_and_ends_the_others() -> None:
+    for error, status, param in (
+        (InvalidRequest("prompt", "is bad"), 400, "input[1]"),
+        (QuotaExceeded("2 run"), 429, None),
+        (EngineFault("broken"), 500, None),
+    ):
+        rig = HttpRig()
+        exchange = rig.post(PATH, {"input": ["a", "b", "c"]})
+        first, second, third = [await rig.called() for _ in range(3)]
+        first.tell(embedded(1, 0))
+        second.tell(error)
+        await exchange.end()
+        assert (exchange.status, exchange.error["param"]) == (status, param)
+        await third.is_closed.wait()
+
+
+async def test_who_leaves_ends_it_all() -> None:
+    rig = HttpRig()
+    exchange = rig.post(PATH, {"input": ["a", "b"]})
+    calls = [await rig.called() for _ in range(2)]
+    exchange.leave()
+    await asyncio.gather(*(call.is_closed.wait() for call in calls))
+
+
+async def test_dimensions_are_compared_with_the_vector_where_no_node_has_told_them() -> None:
+    for dimensions, status in ((2, 200), (1, 400)):
+        rig = HttpRig(card=replace(CARD, embedding_size=0))
+        exchange = rig.post(PATH, {"input": "a", "dimensions": dimensions})
+        (await rig.called()).tell(embedded(0.6, -0.8))
+        await exchange.end()
+        assert exchange.status == status
+    assert (exchange.error["param"], "must be 2" in exchange.error["message"]) == ("dimensions", True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "story"),
+    [
+        ({}, "input", "required"),
+        ({"input": ""}, "input", "is empty"),
+        ({"input": []}, "input", "is empty"),
+        ({"input": None}, "input", "must be"),
+        ({"input": ["a", ""]}, "input", "number 1"),
+        ({"input": [[1], []]}, "input", "number 1"),
+        ({"input": ["a", [1]]}, "input", "must be"),
+        ({"input": [1, "a"]}, "input", "must be"),
+        ({"input": [1, True]}, "input", "must be"),
+        ({"input": [[1.0]]}, "input", "must be"),
+        ({"input": {"a": 1}}, "input", "must be"),
+        ({"input": ["a"] * 257}, "input", "at most 256"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "float"),
+        ({"input": "a", "dimensions": 1}, "dimensions", "must be 2"),
+        ({"input": "a", "dimension": 2}, "dimension", "did you mean dimensions"),
+        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not served"),
+        ({"input": "a", "normalize": False}, "normalize", "True"),
+        ({"input": "a", "priority": "x"}, "priority", "integer"),
+        ({"input": "a", "request_id": "another"}, "request_id", "x-request-id"),
+    ],
+)
+async def test_what_can_not_be_meant_is_refused_by_name(body: dict[str, object], param: str, story: str) -> None:
+    rig = HttpRig()
+    exchange = await rig.post(PATH, body).end()
+    assert (exchange.status, exchange.error["param"]) == (400, param)
+    assert story in exchange.error["message"]
+    assert rig.handler.calls.empty()
+
+
+async def test_another_model_is_not_found() -> None:
+    exchange = await HttpRig().post(PATH, {"input": "a", "model": "another"}).end()
+    assert (exchange.status, exchange.error["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("field", "name"), [("prompt", "input"), ("priority", "priority")])
+async def test_what_the_core_refuses_is_named_as_the_client_does(field: str, name: str) -> None:
+    rig = HttpRig()
+    exchange = rig.post(PATH, {"input": "a"})
+    (await rig.called()).tell(InvalidRequest(field, "is bad"))
+    assert (await exchange.end()).error["param"] == name
+
+
+async def test_an_answer_without_a_vector_is_a_fault_of_ours() -> None:
+    rig = HttpRig()
+    exchange = rig.post(PATH, {"input": "a"})
+    (await rig.called()).tell(finished())
+    assert (await exchange.end()).status == 500

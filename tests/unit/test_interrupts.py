@@ -1,0 +1,53 @@
+"""A Ctrl-C that comes in between is heard afterwards."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from baton.cli.interrupts import interrupts_held
+
+
+@pytest.mark.parametrize("numbers", [(), (signal.SIGINT, signal.SIGTERM)])
+def test_it_is_held_until_both_are_done(numbers: tuple[signal.Signals, ...]) -> None:
+    handlers = [signal.getsignal(number) for number in numbers]
+    done = []
+
+    def both() -> None:
+        with interrupts_held(*numbers):
+            done.append("the first")
+            signal.raise_signal(numbers[-1] if numbers else signal.SIGINT)
+            done.append("the second")
+
+    with pytest.raises(KeyboardInterrupt):
+        both()
+    assert done == ["the first", "the second"]
+    assert [signal.getsignal(number) for number in numbers] == handlers
+
+
+def test_nothing_is_raised_where_nothing_came() -> None:
+    with interrupts_held():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_what_goes_wrong_inside_is_told_first() -> None:
+    def fails() -> None:
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("no process")
+
+    with pytest.raises(OSError, match="no process"):
+        fails()

@@ -1,0 +1,107 @@
+"""API keys: what the file holds, who a key is, and that a running process sees a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError, Unauthenticated
+from baton.security.keys import KeyRing, bearer, new_key, read_keys, write_keys
+from baton.security.matrix import CallerRole
+from baton.security.pages import key_in
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def add(file: Path, tenant: str = "acme", role: CallerRole = CallerRole.CLIENT, most: int | None = None) -> str:
+    key, entry = new_key(tenant, role, "2026-01-02", most)
+    write_keys(file, [*(read_keys(file) if file.exists() else ()), entry])
+    return key
+
+
+def test_the_file_has_hashes_and_is_its_owners_alone(file: Path) -> None:
+    key = add(file)
+    assert key not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert len(key) > 43
+    assert key != add(file)
+
+
+def test_a_key_is_its_tenant_and_its_role(file: Path) -> None:
+    client, operator = add(file, "acme", most=3), add(file, "ops", CallerRole.OPERATOR)
+    ring = KeyRing(file)
+    found = ring.caller(client, 0.0)
+    assert (found.tenant, found.role, found.max_concurrent) == ("acme", CallerRole.CLIENT, 3)
+    assert ring.caller(operator, 0.0).role is CallerRole.OPERATOR
+    assert found.key_id == read_keys(file)[0].sha256[:8]
+    for wrong in ("", client[:-1], client + "x", client.upper(), read_keys(file)[0].sha256, "\ud800", "ß"):
+        with pytest.raises(Unauthenticated):
+            ring.caller(wrong, 0.0)
+
+
+def test_a_change_of_the_file_is_seen_within_a_second(file: Path) -> None:
+    first = add(file)
+    ring = KeyRing(file)
+    ring.caller(first, 10.0)
+    second = add(file, "other")
+    with pytest.raises(Unauthenticated):
+        ring.caller(second, 10.5)
+    assert ring.caller(second, 11.0).tenant == "other"
+    write_keys(file, read_keys(file)[1:])
+    with pytest.raises(Unauthenticated):
+        ring.caller(first, 12.0)
+    assert ring.caller(second, 12.0).tenant == "other"
+
+
+def test_a_file_that_cannot_be_read_any_more_shuts_nobody_out(file: Path) -> None:
+    key = add(file)
+    ring = KeyRing(file)
+    file.write_text("{")
+    assert ring.caller(key, 10.0).tenant == "acme"
+    os.unlink(file)
+    assert ring.caller(key, 20.0).tenant == "acme"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 2}, "version"),
+        ({"keys": 1}, "no file of keys"),
+        ({"keys": [{}]}, "has the fields"),
+        ({"role": "router"}, "no key makes anybody a router"),
+        ({"role": "king"}, "king"),
+        ({"sha256": "ab"}, "another length"),
+        ({"max_concurrent": 0}, "max_concurrent"),
+        ({"tenant": "Acme Inc."}, "tenant"),
+        ({"tenant": "a/b"}, "tenant"),
+        ({"tenant": ""}, "tenant"),
+        ({"extra": 1}, "has the fields"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_its_name(file: Path, change: dict[str, object], said: str) -> None:
+    add(file)
+    content = json.loads(file.read_text())
+    (content if {"version", "keys"} & set(change) else content["keys"][0]).update(change)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=said):
+        KeyRing(file)
+
+
+def test_no_file(file: Path) -> None:
+    with pytest.raises(ConfigError, match="baton keys add"):
+        KeyRing(file)
+
+
+def test_how_a_key_is_sent() -> None:
+    assert bearer("Bearer k") == bearer("bearer  k ") == "k"
+    assert bearer("Basic k") == bearer("k") == bearer("") == ""
+    assert key_in("Basic eDpr") == "k"
+    assert key_in("Basic !") == key_in("Basic /w==") == ""

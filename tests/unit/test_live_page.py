@@ -1,0 +1,131 @@
+"""What the live page shows, and how it is handed out: one picture for all, none for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from baton.errors import Overloaded
+from baton.rpc.messages import ClusterStatus
+from baton.rpc.steering import ClusterEvent
+from router.http.live import MAX_VIEWERS, LiveFeed
+from router.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, picture
+from tests.support.live_cluster_page import node, row
+
+
+def drawn(**changed: object) -> dict[str, object]:
+    parts: dict[str, object] = {
+        "status": ClusterStatus("c", "ok", "", [node("d0", "decode"), node("p0", "prefill"), node("r0", "router")]),
+        "running": [row("a")],
+        "ended": [],
+        "events": [],
+        "totals": {"running": 1},
+        "router": "r0",
+        "wall": 5.0,
+    }
+    return picture(**{**parts, **changed})  # type: ignore[arg-type]
+
+
+def test_routers_come_first_and_then_the_baton_s_way() -> None:
+    nodes = drawn()["nodes"]
+    assert isinstance(nodes, list)
+    assert [each["name"] for each in nodes] == ["r0", "p0", "d0"]
+
+
+def test_a_pair_counts_what_it_handed_over_of_late() -> None:
+    ended = [
+        row("b", kv_bytes=7),
+        row("c", prefill_node="p1", kv_bytes=3),
+        row("old", age_s=RECENT_S + 1, kv_bytes=100),
+    ]
+    alone = row("alone", prefill_node="")
+    assert drawn(ended=[*ended, alone])["pairs"] == [
+        {"prefill": "p0", "decode": "d0", "requests": 2, "bytes": 7},
+        {"prefill": "p1", "decode": "d0", "requests": 1, "bytes": 3},
+    ]
+
+
+def test_it_is_bounded_and_the_latest_event_comes_first() -> None:
+    events = [ClusterEvent(n, float(n), "Warning", "NodeLost", f"n{n}") for n in range(100)]
+    ended = [row(f"r{n}") for n in range(100)]
+    found = json.loads(json.dumps(drawn(ended=ended, events=events)))
+    assert [event["subject"] for event in found["events"]] == [f"n{99 - n}" for n in range(MAX_EVENTS)]
+    assert [request["id"] for request in found["ended"]] == [f"r{n}" for n in range(MAX_ENDED)]
+
+
+class Pictures:
+    """Numbers, counted."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> bytes:
+        self.made += 1
+        return b"%d" % self.made
+
+
+async def _first(feed: LiveFeed) -> tuple[AsyncGenerator[bytes, None], bytes]:
+    pictures = feed.follow()
+    assert isinstance(pictures, AsyncGenerator)
+    return pictures, await anext(pictures)
+
+
+async def test_all_viewers_share_a_picture_and_who_comes_later_waits_for_none() -> None:
+    pictures = Pictures()
+    feed = LiveFeed(pictures, every_s=3600)
+    viewers = [await _first(feed) for _ in range(3)]
+    assert ([seen for _, seen in viewers], pictures.made, feed.num_viewers) == ([b"1"] * 3, 1, 3)
+    for viewer, _ in viewers:
+        await viewer.aclose()
+    assert feed.num_viewers == 0
+
+
+async def test_who_is_slow_misses_pictures_and_nobody_draws_for_nobody() -> None:
+    pictures = Pictures()
+    feed = LiveFeed(pictures, every_s=0)
+    viewer, _ = await _first(feed)
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert int(await anext(viewer)) == pictures.made > 10
+    await viewer.aclose()
+    made = pictures.made
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert pictures.made == made
+
+
+async def test_a_picture_that_fails_is_missed_and_the_next_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    pictures = Pictures()
+
+    def draw() -> bytes:
+        if pictures() == b"2":
+            raise RuntimeError("of this second alone")
+        return b"%d" % pictures.made
+
+    viewer, first = await _first(LiveFeed(draw, every_s=0))
+    assert (first, await anext(viewer)) == (b"1", b"3")
+    assert "of this second alone" in caplog.text
+    await viewer.aclose()
+
+
+async def test_too_many_viewers_are_refused() -> None:
+    feed = LiveFeed(Pictures(), every_s=3600)
+    viewers = [await _first(feed) for _ in range(MAX_VIEWERS)]
+    with pytest.raises(Overloaded):
+        await _first(feed)
+    assert feed.num_viewers == MAX_VIEWERS
+    for viewer, _ in viewers:
+        await viewer.aclose()
+
+
+async def test_a_closed_feed_ends_for_everybody() -> None:
+    feed = LiveFeed(Pictures(), every_s=3600)
+    viewer, _ = await _first(feed)
+    rest = asyncio.create_task(anext(viewer, b"over"))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    feed.close()
+    assert await rest == b"over"
+    assert feed.num_viewers == 0

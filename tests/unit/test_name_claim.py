@@ -1,0 +1,87 @@
+"""One name, one node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
+from baton.node.name_claim import Asks, require_first, require_free_name
+from baton.registry import NodeRecord
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from tests.support.router_parts import prefill, record_of
+
+LEASE_S = 0.05
+OLD = replace(record_of(prefill(run=1), started_at=1.0), lease_s=LEASE_S)
+NEW = replace(record_of(prefill(run=2), started_at=2.0), lease_s=LEASE_S)
+
+
+def answers(said: Mapping[str, str | BatonError]) -> Asks:
+    """What comes from each address."""
+
+    async def asks(record: NodeRecord) -> str:
+        answer = said.get(record.address, Unreachable("nobody there"))
+        if isinstance(answer, BatonError):
+            raise answer
+        return answer
+
+    return asks
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+async def test_a_name_that_nobody_has_is_free(store: MemoryStore) -> None:
+    registry = MemoryRegistry(store, "c")
+    await registry.lease(record_of(prefill("another")))
+    await require_free_name(registry, "p1", answers({}))
+    await registry.close()
+
+
+@pytest.mark.parametrize("said", [Unreachable("refused"), "somebody.else"])
+async def test_a_record_whose_process_is_gone_stands_in_nobodys_way(store: MemoryStore, said: str | BatonError) -> None:
+    registry = MemoryRegistry(store, "c")
+    await registry.lease(OLD)
+    await require_free_name(registry, "p1", answers({OLD.address: said}))
+    await registry.close()
+
+
+async def test_the_second_of_a_name_is_told_who_has_it(store: MemoryStore) -> None:
+    registry = MemoryRegistry(store, "c")
+    await registry.lease(OLD)
+    with pytest.raises(
+        ConfigError, match=r"the name p1 is taken: p1\.1 at 127\.0\.0\.1:\d+ \(pid \d+\) lives; .*--node-id"
+    ):
+        await require_free_name(registry, "p1", answers({OLD.address: "p1.1"}))
+    await registry.close()
+
+
+@pytest.mark.parametrize("said", [DeadlineExceeded("silent"), PermissionDenied("not you")])
+async def test_who_does_not_say_lives_if_it_renews_its_record(store: MemoryStore, said: BatonError) -> None:
+    registry, asks = MemoryRegistry(store, "c"), answers({OLD.address: said})
+    lease = await registry.lease(OLD)
+    with pytest.raises(ConfigError, match="is taken"):
+        await require_free_name(registry, "p1", asks)
+    await lease.abandon()
+    await require_free_name(registry, "p1", asks)
+    await registry.close()
+
+
+async def test_of_two_that_start_at_once_the_later_gives_way(store: MemoryStore) -> None:
+    registry = MemoryRegistry(store, "c")
+    await registry.lease(OLD)
+    await registry.lease(NEW)
+    both = answers({OLD.address: "p1.1", NEW.address: "p1.2"})
+    await require_first(registry, OLD, both)
+    with pytest.raises(ConfigError, match=r"p1\.1 at"):
+        await require_first(registry, NEW, both)
+    await require_first(registry, NEW, answers({NEW.address: "p1.2"}))
+    store.stop()
+    await require_first(registry, NEW, both)
+    with pytest.raises(ConfigError, match="does not answer"):
+        await require_free_name(registry, "p1", both)
+    await registry.close()

@@ -1,0 +1,77 @@
+"""A node's steps on the harness's clock: ages at the answers, whatever the node's clock shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.nodes.timeline import Interval, NodeTimeline, moves_of, stretches
+from baton.ids import AttemptKey
+from baton.rpc.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
+
+KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)
+NODE_S = 5000.0
+"""What the node's clock is ahead of the harness's, which nobody knows."""
+
+
+def step(seq: int, ended_s: float, step_ms: float, prefill: int, decodes: int) -> TraceStep:
+    return TraceStep(seq, int((NODE_S + ended_s) * 1e9), StepFigures(step_ms, prefill, decodes, 0), True)
+
+
+def event(seq: int, at_s: float, name: str, key: AttemptKey = KEY, value: int = 0) -> TraceEvent:
+    return TraceEvent(seq, int((NODE_S + at_s) * 1e9), name, key, value)
+
+
+def answer(at_s: float, *steps: TraceStep, events: tuple[TraceEvent, ...] = ()) -> NodeTrace:
+    return NodeTrace(int((NODE_S + at_s) * 1e9), events, steps)
+
+
+def test_steps_are_placed_by_the_answer_that_came_fastest() -> None:
+    timeline = NodeTimeline()
+    timeline.skip(answer(9.0, step(1, 8.5, 10, 4, 0)))
+    assert (timeline.after, timeline.steps_after) == (0, 1)
+    timeline.add(10.4, answer(10.0, step(2, 9.9, 100, 16, 0)))  # this one took 0.4 s
+    timeline.add(11.001, answer(11.0, step(3, 10.1, 200, 16, 2), step(4, 10.2, 100, 0, 2)))
+    timeline.add(12.2, answer(12.0))
+    assert [one.ended_s for one in timeline.steps] == pytest.approx([9.901, 10.101, 10.201])
+    assert [one.kind for one in timeline.steps] == ["prefill", "mixed", "decode"]
+    assert timeline.steps_after == 4
+    shares = timeline.busy(10.001, 10.201)
+    assert shares == pytest.approx({"mixed": 0.5, "decode": 0.5}, rel=1e-3)
+    assert timeline.rows(9.0)[0] == [pytest.approx(0.801), pytest.approx(0.901), "prefill", 16]
+
+
+def test_another_incarnation_has_a_clock_and_numbers_of_its_own() -> None:
+    timeline = NodeTimeline()
+    timeline.add(10.0, answer(10.0, step(7, 9.9, 100, 16, 0)))
+    assert timeline.steps[0].ended_s == pytest.approx(9.9)
+    timeline.restart()
+    assert timeline.steps_after == 0
+    timeline.add(20.0, NodeTrace(int(3e9), [], [TraceStep(1, int(2e9), StepFigures(50.0, 4, 0, 0), False)]))
+    assert [one.ended_s for one in timeline.steps] == pytest.approx([9.9, 19.0])
+
+
+def test_reads_are_from_their_begin_to_their_end() -> None:
+    events = (
+        event(1, 1.0, "read_started"),
+        event(2, 1.1, "read_started", OTHER),
+        event(3, 1.2, "read_started"),
+        event(4, 1.3, "read_done", KEY, 100),
+        event(5, 1.4, "read_done", OTHER, 200),
+        event(6, 1.5, "kv_arrived", OTHER, 200),
+        event(7, 1.6, "read_done", KEY, 300),
+        event(8, 1.7, "read_done", KEY, 400),
+    )
+    moves = moves_of(events, -NODE_S)
+    assert [(move.began_s, move.ended_s, move.num_bytes) for move in moves] == [
+        *((pytest.approx(1.0), pytest.approx(1.3), 100), (pytest.approx(1.1), pytest.approx(1.4), 200)),
+        (pytest.approx(1.2), pytest.approx(1.6), 300),
+    ]
+
+
+def test_many_decode_steps_become_a_stretch_each() -> None:
+    steps = [Interval(n * 0.01, n * 0.01 + 0.0095, "decode", 2) for n in range(5)]
+    steps += [Interval(0.05, 0.06, "mixed", 9), Interval(0.06, 0.07, "decode", 2), Interval(0.5, 0.6, "decode", 1)]
+    assert stretches(steps) == [
+        *(Interval(0.0, 0.0495, "decode", 10), Interval(0.05, 0.06, "mixed", 9)),
+        *(Interval(0.06, 0.07, "decode", 2), Interval(0.5, 0.6, "decode", 1)),
+    ]

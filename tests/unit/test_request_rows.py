@@ -1,0 +1,92 @@
+"""Requests as a list of operators has them, from the queue to the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.cli.requests import page
+from baton.engine.request import Leg
+from baton.rpc.messages import Outcome, StageTimings
+from baton.rpc.request_rows import RequestRow, row_from_pb, row_to_pb
+from router.request_rows import ended_rows, running_rows
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import RouterRig, router_rig
+
+
+def rows(rig: RouterRig) -> list[RequestRow]:
+    now = rig.timers.monotonic()
+    dispatcher = rig.dispatcher
+    return [
+        *running_rows(dispatcher.runs(), "r0", now),
+        *ended_rows(dispatcher.timelines.latest(), "r0", now),
+    ]
+
+
+async def test_a_request_passes_the_baton() -> None:
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        reader = rig.ask(request_id="a", max_tokens=3)
+        first, second = await rig.submitted("p1"), await rig.submitted("d1")
+        assert (first.leg, second.leg) == (Leg.PREFILL, Leg.DECODE)
+        (row,) = rows(rig)
+        assert (row.state, row.prefill_node, row.decode_node) == ("Prefilling", "p1", "d1")
+        assert (row.prompt_tokens, row.output_tokens, row.ttft_ms, row.total_ms) == (5, 0, None, None)
+        rig.timers.advance(2.0)
+        rig.tell("p1", first.attempt, 0, "x", Outcome.HANDED_OFF)
+        await reader.tokens_read(1)
+        (row,) = rows(rig)
+        assert (row.state, row.age_s, row.ttft_ms, row.output_tokens) == ("Transferring", 2.0, 2000.0, 1)
+        rig.tell("d1", second.attempt, 1, "y")
+        await reader.tokens_read(2)
+        assert [(row.state, row.output_tokens) for row in rows(rig)] == [("Decoding", 2)]
+        rig.timers.advance(1.0)
+        rig.tell("d1", second.attempt, 2, "z", Outcome.LENGTH, StageTimings(kv_bytes=77))
+        await reader.finished()
+        (row,) = rows(rig)
+        assert (row.state, row.detail, row.total_ms, row.kv_bytes) == ("Finished", "length", 3000.0, 77)
+        assert row_from_pb(row_to_pb(row)) == row
+
+
+async def test_who_waits_is_at_no_node_and_the_latest_comes_first() -> None:
+    async with router_rig() as rig:
+        readers = [rig.ask(request_id=name) for name in "ab"]
+        for reader in readers:
+            await reader.accepted_now()
+        found = rows(rig)
+        assert [(row.request_id, row.state, row.decode_node) for row in found] == [
+            ("b", "Waiting", ""),
+            ("a", "Waiting", ""),
+        ]
+        for name in "ab":
+            rig.dispatcher.cancel(name)
+        for reader in readers:
+            with pytest.raises(Exception, match="cancelled"):
+                await reader.finished()
+        assert [row.state for row in rows(rig)] == ["Cancelled", "Cancelled"]
+
+
+ROW = RequestRow("a", "Decoding", "r0", 1.25, "p0", "d0", 5, 2, 1, 31.0, None)
+
+
+def test_a_page_of_a_request() -> None:
+    assert page(ROW) == [
+        "Request:        a",
+        "State:          Decoding",
+        "Came:           1.2s ago, to r0",
+        "Prefill node:   p0",
+        "Decode node:    d0",
+        "Attempts:       1",
+        "Tokens:         5 of the prompt, 2 given out",
+        "First token:    after 31ms",
+        "",
+        "why it went there: baton explain a",
+    ]
+    over = page(replace(ROW, state="Failed", detail="no node is up", ttft_ms=None, total_ms=12_000.0))
+    assert "State:          Failed (no node is up)" in over
+    assert over[-4:] == [
+        "KV moved:       none",
+        "",
+        "where its time went: baton trace a",
+        "why it went there: baton explain a",
+    ]

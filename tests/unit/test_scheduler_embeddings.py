@@ -1,0 +1,103 @@
+"""Requests for embeddings in the engine: prompts like any other, whose last chunk ends them."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.runner.scripted import expected_embedding
+from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.executors import Ahead, executor_for
+
+
+def embedding(rig: EngineRig, request_id: str) -> bytes:
+    assert rig.reason(request_id) is FinishReason.STOP, rig.ends.get(request_id)
+    assert rig.tokens[request_id] == []
+    return rig.ends[request_id].embedding
+
+
+@pytest.mark.parametrize("ahead", ["no", "late", "early"])
+def test_in_chunks_beside_streams(ahead: Ahead) -> None:
+    rig = EngineRig(max_num_batched_tokens=8, executor=executor_for(ahead))
+    rig.add("stream", 3, max_tokens=40)
+    rig.add("short", 1, leg=Leg.EMBED)
+    rig.add("long", 30, leg=Leg.EMBED)
+    rig.run()
+    for name in ("short", "long"):
+        assert embedding(rig, name) == expected_embedding(rig.submitted(name))
+    assert rig.tokens["stream"] == rig.expected("stream", 40)
+    ends = [request_id for kind, request_id, _ in rig.events() if kind == "finished"]
+    assert ends == ["short", "long", "stream"]
+    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+
+
+def test_it_ends_with_the_step_of_its_last_chunk_and_its_blocks_are_free_then() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("e", 13, leg=Leg.EMBED)
+    assert rig.step() == []
+    (output,) = rig.step()
+    assert (output.embedding, output.new_token_ids) == (expected_embedding(prompt_of(13)), [])
+    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+    assert [kind for kind, _, _ in rig.events()][-2:] == ["first_token", "finished"]
+
+
+def test_it_feeds_the_prefix_cache_and_is_found_there_but_for_its_last_token() -> None:
+    rig = EngineRig()
+    prompt = prompt_of(16)
+    rig.add("first", prompt, leg=Leg.EMBED)
+    rig.run()
+    rig.add("again", prompt, leg=Leg.EMBED)
+    rig.add("stream", [*prompt, 7], max_tokens=5)
+    rig.run()
+    assert embedding(rig, "first") == embedding(rig, "again") == expected_embedding(prompt)
+    assert rig.ends["again"].num_cached_tokens == 12
+    assert rig.ends["stream"].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_one_that_gave_way_comes_back(mode: str) -> None:
+    rig = EngineRig(num_blocks=13, max_num_batched_tokens=8, num_host_blocks=20, preemption_mode=mode)
+    rig.add("stream", 8, max_tokens=40)
+    rig.step()
+    rig.add("e", 36, leg=Leg.EMBED)
+    rig.run()
+    assert rig.core.make_stats().num_preemptions_by_mode[mode] > 0
+    assert embedding(rig, "e") == expected_embedding(rig.submitted("e"))
+    assert rig.tokens["stream"] == rig.expected("stream", 40)
+
+
+def test_who_leaves_frees_its_blocks_in_mid_prompt() -> None:
+    rig = EngineRig(max_num_batched_tokens=8)
+    rig.add("e", 30, leg=Leg.EMBED)
+    rig.step()
+    (output,) = rig.abort("e")
+    assert (output.finish_reason, output.embedding) == (FinishReason.ABORT, b"")
+    assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
+
+
+def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
+    rig = EngineRig(max_model_len=20)
+    rig.add("whole", 20, leg=Leg.EMBED)
+    rig.add("longer", 21, leg=Leg.EMBED)
+    rig.run()
+    assert embedding(rig, "whole") == expected_embedding(rig.submitted("whole"))
+    assert rig.reason("longer") is FinishReason.IGNORED
+
+
+def test_a_runner_that_forgets_it_fails_it_alone() -> None:
+    rig = EngineRig()
+    rig.add("e", 5, leg=Leg.EMBED)
+    rig.add("stream", 5, max_tokens=3)
+    output = rig.scheduler.schedule()
+    computed = rig.runner.execute_model(output)
+    rig.commit(output, ModelRunnerOutput(computed.sampled_token_ids))
+    assert rig.ends["e"].error == "the runner returned no embedding"
+    rig.run()
+    assert rig.tokens["stream"] == rig.expected("stream", 3)
+
+
+@pytest.mark.parametrize("changes", [{"n": 2}, {"beam_width": 2}])
+def test_there_is_one_of_a_prompt(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="prompt alone"):
+        Request("e", [1], SamplingParams(**changes), leg=Leg.EMBED)  # type: ignore[arg-type]

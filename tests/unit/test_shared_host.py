@@ -1,0 +1,53 @@
+"""Steps of nodes that share a machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.simulator.events import Timeline
+from baton.bench.simulator.shared_host import Contention, SharedHost
+
+
+class Machine:
+    """A host, and when its steps ended."""
+
+    def __init__(self, contention: Contention) -> None:
+        self.timeline = Timeline()
+        self.host = SharedHost(self.timeline, contention)
+        self.ends: dict[str, float] = {}
+
+    def compute(self, name: str, at_s: float, alone_s: float, *, has_prompts: bool = False) -> None:
+        def over() -> None:
+            self.ends[name] = self.timeline.now
+
+        def begin() -> None:
+            self.host.compute(alone_s, has_prompts, over)
+
+        self.timeline.call_at(at_s, begin)
+
+
+def test_a_step_alone_takes_what_it_takes_alone() -> None:
+    machine = Machine(Contention(1.0, 1.0))
+    machine.compute("first", 1.0, 0.5)
+    machine.compute("second", 1.5, 0.5)
+    machine.timeline.run()
+    assert machine.ends == pytest.approx({"first": 1.5, "second": 2.0})
+
+
+def test_a_step_is_slower_only_while_another_one_is_under_way() -> None:
+    machine = Machine(Contention(prefill=1.0, decode=0.5))
+    machine.compute("prompt", 0.0, 10.0, has_prompts=True)
+    machine.compute("stream", 2.0, 2.0)  # takes 3 s, in which the prompt gets on by 1.5
+    machine.timeline.run()
+    assert machine.ends == pytest.approx({"stream": 5.0, "prompt": 11.5})
+
+
+def test_each_further_node_costs_as_much_again_and_who_leaves_costs_no_more() -> None:
+    machine = Machine(Contention(decode=1.0))
+    for name in ("a", "b"):
+        machine.compute(name, 0.0, 3.0)
+    given_up = machine.host.compute(100.0, False, lambda: pytest.fail("it was given up"))
+    machine.timeline.call_at(3.0, given_up.cancel)  # until then each did a third of what it would have
+    machine.timeline.call_at(4.0, given_up.cancel)
+    machine.timeline.run()
+    assert machine.ends == pytest.approx({"a": 7.0, "b": 7.0})

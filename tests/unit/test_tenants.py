@@ -1,0 +1,136 @@
+"""Tenants: apart in requests, in cached prefixes and in quota, and never a key in a figure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
+from baton.ids import SCOPED_ID_PATTERN, scoped, unscoped
+from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, Outcome
+from baton.security.callers import Caller, current_caller
+from baton.security.matrix import CallerRole
+from router.front import GenerationHandler
+from router.tenants import MAX_LABELS, OTHERS, Tenants
+from tests.support.router_parts import MODEL, decode
+from tests.support.router_rig import Letters, Reader, RouterRig, router_rig
+
+CARD = ModelCard(MODEL, 64, 300)
+
+
+class Fronts:
+    """The front as each tenant sees it."""
+
+    def __init__(self, rig: RouterRig) -> None:
+        self.tenants = Tenants()
+        self.handler = GenerationHandler(rig.dispatcher, Letters(), lambda: CARD, self.tenants)
+
+    def ask(
+        self, tenant: str, request_id: str = "r", most: int | None = None, **fields: object
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        request = GenerateRequest("hello", request_id=request_id, max_tokens=2, **fields)  # type: ignore[arg-type]
+        return self.by(tenant, most).run(self.handler.generate, request, None)
+
+    def by(self, tenant: str, most: int | None = None) -> contextvars.Context:
+        context = contextvars.copy_context()
+        context.run(current_caller.set, Caller(CallerRole.CLIENT, tenant, "id", most))
+        return context
+
+    def figures(self) -> dict[tuple[str, str], float]:
+        return {(figure.name, figure.labels["tenant"]): figure.value for figure in self.tenants.figures()}
+
+
+async def test_two_tenants_use_one_request_id_and_never_meet() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        first, second = fronts.ask("acme", cache_salt="s"), fronts.ask("umbrella", cache_salt="s")
+        readers = [Reader(first), Reader(second)]
+        submits = [await rig.submitted("d1"), await rig.submitted("d1")]
+        assert [submit.attempt.request_id for submit in submits] == ["acme/r", "umbrella/r"]
+        assert [submit.cache_salt for submit in submits] == ["acme/s", "umbrella/s"]
+        with pytest.raises(DuplicateRequest, match=r"'r'"):
+            await anext(fronts.ask("acme"))
+        for submit in submits:
+            rig.tell("d1", submit.attempt, 0, "ab", Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
+            assert reader.accepted.request_id == "r", "nothing of the tenant is in what clients see"
+
+
+async def test_another_tenants_request_is_not_there() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        async with aclosing(fronts.ask("acme")) as events:
+            assert isinstance(await anext(events), Accepted)
+            attempt = (await rig.submitted("d1")).attempt
+            for tenant, name in (("umbrella", "r"), ("umbrella", "acme/r"), ("", "r"), ("acme", "acme/r")):
+                with pytest.raises(RequestNotFound) as caught:
+                    await asyncio.create_task(fronts.handler.cancel(name), context=fronts.by(tenant))
+                assert "acme" not in str(caught.value)
+                async with aclosing(fronts.by(tenant).run(fronts.handler.resume, name, [0], None)) as resumed:
+                    with pytest.raises(RequestNotFound):
+                        await anext(resumed)
+            context = fronts.by("acme")
+            async with aclosing(context.run(fronts.handler.resume, "r", [0], None)) as resumed:
+                assert isinstance(await anext(resumed), Accepted)
+                rig.tell("d1", attempt, 0, "ab", Outcome.LENGTH)
+                assert [event async for event in resumed][1:]
+
+
+async def test_nobody_can_say_what_tenant_he_is() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        for tenant in ("acme", ""):
+            with pytest.raises(InvalidRequest, match="request_id"):
+                await anext(fronts.ask(tenant, "umbrella/r"))
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await anext(fronts.ask("acme", "x" * 65))
+
+
+async def test_no_more_at_once_than_the_quota_and_as_many_again_afterwards() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        async with aclosing(fronts.ask("acme", "a", most=2)) as first, aclosing(fronts.ask("acme", "b", most=2)):
+            await anext(first)
+            with pytest.raises(QuotaExceeded, match="2 requests of acme"):
+                fronts.ask("acme", "c", most=2)
+            async with aclosing(fronts.ask("umbrella", "c", most=2)):
+                figures = fronts.figures()
+            assert (figures["tenant_requests_running", "acme"], figures["tenant_requests_running", "umbrella"]) == (
+                2,
+                1,
+            )
+        assert fronts.figures() == {
+            ("tenant_requests_total", "acme"): 2,
+            ("tenant_requests_total", "umbrella"): 1,
+            ("tenant_requests_running", "acme"): 0,
+            ("tenant_requests_running", "umbrella"): 0,
+            ("tenant_requests_refused_total", "acme"): 1,
+            ("tenant_requests_refused_total", "umbrella"): 0,
+        }
+        again = fronts.ask("acme", "c", most=1)
+        await again.aclose()
+        await again.aclose()
+        assert fronts.figures()["tenant_requests_running", "acme"] == 0
+
+
+async def test_the_number_of_labels_is_bounded() -> None:
+    async with router_rig(decode()) as rig:
+        fronts = Fronts(rig)
+        for number in range(3 * MAX_LABELS):
+            await fronts.ask(f"t-{number}").aclose()
+        figures = fronts.figures()
+        assert len(figures) == 3 * (MAX_LABELS + 1)
+        assert figures["tenant_requests_total", OTHERS] == 2 * MAX_LABELS
+
+
+def test_names_of_the_cluster_and_of_the_tenant() -> None:
+    assert scoped("acme", "r") == "acme/r"
+    assert unscoped("acme/r") == unscoped("r") == "r"
+    assert SCOPED_ID_PATTERN.match("acme/r")
+    assert not SCOPED_ID_PATTERN.match("acme/b/r")
+    assert not SCOPED_ID_PATTERN.match("acme/")

@@ -1,0 +1,177 @@
+"""Requests as spans: the parts that decide, over a tracer that keeps its spans."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.engine.request import Leg, SamplingParams
+from baton.ids import AttemptKey
+from baton.node.attempt_clock import AttemptClock
+from baton.node.attempt_spans import AttemptSpans, Stage, stages
+from baton.observe.tracing import is_asked_for, start_tracing
+from baton.observe.tracing_fake import FakeTracer
+from baton.rpc.messages import ModelCard, Outcome, Submit
+from router.placement import Placement
+from router.request_spans import RequestSpans
+from tests.support.router_parts import MODEL, decode, prefill
+from tests.support.router_rig import router_rig
+
+KEY = AttemptKey("r", 1, 7)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+T = EngineCoreEventType
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked"),
+    [
+        ({}, False),
+        ({"OTEL_SERVICE_NAME": "x"}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
+        ({"OTEL_TRACES_EXPORTER": "console"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, False),
+        ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, False),
+    ],
+)
+def test_when_traces_are_asked_for(environ: dict[str, str], asked: bool) -> None:
+    assert is_asked_for(environ) is asked
+
+
+def test_what_cant_be_had_is_said_and_the_process_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start_tracing({"OTEL_TRACES_EXPORTER": "carrier-pigeon"}, "router", "r0", "r0.a") is None
+    assert "carrier-pigeon" in caplog.text
+    monkeypatch.setitem(sys.modules, "baton.observe.otel", None)
+    assert start_tracing({"OTEL_TRACES_EXPORTER": "otlp"}, "router", "r0", "r0.a") is None
+    assert "pip install" in caplog.text
+
+
+def clock_of(*events: tuple[EngineCoreEventType, float]) -> AttemptClock:
+    clock = AttemptClock(1.0)
+    for kind, time in events:
+        clock.note(EngineCoreEvent(kind, str(KEY), time))
+    return clock
+
+
+COMPUTED = ((T.SCHEDULED, 2.0), (T.FIRST_TOKEN, 3.0))
+PULLED = ((T.REMOTE_KV_REQUESTED, 2.0), (T.REMOTE_KV_ARRIVED, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("leg", "events", "names"),
+    [
+        (Leg.WHOLE, COMPUTED, ["queue 1-2", "prefill 2-3", "decode 3-9"]),
+        (Leg.PREFILL, COMPUTED, ["queue 1-2", "prefill 2-3"]),
+        (Leg.DECODE, PULLED, ["queue 1-2", "transfer 2-4", "decode 4-9"]),
+        (Leg.DECODE, PULLED[:1], ["queue 1-2", "transfer 2-9"]),
+        # Its KV did not come.
+        (
+            Leg.DECODE,
+            (*PULLED[:1], (T.SCHEDULED, 3.0), (T.FIRST_TOKEN, 5.0)),
+            ["queue 1-2", "prefill 2-5", "decode 5-9"],
+        ),
+        # A beam search.
+        (Leg.DECODE, (*PULLED, (T.FIRST_TOKEN, 8.0)), ["queue 1-2", "transfer 2-4", "decode 4-9"]),
+        (Leg.WHOLE, COMPUTED[:1], ["queue 1-2", "prefill 2-9"]),
+        (Leg.WHOLE, (), ["queue 1-9"]),
+    ],
+)
+def test_stages_of_an_attempt(
+    leg: Leg, events: tuple[tuple[EngineCoreEventType, float], ...], names: list[str]
+) -> None:
+    found = list(stages(clock_of(*events), leg, 9.0))
+    assert [f"{stage.name} {stage.begun:g}-{stage.ended:g}" for stage in found] == names
+    assert all(isinstance(stage, Stage) for stage in found)
+
+
+def test_a_node_tells_of_attempts_that_are_traced_once() -> None:
+    tracer = FakeTracer()
+    spans = AttemptSpans(tracer)
+    params = SamplingParams(temperature=0.0, seed=1, max_tokens=4)
+    spans.begun(Submit(KEY, Leg.WHOLE, [1], params), clock_of(*COMPUTED))
+    spans.ended(KEY, 9.0)
+    assert tracer.spans == []
+    spans.begun(Submit(KEY, Leg.PREFILL, [1], params, traceparent=PARENT), clock_of(*COMPUTED))
+    spans.ended(KEY, 9.0, "out of luck")
+    spans.ended(KEY, 10.0)
+    assert [(span.name, span.parent, span.error) for span in tracer.spans] == [
+        ("queue", PARENT, ""),
+        ("prefill", PARENT, "out of luck"),
+    ]
+    assert tracer.spans[0].attributes == {"baton.request_id": "r", "baton.attempt": 1}
+
+
+async def test_a_router_gives_its_span_to_every_attempt() -> None:
+    tracer = FakeTracer()
+    async with router_rig(prefill("p1"), prefill("p2"), decode("d1"), spans=RequestSpans(tracer)) as rig:
+        reader = rig.ask(max_tokens=1, request_id="r", traceparent=PARENT)
+        first = await rig.submitted("p1")
+        assert (await rig.submitted("d1")).traceparent == first.traceparent
+        rig.nodes["p1"].die()
+        await rig.aborted("d1")
+        second = await rig.submitted("p2")
+        assert second.attempt.attempt == 2
+        rig.timers.advance(0.5)
+        rig.tell("p2", second.attempt, 0, "a", Outcome.LENGTH)
+        await reader.finished()
+    root, *stages_of_it = tracer.spans
+    assert (root.name, root.parent, root.trace_id) == ("generate", PARENT, PARENT.split("-")[1])
+    assert first.traceparent == second.traceparent == root.traceparent
+    assert [(span.name, span.parent) for span in stages_of_it] == [
+        ("admit", root.traceparent),
+        ("queue", root.traceparent),
+    ]
+    assert root.ended is not None
+    assert root.ended - root.begun >= 0.5
+    assert root.attributes["baton.attempts"] == 2
+    assert (root.attributes["gen_ai.usage.output_tokens"], root.error) == (1, "")
+    traced = rig.dispatcher.timelines.of("r")
+    assert traced is not None
+    assert traced.trace_id == root.trace_id
+
+
+async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> None:
+    tracer, card = FakeTracer(), ModelCard(MODEL, 64, 300)
+    async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
+        reader = rig.ask(request_id="r", traceparent=PARENT)
+        await rig.submitted("p1")
+        noted = await rig.journal("router-2.a").find("r", card)
+        assert noted is not None
+        assert noted.traceparent == tracer.spans[0].traceparent
+        rig.dispatcher.cancel("r")
+        with pytest.raises(Exception, match="cancelled"):
+            await reader.finished()
+        await rig.aborted("p1")
+        # Left behind by another one, whose nodes are gone.
+        theirs = replace(noted.request, request_id="s")
+        nodes = Placement(prefill("p9"), decode("d9"), "because")
+        rig.journal("router-0.a").placed(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
+        resumed = rig.resume("s")
+        await rig.submitted("p1")
+        rig.dispatcher.cancel("s")
+        with pytest.raises(Exception, match="cancelled"):
+            await resumed.finished()
+    again = next(span for span in tracer.spans if span.attributes.get("baton.request_id") == "s")
+    assert (again.name, again.parent) == ("generate", noted.traceparent)
+
+
+async def test_a_cancelled_request_is_an_error_and_an_untraced_one_tells_nobody() -> None:
+    tracer = FakeTracer()
+    async with router_rig(prefill("p1"), decode("d1"), spans=RequestSpans(tracer)) as rig:
+        reader = rig.ask(request_id="r")
+        await rig.submitted("p1")
+        rig.dispatcher.cancel("r")
+        with pytest.raises(Exception, match="cancelled"):
+            await reader.finished()
+    assert tracer.spans[0].error == "cancelled: cancelled by the client"
+    async with router_rig(prefill("p1"), decode("d1")) as rig:
+        reader = rig.ask(request_id="r", traceparent=PARENT)
+        assert (await rig.submitted("p1")).traceparent == ""
+        rig.dispatcher.cancel("r")
+        with pytest.raises(Exception, match="cancelled"):
+            await reader.finished()

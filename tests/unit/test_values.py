@@ -1,0 +1,20 @@
+"""Values that are frozen for whoever reads the code: what else of a frozen dataclass must they have?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from router.placement import Demand
+
+
+def test_they_are_equal_and_have_a_hash_by_their_fields() -> None:
+    demand = Demand("model", 3, 4)
+    assert demand == Demand("model", 3, 4)
+    assert len({demand, Demand("model", 3, 4), replace(demand, max_tokens=5)}) == 2
+
+
+def test_they_have_no_other_fields() -> None:
+    with pytest.raises(AttributeError):
+        Demand("model", 3, 4).prompt = "text"  # type: ignore[attr-defined]

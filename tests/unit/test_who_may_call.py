@@ -1,0 +1,170 @@
+"""The table of who may call what: every RPC there is, every role; and the doors that keep it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.errors import PermissionDenied, Unauthenticated
+from baton.rpc.door import Door
+from baton.security.callers import current_caller
+from baton.security.keys import ApiKey, KeyRing, new_key, write_keys
+from baton.security.matrix import (
+    CERTIFICATE_ROLES,
+    KEY_ROLES,
+    CallerRole,
+    callers_of_page,
+    callers_of_rpc,
+    certificate_name,
+    certificate_role,
+)
+from baton.security.pages import PageDoor
+from tests.support.rpc_methods import METHODS
+
+EXPECTED = {
+    "/baton.v1.Generation/": {"client", "operator"},
+    "/baton.v1.Operator/GetStatus": {"router", "operator"},
+    "/baton.v1.Operator/": {"operator"},
+    "/baton.v1.Node/Attach": {"router"},
+    "/baton.v1.Node/Describe": {"router", "node", "operator"},
+    "/baton.v1.Node/": {"router", "operator"},
+    "/baton.v1.KvLink/": {"node"},
+    "/grpc.health.": {"anyone"},
+    "/grpc.reflection.": {"router", "node", "operator", "client", "monitor"},
+}
+"""Written once more, and differently: the first prefix that fits counts."""
+PAGES = {
+    "/livez": None,
+    "/readyz": None,
+    "/health": None,
+    "/metrics": {"monitor", "operator"},
+    "/metrics/": {"monitor", "operator"},
+    "/ui": {"monitor", "operator"},
+    "/ui/events": {"monitor", "operator"},
+    "/v1/models": {"client", "operator"},
+    "/v1/completions": {"client", "operator"},
+    "/nothing": {"client", "monitor", "operator"},
+    "/livez/../metrics": None,
+    "//metrics": {"client", "monitor", "operator"},
+    "/Metrics": {"client", "monitor", "operator"},
+}
+
+
+def expected(method: str) -> set[str]:
+    return next(roles for prefix, roles in EXPECTED.items() if method.startswith(prefix))
+
+
+def context(*names: str) -> Any:
+    return SimpleNamespace(auth_context=lambda: {"peer_dns": [name.encode() for name in names]} if names else {})
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[KeyRing, dict[CallerRole, str]]:
+    made: list[tuple[str, ApiKey]] = [new_key(role.value, role, "") for role in KEY_ROLES]
+    write_keys(tmp_path / "keys", [entry for _, entry in made])
+    return KeyRing(tmp_path / "keys"), {entry.role: key for key, entry in made}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rpc_has_its_callers(method: str) -> None:
+    assert {role.value for role in callers_of_rpc(method)} == expected(method)
+
+
+def test_what_is_not_in_the_table_nobody_may_call() -> None:
+    for method in ("/baton.v1.Node/Reboot", "/other.Service/Do", "", "/", "baton.v1.Node", "/baton.v1.Node/*"):
+        assert callers_of_rpc(method) == frozenset()
+
+
+@pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, CERTIFICATE_ROLES)))
+def test_a_certificate_opens_what_its_role_may_call(method: str, role: CallerRole) -> None:
+    door = Door(cluster="c")
+    caller = context("some.host", certificate_name(role, "c"))
+    if role.value in expected(method):
+        door.check_certificate(method, caller)
+    else:
+        with pytest.raises(PermissionDenied):
+            door.check_certificate(method, caller)
+
+
+def test_certificates_of_other_clusters_and_of_nobody() -> None:
+    door = Door(cluster="c")
+    for names in ((), ("router.d.baton",), ("router.c.baton.evil",), ("*.c.baton",), ("client.c.baton",), ("router",)):
+        assert certificate_role(list(names), "c") is None
+        with pytest.raises(PermissionDenied):
+            door.check_certificate("/baton.v1.Node/Attach", context(*names))
+    Door().check_certificate("/baton.v1.Node/Attach", context())
+
+
+@pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, KEY_ROLES)))
+def test_a_key_opens_what_its_role_may_call(
+    keys: tuple[KeyRing, dict[CallerRole, str]], method: str, role: CallerRole
+) -> None:
+    ring, by_role = keys
+    door = Door(ring, now=lambda: 0.0)
+    metadata = [("user-agent", "x"), ("authorization", f"Bearer {by_role[role]}")]
+    if expected(method) & {role.value, "anyone"}:
+        door.check_key(method, metadata)
+        assert "anyone" in expected(method) or current_caller.get().tenant == role.value
+    else:
+        with pytest.raises(PermissionDenied):
+            door.check_key(method, metadata)
+    for wrong in (None, [], [("authorization", "Bearer nonsense")], [("authorization", b"\xff")]):
+        if "anyone" in expected(method):
+            door.check_key(method, wrong)
+        else:
+            with pytest.raises(Unauthenticated):
+                door.check_key(method, wrong)
+    Door().check_key(method, None)
+
+
+@pytest.mark.parametrize(("path", "role"), list(itertools.product(PAGES, KEY_ROLES)))
+def test_a_key_opens_the_pages_of_its_role(
+    keys: tuple[KeyRing, dict[CallerRole, str]], path: str, role: CallerRole
+) -> None:
+    ring, by_role = keys
+    door, allowed = PageDoor("127.0.0.1", "", ring, now=lambda: 0.0), PAGES[path]
+    assert callers_of_page(path)
+    sent = [(b"host", b"localhost:8000"), (b"authorization", f"Bearer {by_role[role]}".encode())]
+    if allowed is None:
+        door.check(path, [])
+        door.check(path, sent)
+        return
+    if role.value in allowed:
+        assert door.check(path, sent).tenant == role.value
+    else:
+        with pytest.raises(PermissionDenied):
+            door.check(path, sent)
+    for wrong in ([], [(b"authorization", b"Bearer x")], [(b"authorization", b"\xff")]):
+        with pytest.raises(Unauthenticated):
+            door.check(path, wrong)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "served", "refused"),
+    [
+        (
+            "127.0.0.1",
+            "",
+            ["localhost", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:1"],
+            ["evil.example", "10.0.0.1", ""],
+        ),
+        ("127.0.0.1", "chat.example, b", ["localhost", "chat.example:443", "b"], ["evil.example", "xchat.example"]),
+        ("0.0.0.0", "", ["anything", "10.0.0.1"], []),
+        ("0.0.0.0", "chat.example", ["chat.example", "localhost"], ["10.0.0.1", "localhost.evil.example"]),
+        ("127.0.0.1", "*", ["evil.example"], []),
+    ],
+)
+def test_a_forged_host_is_refused_on_loopback(host: str, allowed: str, served: list[str], refused: list[str]) -> None:
+    door = PageDoor(host, allowed)
+    for name in served:
+        door.check("/livez", [(b"host", name.encode())])
+    for name in refused:
+        with pytest.raises(PermissionDenied):
+            door.check("/livez", [(b"host", name.encode())])
+        with pytest.raises(PermissionDenied):
+            door.check("/livez", [(b"host", b"localhost"), (b"host", name.encode())])
+    door.check("/livez", [])

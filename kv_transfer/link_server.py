@@ -19,6 +19,7 @@ from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, Sen
 from kv_transfer.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_STOPS = "the node stops"
 
 
 class LinkServerHandler(Protocol):
@@ -84,7 +85,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         """End all links and refuse new ones."""
         self._closed = True
         for link in list(self._links):
-            self.cut(link, "the node stops")
+            self.cut(link, _STOPS)
 
     async def Open(self, request_iterator: Any, context: _Context) -> None:
         hello = await self._greet(context)
@@ -128,6 +129,9 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             self._handler.link_refused(hello.node_id, cause, story)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, story, ((CAUSE_KEY, cause.value),))
         await context.write(write_welcome(self._welcome()))
+        if self._closed:
+            # `close` could not end a link that was not there yet.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _STOPS)
         return hello
 
     def _refusal(self, hello: LinkHello) -> tuple[TransferCause, str] | None:

@@ -6,11 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from baton.engine.block_pool import BlockPool
 from baton.engine.kv_cache_manager import KVCacheManager
 from baton.security.access import default_access
 from baton.security.callers import current_caller
+
+# How long one example takes says something of who else runs on this machine.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("baton")
 
 
 @pytest.fixture(autouse=True)

@@ -61,13 +61,12 @@ class OtelTracer:
 
     def begin(self, name: str, parent: str, at: float, attributes: Attributes) -> Span | None:
         span = self._start(name, parent, at, attributes, SpanKind.SERVER)
-        return _Span(span) if span.is_recording() else None
+        return span if span.is_recording else None
 
     def completed(
         self, name: str, parent: str, begun: float, ended: float, attributes: Attributes, error: str = ""
     ) -> None:
-        span = self._start(name, parent, begun, attributes, SpanKind.INTERNAL)
-        _Span(span).end(ended, {}, error)
+        self._start(name, parent, begun, attributes, SpanKind.INTERNAL).end(ended, {}, error)
 
     def close(self) -> None:
         # One that does not answer would be asked again and again, for as long as its timeouts go.
@@ -76,22 +75,28 @@ class OtelTracer:
         sending.join(_LAST_WORDS_S)
         self._exporter.shutdown()
 
-    def _start(self, name: str, parent: str, at: float, attributes: Attributes, kind: SpanKind) -> OtSpan:
+    def _start(self, name: str, parent: str, at: float, attributes: Attributes, kind: SpanKind) -> _Span:
         # What is no traceparent begins a trace of its own.
         context = _PROPAGATOR.extract({"traceparent": parent}, Context())
-        return self._tracer.start_span(
-            name, context, kind, attributes={**self._own, **attributes}, start_time=_wall_ns(at)
-        )
+        begun_ns = _wall_ns(at)
+        of = {**self._own, **attributes}
+        return _Span(self._tracer.start_span(name, context, kind, attributes=of, start_time=begun_ns), at, begun_ns)
 
 
 class _Span:
-    """A span that is recorded."""
+    """One span. Its end is told by the clock of its begin: two readings of the day's could make it negative."""
 
-    def __init__(self, span: OtSpan) -> None:
+    def __init__(self, span: OtSpan, begun: float, begun_ns: int) -> None:
         self._span = span
+        self._begun = begun
+        self._begun_ns = begun_ns
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
         self.traceparent = carrier.get("traceparent", "")
+
+    @property
+    def is_recording(self) -> bool:
+        return self._span.is_recording()
 
     @property
     def trace_id(self) -> str:
@@ -101,7 +106,7 @@ class _Span:
         self._span.set_attributes(dict(attributes))
         if error:
             self._span.set_status(Status(StatusCode.ERROR, error))
-        self._span.end(_wall_ns(at))
+        self._span.end(self._begun_ns + round((at - self._begun) * 1e9))
 
 
 def _wall_ns(monotonic_s: float) -> int:

@@ -161,6 +161,7 @@ class _WriteWatch:
         self._task = asyncio.current_task()
         self._bound_s = bound_s
         self._since: float | None = None
+        self._late: float | None = None
         self._is_stalled = False
         self._timer = self._loop.call_later(bound_s, self._look)
 
@@ -184,6 +185,10 @@ class _WriteWatch:
         due = (now if self._since is None else self._since) + self._bound_s
         if now < due:
             self._timer = self._loop.call_at(due, self._look)
+        elif self._late != self._since:
+            # It may be this loop that was held up, and the write that is over be told of in its next turns.
+            self._late = self._since
+            self._timer = self._loop.call_later(self._bound_s / 10, self._look)
         elif self._task is not None:
             self._is_stalled = True
             self._task.cancel()

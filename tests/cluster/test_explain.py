@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 
-from baton.engine.runner import SimulatedSpec
+from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.rpc.messages import GenerateRequest
 from router.placer import PlacementSettings
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
-SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
+SPEC = SimulatedSpec(
+    num_blocks=96,
+    vocab_size=256,
+    max_model_len=512,
+    step_time=StepTime(per_prefill_token=1e-3),
+    sleep=time.sleep,
+)
+"""A prompt takes 0.2 s: what a node is held up by strangers is little beside it, and the router's rates are right."""
 PROMPT = [7] * 200
 
 

@@ -164,7 +164,7 @@ async def test_who_does_not_say_what_it_wants_is_cut(said: bytes) -> None:
 
 
 async def test_who_does_not_say_what_it_wants_next_is_cut() -> None:
-    async with served(head_s=0.05) as one:
+    async with served(head_s=1.0) as one:
         reader, writer = await one.connect()
         writer.write(HEAD)
         assert (await reader.readuntil(b"ok\n")).startswith(b"HTTP/1.1 200 OK")
@@ -174,7 +174,7 @@ async def test_who_does_not_say_what_it_wants_next_is_cut() -> None:
 
 
 async def test_who_has_said_what_it_wants_may_wait_for_it() -> None:
-    async with served(head_s=0.05) as one:
+    async with served(head_s=1.0) as one:
         reader, writer = await one.connect()
         await one.post(writer, json.dumps(PROMPT).encode())
         call = await one.rig.called()

@@ -584,6 +584,7 @@ async def test_a_bad_offer_is_refused_before_anything_is_read(rig: HandoffRig, o
     def answers(request: kv_link_pb2.OpenRequest) -> list[SenderMessage]:
         return [offer] if request.HasField("subscribe") else []
 
+    rig.receiver.notes.running = True
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
@@ -637,6 +638,7 @@ async def test_a_sender_that_says_no_is_believed_though_every_byte_is_here(rig: 
             return [ReadConfirmed(ATTEMPT, False)]
         return []
 
+    rig.receiver.notes.running = True
     source, server = await _odd_source(rig, answers)
     rig.receiver.take(KEY, 18, source, OURS)
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
@@ -657,6 +659,9 @@ async def test_a_reader_that_falls_silent_loses_its_link_and_hears_no(rig: Hando
         await call.write(write_reader_message(ConfirmRead(AttemptKey("other", 1))))
         await call.write(kv_link_pb2.OpenRequest())
         seen: list[str | None] = []
+        rig.sender.notes.running = True
+        await _listen(call, seen, "read_confirmed")
+        rig.sender.notes.running = False
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await _listen(call, seen)
         assert "no heartbeat" in str(lost.value.details())
@@ -684,9 +689,9 @@ async def _heartbeat(rig: HandoffRig) -> None:
     await rig.sender.notes.until(lambda: rig.sender.notes.heartbeats > heartbeats)
 
 
-async def _listen(call: Any, seen: list[str | None]) -> None:
+async def _listen(call: Any, seen: list[str | None], last: str = "the end") -> None:
     async with asyncio.timeout(WITHIN_S):
-        while True:
+        while last not in seen:
             seen.append((await call.read()).WhichOneof("message"))
 
 

@@ -161,8 +161,8 @@ async def test_an_update_is_noticed(server: Server) -> None:
 
 async def test_a_record_outlives_a_killed_process_by_its_lease_only(server: Server) -> None:
     watch = server.connect().watch()
-    kept = await server.connect().lease(node("kept", lease_s=0.3))
-    dying: AnyLease = await server.connect().lease(node("dying", lease_s=0.3))
+    kept = await server.connect().lease(node("kept", lease_s=1.0))
+    dying: AnyLease = await server.connect().lease(node("dying", lease_s=1.0))
     await until(watch, lambda s: len(s) == 2)
     await dying.abandon()
     assert list(await until(watch, lambda s: "dying" not in s)) == ["kept"]

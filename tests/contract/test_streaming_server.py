@@ -156,7 +156,11 @@ async def test_what_is_not_there_and_what_breaks_has_its_status() -> None:
 async def test_a_deadline_ends_the_call_here_too() -> None:
     service = Service()
     async with serving(service) as (_, channel):
-        assert await code_of(call(channel, "Wait", timeout=0.05)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        await call(channel, "Echo")
+        service.begun.clear()
+        waiting = call(channel, "Wait", timeout=1.0)
+        await service.begun.wait()
+        assert await code_of(waiting) is grpc.StatusCode.DEADLINE_EXCEEDED
         await service.cancelled.wait()
 
 
@@ -262,14 +266,20 @@ async def test_a_crowd_begins_a_few_at_a_time() -> None:
 
 async def test_a_crowd_of_one_connection_makes_no_other_wait() -> None:
     service = Service()
-    async with serving(service) as (server, channel), raw(server, channel) as connection:
-        await call(channel, "Echo")
-        service.begun.clear()
+    async with (
+        serving(service) as (server, channel),
+        raw(server, channel) as connection,
+        raw(server, channel) as other,
+    ):
+        loop = asyncio.get_running_loop()
         block = request_block("/t.T/Wait")
         crowd = [frame(HEADERS, 4, s, block) + frame(0, 1, s, bytes(5)) for s in range(1, 4_001, 2)]
-        await asyncio.get_running_loop().sock_sendall(connection, b"".join(crowd))
+        await loop.sock_sendall(connection, b"".join(crowd))
         await service.begun.wait()
-        await call(channel, "Echo")
+        await loop.sock_sendall(other, frame(HEADERS, 4, 1, request_block("/t.T/Echo")) + frame(0, 1, 1, bytes(5)))
+        heard = b""
+        while b"grpc-status\x010" not in heard:
+            heard += await loop.sock_recv(other, 1 << 16)
         assert service.started < len(crowd)
 
 

@@ -301,7 +301,7 @@ async def rest_of(call: grpc.aio.UnaryStreamCall[object, object]) -> int:
 async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
     handler = Handler()
     handler.endless = True
-    async with served(handler, stall_s=0.1) as (address, stub), grpc.aio.insecure_channel(address) as channel:
+    async with served(handler, stall_s=0.1) as (address, _), grpc.aio.insecure_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
         await call.read()
         await handler.closed.wait()
@@ -309,17 +309,18 @@ async def test_a_client_that_stays_and_reads_nothing_is_left() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
         assert isinstance(status.from_rpc_error(caught.value, "server"), SlowReader)
+    async with served(handler) as (_, stub):
         assert await ask(stub) == handler.events
 
 
 async def test_a_stream_that_has_nothing_to_say_is_not_stalled() -> None:
     handler = Handler()
     handler.may_end.clear()
-    async with served(handler, stall_s=0.01) as (address, _), grpc.aio.insecure_channel(address) as channel:
+    async with served(handler, stall_s=0.5) as (address, _), grpc.aio.insecure_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(generation_pb2.GenerateRequest(text="x"))
         for _ in handler.events:
             await call.read()
-        asyncio.get_running_loop().call_later(0.1, handler.may_end.set)
+        asyncio.get_running_loop().call_later(1.5, handler.may_end.set)
         assert await call.code() is grpc.StatusCode.OK
 
 

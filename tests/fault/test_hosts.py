@@ -146,7 +146,7 @@ async def test_undisturbed(session: HostsSession) -> None:
 
 
 async def test_a_decode_node_is_unplugged_while_it_reads(session: HostsSession, spread: HostsCluster) -> None:
-    request = ask("unplugged", sampled=True)
+    request = ask("unplugged", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
     name = await session.seen("decode", "read_done", "unplugged")
     with spread.network.unplugged(name):
@@ -180,7 +180,7 @@ async def test_a_read_from_a_host_that_does_not_come_back_ends(session: HostsSes
 @pytest.mark.parametrize("deaf", ["both", "prefill", "decode"])
 async def test_a_pair_that_can_not_hear_each_other(session: HostsSession, spread: HostsCluster, deaf: str) -> None:
     """Both still hear the router. `deaf` is who gets nothing from the other."""
-    request = ask(f"deaf-{deaf}", sampled=True)
+    request = ask(f"deaf-{deaf}", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request, BOUND_S))
     decode = await session.seen("decode", "read_done", request.request_id)
     prefill = await session.seen("prefill", "chunk_computed", request.request_id)

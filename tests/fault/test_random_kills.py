@@ -39,7 +39,7 @@ async def test_no_client_notices(doomed: ProcessCluster, capsys: pytest.CaptureF
     asked = requests(rng, NUM_REQUESTS, VOCAB_SIZE, longest_prompt=400)
     async with AsyncGenerationClient(*addresses, rng=rng) as client:
         undisturbed = [await ask(client, request) for request in asked]
-    assert all(seen.check(seen) == "" and seen.attempts == 1 for seen in undisturbed)
+    assert all(seen.check(seen) == "" for seen in undisturbed)
     load = Load(addresses, asked, undisturbed)
     killer = Killer(doomed, rng, NUM_KILLS, pause_s=(0.5, 3.0))
     clients = [asyncio.create_task(load.client(Random(rng.getrandbits(32)))) for _ in range(NUM_CLIENTS)]

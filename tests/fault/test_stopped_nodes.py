@@ -11,7 +11,7 @@ from tests.support.slow_model import ask, assert_right
 
 
 async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
-    request = ask("decode-stops", chunks=2, max_tokens=24, sampled=True)
+    request = ask("decode-stops", chunks=2, max_tokens=48, sampled=True)
     some = asyncio.Event()
     out: list[int] = []
 
@@ -26,7 +26,7 @@ async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
     name = await session.seen("decode", "kv_arrived", request.request_id)
     process = session.cluster.process(name)
     with session.cluster.stopped(process.pid):
-        assert len(out) < 24
+        assert len(out) < 48
         answer = await answering
         assert_right(answer, request)
         assert answer.end.path.attempts == 2
@@ -37,7 +37,7 @@ async def test_a_decode_node_in_mid_stream(session: ClusterSession) -> None:
 
 
 async def test_a_prefill_node_while_it_computes(session: ClusterSession) -> None:
-    request = ask("prefill-stops", sampled=True)
+    request = ask("prefill-stops", chunks=6, sampled=True)
     answering = asyncio.create_task(session.generate(request))
     decode = await session.seen("decode", "read_done", request.request_id)
     name = await session.seen("prefill", "chunk_computed", request.request_id)
@@ -54,7 +54,7 @@ async def test_a_prefill_node_while_it_computes(session: ClusterSession) -> None
 
 async def test_all_nodes_for_a_while(session: ClusterSession) -> None:
     """Each of them has failed the request, and they are all there is: it goes on when they do."""
-    request = ask("all-stop", chunks=2, max_tokens=16)
+    request = ask("all-stop", chunks=2, max_tokens=48)
     answering = asyncio.create_task(session.generate(request))
     await session.seen("decode", "remote_kv_arrived", request.request_id)
     names = [*session.cluster.nodes("prefill"), *session.cluster.nodes("decode")]

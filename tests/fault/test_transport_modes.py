@@ -20,7 +20,7 @@ async def test_tcp(tmp_path: Path, model: Path) -> None:
             assert_right(answer, request)
             assert (answer.end.path.attempts, answer.end.kv_bytes > 0) == (1, True)
 
-            request = ask("tcp-dies", sampled=True)
+            request = ask("tcp-dies", chunks=6, sampled=True)
             answering = asyncio.create_task(session.generate(request))
             await session.seen("decode", "read_done", "tcp-dies")
             before = cluster.signal("prefill-0", signal.SIGKILL)

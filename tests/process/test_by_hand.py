@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ import pytest
 
 from baton.registry.embedded import READY_WORDS, find_redis_server
 from tests.process.shell import BOUND_S, Shell, refusal
+from tests.support.ports import free_ports
 
 
 def line_with(words: bytes, output: IO[bytes] | None) -> bytes:
@@ -32,8 +32,7 @@ def line_with(words: bytes, output: IO[bytes] | None) -> bytes:
 @pytest.fixture
 def registry(shell: Shell) -> Iterator[str]:
     """URL of a Redis on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports(1)
     command = [str(find_redis_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=shell.home, env=shell.environment) as redis:
         line_with(READY_WORDS, redis.stdout)

@@ -20,6 +20,7 @@ from baton.registry.embedded import READY_WORDS
 from baton.rpc.messages import Chunk, Finished
 from tests.process.shell import BOUND_S, Shell
 from tests.process.test_by_hand import line_with
+from tests.support.ports import free_ports
 from tests.support.slow_model import ask, tokens_of
 from tests.support.slurm_site import NoSlurm, SlurmSite, slurm_site
 
@@ -48,8 +49,7 @@ def test_a_slurm_job_serves_and_ends_what_runs_when_it_is_cancelled(shell: Shell
     (script,) = emitted(shell, "slurm", "--drain-s", "25")
     ready = shell.home / "ready"
     os.mkfifo(ready)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_ports(1))
     given = {"BATON_READY_FILE": str(ready), "BATON_REDIS_PORT": port, "BATON_SIMULATED_STEP_MS": "10"}
     job = site.run("sbatch", "--parsable", "--ntasks-per-node=1", script, **given).strip()
     with ready.open() as news:

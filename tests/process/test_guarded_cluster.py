@@ -26,6 +26,7 @@ from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole, callers_of_rpc
 from baton.security.tls_files import certificate_files
 from tests.support.listening import listening
+from tests.support.ports import free_ports
 from tests.support.process_cluster import ProcessCluster, process_cluster
 from tests.support.rpc_methods import METHODS
 
@@ -77,18 +78,6 @@ class Guarded:
             return connection.getresponse().status
         finally:
             connection.close()
-
-
-def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on: they were free a moment ago."""
-    while True:
-        first = random.randrange(20_000, 30_000)
-        try:
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        return first
 
 
 @pytest.fixture(scope="module")

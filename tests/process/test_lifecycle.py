@@ -236,4 +236,4 @@ def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
     assert all("  prefill-0  " in line and "  decode-0  " in line for line in lines[table + 1 : table + 5])
     assert all(len(line) <= 80 for line in lines[table : table + 5])
     assert lines[-1] == "Everything that was started is stopped."
-    assert not shell.left()
+    shell.nothing_left()

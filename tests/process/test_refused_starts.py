@@ -22,10 +22,11 @@ def taken_port() -> Iterator[int]:
 
 
 @pytest.fixture
-def closed_port() -> int:
-    """A port that nobody listens on: it was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def closed_port() -> Iterator[int]:
+    """A port that nobody listens on, nor can."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
 
 
 def assert_nothing_started(shell: Shell, run_dir: Path) -> None:

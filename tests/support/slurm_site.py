@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.support.ports import free_ports
+
 INSTALL = Path(__file__).parents[2] / "scripts" / "slurm"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
 _CONF = """\
@@ -72,7 +74,8 @@ def slurm_site(place: Path, nodes: int, environment: Mapping[str, str]) -> Itera
     """A site with so many nodes, gone at the end; raises NoSlurm."""
     _install()
     place.mkdir()
-    ports = _free_ports(nodes + 1)
+    first = free_ports(nodes + 1)
+    ports = range(first, first + nodes + 1)
     lines = [
         f"NodeName=n{index} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4"
         for index, port in enumerate(ports[1:])
@@ -111,12 +114,6 @@ def _until_it_serves(controller: subprocess.Popen[str]) -> None:
         if "Running as primary controller" in line:
             return
     raise AssertionError("".join(said))
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in opened]
 
 
 def _install() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,9 @@ from baton.engine.block_pool import BlockPool
 from baton.engine.kv_cache_manager import KVCacheManager
 from baton.security.access import default_access
 from baton.security.callers import current_caller
+
+# Threads that wait for each other give up their cores: several tests run at a time, and torch's would spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # How long one example takes says something of who else runs on this machine.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

@@ -60,7 +60,7 @@ class Shell:
             cwd=settings.pop("cwd", self.home),
             stderr=subprocess.PIPE,
             text=True,
-            timeout=BOUND_S,
+            timeout=settings.pop("timeout", BOUND_S),
             check=False,
             **given,
             **output,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.process.shell import Shell, refusal
 
 
+@pytest.mark.timeout(300)  # It reads a gigabyte a hundred times, to know what could be.
 def test_the_engine_against_the_machine(shell: Shell, model: Path) -> None:
     ask = ("bench", "engine", "--model", model, "--context-tokens", 32, "--steps", 6, "--threads", 1)
-    done = shell.baton(*ask, "-o", "json")
+    done = shell.baton(*ask, "-o", "json", timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert (report["threads"], report["context_tokens"], report["bit_exact"]) == (1, 32, True)

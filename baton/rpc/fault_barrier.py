@@ -135,7 +135,7 @@ def _guarded_generator(behaviour: _Behaviour, method: str, door: Door) -> _Behav
 
 def _guarded_writer(behaviour: _Behaviour, method: str, door: Door, stall_s: float) -> _Behaviour:
     async def call(request: Any, context: Any) -> None:
-        watch = _WriteWatch(stall_s)
+        watch = WriteWatch(stall_s)
         try:
             async with _translated(request, context, method, door):
                 try:
@@ -153,7 +153,7 @@ def _guarded_writer(behaviour: _Behaviour, method: str, door: Door, stall_s: flo
     return call
 
 
-class _WriteWatch:
+class WriteWatch:
     """Cancels the running task when one of its writes takes too long. One timer a stream, not one a message."""
 
     def __init__(self, bound_s: float) -> None:

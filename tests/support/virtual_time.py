@@ -56,6 +56,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now
 
+    def hold_up(self, seconds: float) -> None:
+        """Time passes and nobody gets to do anything: this thread had no core, or somebody blocked it."""
+        self._jump.now += seconds
+
     async def shutdown_default_executor(self, *_bound: object) -> None:
         """Nothing to wait for: it has no thread. The loop's own way takes one, whose end no clock would await."""
 

@@ -1,0 +1,48 @@
+"""When a stream's reader is too slow, and when it only seems so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.errors import SlowReader
+from baton.rpc.fault_barrier import WriteWatch
+from tests.support.virtual_time import VirtualTimeLoop, run_virtually
+
+STALL_S = 10.0
+
+
+def test_a_write_that_does_not_end_is_given_up() -> None:
+    async def write() -> float:
+        loop = asyncio.get_running_loop()
+        watch, begun = WriteWatch(STALL_S), loop.time()
+        watch.begin()
+        with pytest.raises(asyncio.CancelledError):
+            await loop.create_future()
+        with pytest.raises(SlowReader):
+            watch.raise_if_stalled()
+        watch.stop()
+        return loop.time() - begun
+
+    assert STALL_S <= run_virtually(write()) < 2 * STALL_S
+
+
+def test_a_loop_that_was_held_up_takes_nobody_for_slow() -> None:
+    async def write() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        watch, written = WriteWatch(STALL_S), loop.create_future()
+
+        def hold_up() -> None:
+            # What came meanwhile is heard of after it, in the turn in which the watch looks too.
+            loop.hold_up(3 * STALL_S)
+            loop.call_soon(written.set_result, None)
+
+        watch.begin()
+        loop.call_soon(hold_up)
+        await written
+        watch.end()
+        watch.stop()
+
+    run_virtually(write())

@@ -32,7 +32,7 @@ from tests.support.simulated_cluster import (
 )
 from tests.support.virtual_time import run_virtually
 
-NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "300"))
+NUM_SCHEDULES = int(os.environ.get("BATON_FAULT_SCHEDULES", "100"))
 PER_TEST = 100
 HAPPENING_S = 3.0
 """Requests and faults come within so many seconds."""

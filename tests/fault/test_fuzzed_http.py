@@ -178,7 +178,6 @@ def good_bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
 PATHS = st.sampled_from([COMPLETIONS, CHAT])
 fuzzed = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=EXAMPLES <= 500,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

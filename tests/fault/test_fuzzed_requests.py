@@ -154,7 +154,6 @@ WIRE = st.one_of(
 )
 fuzzed = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=EXAMPLES <= 500,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

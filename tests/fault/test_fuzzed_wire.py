@@ -37,7 +37,6 @@ def run() -> Iterator[Run]:
 
 fuzzed = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=EXAMPLES <= 500,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -177,4 +177,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestQueue.settings = settings(max_examples=60, stateful_step_count=25)

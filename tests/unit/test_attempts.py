@@ -313,6 +313,4 @@ class AdoptionMachine(RuleBasedStateMachine):
 
 
 TestAdoptionMachine = AdoptionMachine.TestCase
-TestAdoptionMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, phases=set(Phase) - {Phase.explain}
-)
+TestAdoptionMachine.settings = settings(max_examples=60, stateful_step_count=30, phases=set(Phase) - {Phase.explain})

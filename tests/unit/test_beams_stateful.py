@@ -20,6 +20,4 @@ class BeamMachine(EngineMachine):
 
 
 TestBeamMachine = BeamMachine.TestCase
-TestBeamMachine.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
-)
+TestBeamMachine.settings = settings(max_examples=30, stateful_step_count=40, phases=set(Phase) - {Phase.explain})

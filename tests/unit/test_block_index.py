@@ -74,7 +74,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestBlockIndex = IndexMachine.TestCase
-TestBlockIndex.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestBlockIndex.settings = settings(max_examples=15, stateful_step_count=25)
 
 
 def test_more_nodes_than_a_mask_has_bits() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.arrangement import chosen
@@ -95,7 +95,6 @@ def test_the_goodput_of_each_is_found_and_both_get_the_same_load() -> None:
     assert len({seed for seed, _, _ in loads}) == len(loads)
 
 
-@settings(deadline=None)
 @given(
     lone_s=st.floats(0.01, 20),
     capacities=st.tuples(st.floats(0.001, 50), st.floats(0.001, 50)),

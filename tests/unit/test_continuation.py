@@ -71,7 +71,7 @@ class Server:
         yield FINISHED
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(seed=st.integers(0, 2**32), n=st.integers(1, 3), num_routers=st.integers(1, 3))
 def test_whatever_breaks_the_caller_gets_each_thing_once(seed: int, n: int, num_routers: int) -> None:
     rng = Random(seed)

@@ -300,7 +300,7 @@ def test_the_table_ends_where_it_should() -> None:
     assert "PLACING --> PREFILLING: placed" in render_mermaid(FlightState.PLACING, FLIGHT_TABLE)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 8), quick=st.booleans())
 def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bool) -> None:
     """Nodes die, refuse and lose KV at random; both streams of a pair arrive in any mixture."""

@@ -163,7 +163,7 @@ def test_attention_of_every_head_shape(dtype: torch.dtype, head_dim: int, heads:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     length=st.integers(1, 210),
     split=st.lists(st.integers(1, 80), max_size=4),

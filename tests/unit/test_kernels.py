@@ -61,7 +61,7 @@ def test_linear_is_the_product(isa: str, dtype: torch.dtype, m: int, n: int, k: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(n=st.integers(1, 200), k=st.integers(1, 300), m=st.integers(1, 40), data=st.data())
 def test_a_row_of_linear_does_not_depend_on_its_batch(
     isa: str, dtype: torch.dtype, n: int, k: int, m: int, data: st.DataObject

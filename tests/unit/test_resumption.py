@@ -115,7 +115,7 @@ class Script:
         return [*events, *answer.finish(Finish(*end, StageTimings(), Path("", "", 1, "")))]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     seed=st.integers(0, 2**32),
     n=st.integers(1, 4),
@@ -174,7 +174,7 @@ def test_the_best_of_several_is_cut_at_any_token_too(position: int) -> None:
     assert merge(had, [position], rest) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
 def test_a_live_flight_is_told_again_as_it_was(seed: int, stops: list[str]) -> None:
     """In mid-stream, too: what follows goes on behind what was told."""

@@ -423,6 +423,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, phases=set(Phase) - {Phase.explain}
-)
+TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=40, phases=set(Phase) - {Phase.explain})

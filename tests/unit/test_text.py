@@ -63,7 +63,7 @@ TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -79,7 +79,7 @@ def test_pieces_are_the_whole_and_no_piece_is_taken_back(kind: str, data: st.Dat
     assert tokenizer.decode(ids) == library_decode(kind, ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_text_does_not_depend_on_how_tokens_were_grouped(data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[data.draw(st.sampled_from(sorted(TOKENIZERS)))]
@@ -174,7 +174,7 @@ def reference_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=st.text("abc", max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

@@ -48,7 +48,7 @@ def assert_as_counted_anew(state: RequestState) -> None:
     assert process(logits, replace(kept, counts=None)).tobytes() == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     params=PENALTIES,
     prompt=st.lists(TOKENS, min_size=1, max_size=20),

@@ -1,0 +1,61 @@
+"""Log lines about conditions that last: the first time at once, then one line an interval that says how often."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+INTERVAL_S = 60.0
+
+
+class LimitedLog:
+    """One condition's lines in a log: at most one an interval, whoever causes the condition and however often.
+
+    Make one for each condition and keep it. What is not written is counted, and the next line has the count. Not for
+    use by several threads.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        level: int = logging.WARNING,
+        interval_s: float = INTERVAL_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now`: seconds on any clock that does not go back."""
+        self._log = log
+        self._level = level
+        self._interval_s = interval_s
+        self._now = now
+        self._last_at: float | None = None
+        """When the last line was written; None: the condition is not on."""
+        self.num_unwritten = 0
+        """Times since the last line."""
+
+    def happened(self, message: str, *args: object) -> bool:
+        """The condition is on, or on again. `message` and `args` as `logging` has them. Returns whether a line was
+        written.
+        """
+        now = self._now()
+        if self._last_at is not None and now - self._last_at < self._interval_s:
+            self.num_unwritten += 1
+            return False
+        if self._last_at is not None and self.num_unwritten:
+            message += " (and %d more times in the last %.0f s)"
+            args = (*args, self.num_unwritten, now - self._last_at)
+        self._last_at, self.num_unwritten = now, 0
+        self._log.log(self._level, message, *args)
+        return True
+
+    def is_over(self, message: str, *args: object) -> None:
+        """The condition has ended: one line with the rest of the count, and the next time it is news again. Nothing
+        when it was not on.
+        """
+        if self._last_at is None:
+            return
+        if self.num_unwritten:
+            message += " (it happened %d more times in the last %.0f s)"
+            args = (*args, self.num_unwritten, self._now() - self._last_at)
+        self._last_at, self.num_unwritten = None, 0
+        self._log.log(self._level, message, *args)

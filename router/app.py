@@ -25,6 +25,7 @@ from baton.ids import new_incarnation
 from baton.node.name_claim import Asks, require_first, require_free_name
 from baton.observe.logs import log_also
 from baton.observe.metrics import render
+from baton.observe.process_figures import process_figures
 from baton.observe.ready import Ready, announce
 from baton.observe.tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord, require
@@ -62,7 +63,7 @@ from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
 from router.limits import DispatchLimits
 from router.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
-from router.metrics import figures
+from router.metrics import connection_figures, figures
 from router.node_links import LinkTimes, NodeLinks
 from router.placer import PlacementSettings, Placer, Policy
 from router.request_spans import RequestSpans
@@ -318,7 +319,8 @@ class _Router:
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
         found = figures(self._dispatcher, self._view, self._timers.monotonic(), self._clock.wall())
-        return render([*found, *self._tenants.figures()], labels)
+        held = connection_figures(self._public.num_connections, self._public.num_calls, self._http.num_connections)
+        return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:
         """For the live page."""

@@ -41,5 +41,16 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)
 
 
+def connection_figures(grpc_connections: int | None, grpc_calls: int | None, http_connections: int) -> Iterator[Figure]:
+    """What clients hold open at the public ports; None: that server does not count it."""
+    for name, text, value in (
+        ("grpc_connections", "Open connections of gRPC clients.", grpc_connections),
+        ("grpc_calls", "Calls of gRPC clients that have not ended.", grpc_calls),
+        ("http_connections", "Open connections of HTTP clients.", http_connections),
+    ):
+        if value is not None:
+            yield Figure(name, text, value, {})
+
+
 def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -22,6 +22,7 @@ from baton.node.runner_spec import runner_spec
 from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.observe.logs import log_also
+from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
@@ -58,7 +59,9 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     look_for_failpoints(config.failpoints)
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_role_to_be(config))
-    asyncio.run(_serve(config, load(runner_spec(config)), role, role_maker))
+    runner = load(runner_spec(config))
+    with asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
+        loop.run(_serve(config, runner, role, role_maker))
     return int(ExitCode.OK)
 
 

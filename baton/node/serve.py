@@ -37,6 +37,7 @@ from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import render
 from baton.observe.metrics_page import MetricsPage
+from baton.observe.process_figures import process_figures
 from baton.observe.tracing import start_tracing
 from baton.registry import Membership
 from baton.rpc.credentials import Dialer
@@ -211,7 +212,8 @@ class Node:
     def _metrics(self) -> bytes:
         labels = {"model_name": self._runner.model.name, "node": self._config.node_id, "role": self._config.role}
         figures = engine_figures(self._latest.stats, self._latest.step_times)
-        return render([*figures, *self._computed.figures(self._latest.stats), *self.role.figures()], labels)
+        computed = self._computed.figures(self._latest.stats)
+        return render([*figures, *computed, *self.role.figures(), *process_figures()], labels)
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and let the running work end, bounded by drain_s (unless a new role is all that is wanted) or

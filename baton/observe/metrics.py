@@ -59,9 +59,10 @@ class Histogram:
     def count(self) -> int:
         return sum(self._counts)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count`: how many times."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self.total += value * count
 
     def now(self, name: str, text: str, labels: Mapping[str, str] | None = None) -> Distribution:
         """For the page."""

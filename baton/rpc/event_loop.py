@@ -11,10 +11,12 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
+from baton.observe.loop_probe import ProbedEventLoop
+
 _log = logging.getLogger(__name__)
 
 
-class RpcEventLoop(asyncio.SelectorEventLoop):
+class RpcEventLoop(ProbedEventLoop):
     """An event loop that gRPC can wake often.
 
     grpc.aio learns of events on a thread of its own, which leaves each in a queue and writes one byte to a socket to

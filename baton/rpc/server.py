@@ -60,6 +60,16 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         add_reflection((*service_names, health.SERVICE_NAME), self.server)
 
+    @property
+    def num_connections(self) -> int | None:
+        """Open ones; None: grpc.aio's server does not say."""
+        return len(self._ours.connections) if self._ours is not None else None
+
+    @property
+    def num_calls(self) -> int | None:
+        """Those that have begun and not ended; None: grpc.aio's server does not say."""
+        return self._ours.num_calls if self._ours is not None else None
+
     def bind(self, host: str, port: int) -> int:
         """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
         address = join_address(host, port)

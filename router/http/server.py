@@ -57,6 +57,11 @@ class HttpServer:
         )
         self._serving: asyncio.Task[None] | None = None
 
+    @property
+    def num_connections(self) -> int:
+        """Open ones."""
+        return len(self._server.server_state.connections)
+
     def bind(self, host: str, port: int) -> int:
         """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
         try:

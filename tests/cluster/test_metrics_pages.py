@@ -20,6 +20,7 @@ from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import InvalidRequest, TransferCause
 from baton.observe.metrics import render
+from baton.rpc.event_loop import RpcEventLoop
 from baton.rpc.messages import GenerateRequest
 from kv_transfer.figures import failure_figures
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
@@ -115,7 +116,23 @@ def histogram(*labels: str, bounds: tuple[float, ...] = ()) -> Kind:
     return Kind("histogram", frozenset(labels), bounds)
 
 
+PROCESS = {
+    "process_cpu_seconds_total": counter(),
+    "process_resident_memory_bytes": gauge(),
+    "process_open_fds": gauge(),
+    "process_max_fds": gauge(),
+    "process_threads": gauge(),
+    "event_loop_tasks": gauge(),
+    "event_loop_held_seconds": histogram(),
+    "event_loop_held_cpu_seconds": histogram(),
+    "event_loop_held_seconds_max": gauge(),
+    "event_loop_held_cpu_seconds_max": gauge(),
+}
 ROUTER = {
+    **PROCESS,
+    "grpc_connections": gauge(),
+    "grpc_calls": gauge(),
+    "http_connections": gauge(),
     "num_requests_running": gauge(),
     "num_requests_waiting": gauge(),
     "prompt_tokens_total": counter(),
@@ -135,6 +152,7 @@ ROUTER = {
     "node_up": gauge(),
 }
 NODE = {
+    **PROCESS,
     "num_requests_running": gauge(),
     "num_requests_waiting": gauge(),
     "num_requests_waiting_by_reason": gauge("reason"),
@@ -227,7 +245,13 @@ def rules() -> Sequence[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-async def test_every_process_tells_what_is_promised_and_nothing_else_is_asked_of_it(tmp_path: Path) -> None:
+def test_every_process_tells_what_is_promised_and_nothing_else_is_asked_of_it(tmp_path: Path) -> None:
+    # On the loop that processes have.
+    with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
+        runner.run(_every_process_tells_what_is_promised(tmp_path))
+
+
+async def _every_process_tells_what_is_promised(tmp_path: Path) -> None:
     async with some_requests(tmp_path) as cluster:
         router = kinds(await text_at(int(cluster.router.http.rpartition(":")[2])))
         prefill, decode = [

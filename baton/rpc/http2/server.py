@@ -96,6 +96,11 @@ class Http2Server(grpc.aio.Server):
         raise NotImplementedError("give the server its TLS context")
 
     @property
+    def num_calls(self) -> int:
+        """Those that have begun and not ended."""
+        return len(self._calls)
+
+    @property
     def port(self) -> int:
         """Of its first address."""
         port: int = self._sockets[0].getsockname()[1]

@@ -1,0 +1,130 @@
+"""How long an event loop is held: while one turn's callbacks run, no socket is read and no timer fires.
+
+A turn is everything between two looks at the sockets (`select`). It is measured where it begins and where it ends, so
+nothing is sampled and no turn is missed. Two clocks are read: the wall's, which is what clients and peers notice, and
+the thread's processor time, which leaves out what the system gave to others. A turn that is long by the first clock
+and short by the second was not held by our own work: the machine was busy, or another thread had the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable, Iterator
+
+from baton.observe.metrics import Distribution, Figure, Histogram
+
+HELD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
+WINDOW_S = 60.0
+"""A scraper that asks at least this often sees the longest turn of all."""
+_SHORT_S = HELD_BUCKETS_S[0]
+"""Shorter turns, nearly all of them, are only counted: the processor's clock costs more than they may."""
+_CPU_READING_S = 0.005
+"""How old a reading of the processor's clock may be when a turn begins, and so how much too long a turn may seem."""
+
+
+class Longest:
+    """The largest value of the last window or two: of a current window and of the one before it."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._current = self._previous = 0.0
+        self._since = 0.0
+
+    def observe(self, now: float, value: float) -> None:
+        """`now`: seconds on a monotonic clock."""
+        self._turn_over(now)
+        self._current = max(self._current, value)
+
+    def value(self, now: float) -> float:
+        """0 where there was none."""
+        self._turn_over(now)
+        return max(self._current, self._previous)
+
+    def _turn_over(self, now: float) -> None:
+        past = (now - self._since) // self._window_s
+        if past >= 1:
+            self._previous = self._current if past == 1 else 0.0
+            self._current = 0.0
+            self._since += past * self._window_s
+
+
+class LoopProbe:
+    """Measures the turns of one event loop; belongs to the loop's thread. A turn costs less than a microsecond."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """`cpu_clock`: processor time of the calling thread, in seconds."""
+        self._clock = clock
+        self._cpu_clock = cpu_clock
+        self._held = Histogram(HELD_BUCKETS_S)
+        self._held_cpu = Histogram(HELD_BUCKETS_S)
+        self._longest = Longest(WINDOW_S)
+        self._longest_cpu = Longest(WINDOW_S)
+        self._num_short = 0
+        self._short_s = 0.0
+        self._began: float | None = None
+        self._cpu_read_at = -_CPU_READING_S
+        self._cpu_s = 0.0
+        """What the processor's clock said at that moment."""
+
+    def begin_turn(self) -> None:
+        """The loop has looked at its sockets and goes on to run what is ready."""
+        self._began = now = self._clock()
+        if now - self._cpu_read_at >= _CPU_READING_S:
+            self._cpu_read_at, self._cpu_s = now, self._cpu_clock()
+
+    def end_turn(self) -> None:
+        """All of it has run, and the loop is about to look at its sockets again."""
+        if self._began is None:
+            return
+        now = self._clock()
+        held, self._began = now - self._began, None
+        if held < _SHORT_S:
+            self._num_short += 1
+            self._short_s += held
+            return
+        cpu = min(held, self._cpu_clock() - self._cpu_s)
+        self._held.observe(held)
+        self._held_cpu.observe(cpu)
+        self._longest.observe(now, held)
+        self._longest_cpu.observe(now, cpu)
+
+    def figures(self) -> Iterator[Figure | Distribution]:
+        """For the metrics page."""
+        if self._num_short:
+            for histogram in (self._held, self._held_cpu):
+                histogram.observe(self._short_s / self._num_short, self._num_short)
+            self._num_short, self._short_s = 0, 0.0
+        text = "How long one turn of the event loop took, in which it looked at no socket and no timer."
+        yield self._held.now("event_loop_held_seconds", text)
+        yield self._held_cpu.now("event_loop_held_cpu_seconds", f"{text} Processor time of its thread alone.")
+        now, text = self._clock(), f"The longest turn of the event loop in the last {WINDOW_S:.0f} seconds or more."
+        yield Figure("event_loop_held_seconds_max", text, self._longest.value(now), {})
+        text = f"{text} Processor time of its thread alone."
+        yield Figure("event_loop_held_cpu_seconds_max", text, self._longest_cpu.value(now), {})
+
+
+class _ProbedSelector(selectors.DefaultSelector):
+    """Tells a probe where the turns of the loop begin and end."""
+
+    def __init__(self, probe: LoopProbe) -> None:
+        super().__init__()
+        self._begin, self._end = probe.begin_turn, probe.end_turn
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._end()
+        try:
+            return super().select(timeout)
+        finally:
+            self._begin()
+
+
+class ProbedEventLoop(asyncio.SelectorEventLoop):
+    """asyncio's event loop with a probe of its own."""
+
+    def __init__(self) -> None:
+        self.probe = LoopProbe()
+        super().__init__(_ProbedSelector(self.probe))

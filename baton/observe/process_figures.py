@@ -1,0 +1,44 @@
+"""What a process holds, as the kernel and its event loop count it: what leaks is seen here first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.observe.loop_probe import ProbedEventLoop
+from baton.observe.metrics import Distribution, Figure
+
+_PROC = Path("/proc/self")
+_UTIME, _STIME, _NUM_THREADS, _RSS = 11, 12, 17, 21
+"""Places in /proc/self/stat behind the name of the command (proc_pid_stat(5))."""
+
+
+def process_figures() -> Iterator[Figure | Distribution]:
+    """For the metrics page; call it on the event loop. A system without /proc tells only of the loop."""
+    loop = asyncio.get_running_loop()
+    tasks = len(asyncio.all_tasks(loop))
+    yield Figure("event_loop_tasks", "Tasks of the event loop that have not ended.", tasks, {})
+    if isinstance(loop, ProbedEventLoop):
+        yield from loop.probe.figures()
+    if _PROC.is_dir():
+        yield from _held_by_the_kernel()
+
+
+def _held_by_the_kernel() -> Iterator[Figure]:
+    fields = (_PROC / "stat").read_text().rpartition(")")[2].split()
+    cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # One of them is that of the directory that is being read.
+    descriptors = len(os.listdir(_PROC / "fd")) - 1
+    resident = int(fields[_RSS]) * resource.getpagesize()
+    for name, text, value in (
+        ("process_cpu_seconds_total", "Processor time of all threads.", cpu_s),
+        ("process_resident_memory_bytes", "Memory that is in use and not swapped out.", resident),
+        ("process_open_fds", "Open file descriptors.", descriptors),
+        ("process_max_fds", "How many file descriptors may be open.", soft_limit),
+        ("process_threads", "Threads.", int(fields[_NUM_THREADS])),
+    ):
+        yield Figure(name, text, value, {})

@@ -1,0 +1,148 @@
+"""How long an event loop was held: by which clock, turn by turn, and what a process says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.observe.loop_probe import WINDOW_S, Longest, LoopProbe, ProbedEventLoop
+from baton.observe.metrics import render
+from baton.observe.process_figures import process_figures
+
+
+class Clocks:
+    """Of the wall and of the thread's processor time, turned by hand."""
+
+    def __init__(self) -> None:
+        self.wall = 1000.0
+        self.cpu = 7.0
+
+    def run(self, wall: float, cpu: float) -> None:
+        self.wall += wall
+        self.cpu += cpu
+
+
+def samples(page: bytes) -> dict[str, float]:
+    """By name, and of a histogram also by its bound."""
+    return {
+        sample.name.removeprefix("baton_") + sample.labels.get("le", ""): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def probed() -> tuple[LoopProbe, Clocks]:
+    clocks = Clocks()
+    return LoopProbe(lambda: clocks.wall, lambda: clocks.cpu), clocks
+
+
+def turn(probe: LoopProbe, clocks: Clocks, wall: float, cpu: float) -> None:
+    """One turn, and a wait behind it that takes no processor."""
+    probe.begin_turn()
+    clocks.run(wall, cpu)
+    probe.end_turn()
+    clocks.run(0.5, 0.0)
+
+
+def said(probe: LoopProbe) -> dict[str, float]:
+    return samples(render(probe.figures(), {}))
+
+
+def test_a_turn_is_what_lies_between_two_looks_at_the_sockets() -> None:
+    probe, clocks = probed()
+    turn(probe, clocks, 0.120, 0.120)
+    turn(probe, clocks, 0.030, 0.030)
+    found = said(probe)
+    held = "event_loop_held_seconds"
+    assert [found[f"{held}_bucket{bound}"] for bound in ("0.025", "0.05", "0.1", "0.15", "+Inf")] == [0, 1, 1, 2, 2]
+    assert (found[f"{held}_max"], found[f"{held}_sum"]) == pytest.approx((0.120, 0.150))
+
+
+def test_a_turn_in_which_the_system_ran_others_is_long_on_the_wall_alone() -> None:
+    probe, clocks = probed()
+    turn(probe, clocks, 0.400, 0.020)
+    found = said(probe)
+    assert found["event_loop_held_seconds_max"] == pytest.approx(0.400)
+    assert found["event_loop_held_cpu_seconds_max"] == pytest.approx(0.020)
+    assert (found["event_loop_held_seconds_bucket0.3"], found["event_loop_held_cpu_seconds_bucket0.025"]) == (0, 1)
+
+
+def test_short_turns_are_counted_and_are_no_part_of_a_long_one() -> None:
+    probe, clocks = probed()
+    for _ in range(1000):
+        probe.begin_turn()
+        clocks.run(0.0005, 0.0005)
+        probe.end_turn()
+    turn(probe, clocks, 0.050, 0.010)
+    found = said(probe)
+    assert (found["event_loop_held_seconds_bucket0.001"], found["event_loop_held_seconds_count"]) == (1000, 1001)
+    assert found["event_loop_held_seconds_sum"] == pytest.approx(0.55)
+    # The processor's clock may have been read up to 5 ms before.
+    assert 0.010 <= found["event_loop_held_cpu_seconds_max"] <= 0.015 + 1e-9
+    assert said(probe)["event_loop_held_seconds_count"] == 1001
+
+
+def test_the_longest_is_forgotten_after_two_windows() -> None:
+    longest = Longest(10.0)
+    longest.observe(5.0, 3.0)
+    longest.observe(12.0, 1.0)
+    assert [longest.value(at) for at in (13.0, 19.9, 20.0, 29.9, 30.0, 500.0)] == [3.0, 3.0, 1.0, 1.0, 0.0, 0.0]
+    longest.observe(501.0, 2.0)
+    assert longest.value(501.0) == 2.0
+
+
+def test_the_gauge_outlives_a_scrape() -> None:
+    probe, clocks = probed()
+    turn(probe, clocks, 0.2, 0.2)
+    assert said(probe)["event_loop_held_seconds_max"] == said(probe)["event_loop_held_seconds_max"] > 0
+    clocks.run(2 * WINDOW_S, 0.0)
+    assert said(probe)["event_loop_held_seconds_max"] == 0
+
+
+def test_a_loop_measures_each_of_its_turns() -> None:
+    class Counting(ProbedEventLoop):
+        """Each turn takes a second of the wall's clock, and none of the processor's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.clocks = Clocks()
+            self.probe._clock, self.probe._cpu_clock = lambda: self.clocks.wall, lambda: self.clocks.cpu
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Counting)
+        before = said(loop.probe)["event_loop_held_seconds_count"]
+        for _ in range(3):
+            loop.clocks.run(1.0, 0.25)
+            await asyncio.sleep(0)
+        found = said(loop.probe)
+        assert found["event_loop_held_seconds_count"] - before == 3
+        assert found["event_loop_held_seconds_max"] == 1.0
+        assert found["event_loop_held_cpu_seconds_max"] == 0.25
+
+    with asyncio.Runner(loop_factory=Counting) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("loop_factory", [ProbedEventLoop, asyncio.SelectorEventLoop])
+def test_a_process_says_what_it_holds(loop_factory: type[asyncio.SelectorEventLoop]) -> None:
+    async def run() -> None:
+        before = samples(render(process_figures(), {}))
+        waiting = [asyncio.create_task(asyncio.Event().wait()) for _ in range(3)]
+        pair = socket.socketpair()
+        after = samples(render(process_figures(), {}))
+        assert after["event_loop_tasks"] - before["event_loop_tasks"] == 3
+        assert after["process_open_fds"] - before["process_open_fds"] == 2
+        assert after["process_threads"] == len(os.listdir("/proc/self/task"))
+        assert after["process_resident_memory_bytes"] > 1 << 20
+        assert after["process_cpu_seconds_total"] > 0
+        assert ("event_loop_held_seconds_max" in after) is (loop_factory is ProbedEventLoop)
+        for one in (*pair, *waiting):
+            one.close() if isinstance(one, socket.socket) else one.cancel()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())

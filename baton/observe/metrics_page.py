@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.errors import BatonError, ConfigError, Unauthenticated
+from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
 from baton.observe.metrics import CONTENT_TYPE
 from baton.security.pages import PageDoor
 from baton.security.tls_files import TlsFiles
@@ -66,6 +66,8 @@ class MetricsPage:
         path = rest.split(None, 1)[0].partition(b"?")[0] if rest.strip() else b""
         try:
             self._door.check(path.decode("latin-1"), _headers(head))
+        except InvalidRequest as error:
+            return _http("400 Bad Request", "text/plain", f"{error}\n".encode())
         except BatonError as error:
             status = "401 Unauthorized" if isinstance(error, Unauthenticated) else "403 Forbidden"
             return _http(status, "text/plain", f"{error}\n".encode())

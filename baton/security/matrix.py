@@ -54,7 +54,7 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/ui": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
     "/v1": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
 }
-"""By the first part of the path."""
+"""By the first part of the path. A path whose first part is not here leads nowhere: see `is_page`."""
 
 
 def callers_of_rpc(method: str) -> frozenset[CallerRole]:
@@ -65,7 +65,20 @@ def callers_of_rpc(method: str) -> frozenset[CallerRole]:
 
 def callers_of_page(path: str) -> frozenset[CallerRole]:
     """Who may ask HTTP for PATH. A path of nobody's is anybody's with a key, who then hears that it is none."""
-    return PAGES.get("/" + path.removeprefix("/").partition("/")[0], _KNOWN)
+    return PAGES.get(_first_part(path), _KNOWN)
+
+
+def is_page(path: str) -> bool:
+    """Whether the table has the first part of PATH, letter by letter.
+
+    No server may answer a path without it: what looks for the page may be less exact than this table, and would then
+    answer callers that the table keeps away.
+    """
+    return _first_part(path) in PAGES
+
+
+def _first_part(path: str) -> str:
+    return "/" + path.removeprefix("/").partition("/")[0]
 
 
 def certificate_name(role: CallerRole, cluster: str) -> str:

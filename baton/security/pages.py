@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import time
 from collections.abc import Callable, Iterable
 
-from baton.errors import PermissionDenied
+from baton.errors import InvalidRequest, PermissionDenied
 from baton.security.binds import is_loopback
 from baton.security.callers import ANYONE, Caller
 from baton.security.keys import KeyRing, bearer
@@ -15,6 +16,8 @@ from baton.security.matrix import CallerRole, callers_of_page
 
 Headers = Iterable[tuple[bytes, bytes]]
 """Names in small letters."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""No path of ours has one, and what compares paths may skip one: `$` of a regular expression, the end of a C string."""
 
 
 class PageDoor:
@@ -35,7 +38,9 @@ class PageDoor:
         self._now = now
 
     def check(self, path: str, headers: Headers) -> Caller:
-        """Who is calling; raises Unauthenticated or PermissionDenied."""
+        """Who is calling for PATH, which is decoded; raises InvalidRequest, Unauthenticated or PermissionDenied."""
+        if _CONTROL.search(path):
+            raise InvalidRequest("path", f"has a control character: {path[:200]!r}")
         key = ""
         for name, value in headers:
             if name == b"host":

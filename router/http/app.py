@@ -15,6 +15,7 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.ids import new_request_id
 from baton.security.callers import current_caller
+from baton.security.matrix import is_page
 from baton.security.pages import PageDoor
 from router.http.body import ClientGone, check_headers
 from router.http.embeddings import Embeddings
@@ -71,7 +72,7 @@ class HttpFront:
             scope["state"] = {"request_id": request_id}
             # With this, a wrong method is raised, and not answered in starlette's own way.
             scope["app"] = self
-            await self._routes(scope, receive, send)
+            await (self._routes if is_page(scope["path"]) else _no_such_path)(scope, receive, send)
         except (ClientGone, asyncio.CancelledError):
             # Nobody is there any more, or the server stops and cuts what is left: either way this task ends here.
             return

@@ -7,6 +7,7 @@ from random import Random
 
 from baton.clock import ManualClock
 from baton.rpc.messages import Chunk, Finished, ModelCard, Path
+from baton.security.pages import PageDoor
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
@@ -32,8 +33,15 @@ class LetterSpelling:
 class HttpRig(AsgiClient):
     """What a test asks, and the calls that its core gets."""
 
-    def __init__(self, keep_alive_s: float = 1000.0, template: str = DEFAULT_TEMPLATE, card: ModelCard = CARD) -> None:
+    def __init__(
+        self,
+        keep_alive_s: float = 1000.0,
+        template: str = DEFAULT_TEMPLATE,
+        card: ModelCard = CARD,
+        door: PageDoor | None = None,
+    ) -> None:
         self.card = card
+        self._door_of_pages = door
         self.handler = FakeHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
@@ -41,7 +49,14 @@ class HttpRig(AsgiClient):
     def front(self, handler: Handler, keep_alive_s: float, template: str) -> HttpFront:
         model = ServedModel(lambda: self.card, LetterSpelling(), ChatTemplate(template, {}), lambda: NOW)
         return HttpFront(
-            handler, model, lambda: self.why_not_ready, lambda: b"figures\n", ManualClock(5.0), Random(1), keep_alive_s
+            handler,
+            model,
+            lambda: self.why_not_ready,
+            lambda: b"figures\n",
+            ManualClock(5.0),
+            Random(1),
+            keep_alive_s,
+            self._door_of_pages,
         )
 
     async def called(self) -> FakeCall:

@@ -169,6 +169,10 @@ class EngineFault(BatonError):
     status = Status.INTERNAL
 
 
+class BackgroundFault(BatonError):
+    """Work that a process can't go on without has failed: the process ends. `__cause__` is what was raised."""
+
+
 class TransferCause(enum.Enum):
     """Why a prompt's KV did not come."""
 

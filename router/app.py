@@ -17,10 +17,11 @@ from pathlib import Path
 from random import Random
 
 import baton
+from baton.background import BackgroundWatch, OnFault, current_watch, start_background
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
-from baton.errors import Draining, ExitCode
+from baton.errors import BackgroundFault, Draining, ExitCode
 from baton.ids import new_incarnation
 from baton.node.name_claim import Asks, require_first, require_free_name
 from baton.observe.logs import log_also
@@ -234,15 +235,20 @@ class _Router:
         self._awaited = asyncio.Event()
         """As many nodes have joined as were asked for."""
 
-    async def run(self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event) -> None:
-        """Serve until `stop`, then drain."""
+    async def run(
+        self, ready: Callable[[RouterAddresses], None], stop: asyncio.Event, fault: asyncio.Future[BackgroundFault]
+    ) -> None:
+        """Serve until `stop`, then drain. Raises `fault` as soon as it is there."""
         record = self._record
-        watching = asyncio.create_task(self._watch(), name="router-watch")
-        health = asyncio.create_task(self._publish_health(), name="router-health")
+        works = {
+            "router-watch": self._watch,
+            "router-health": self._publish_health,
+            "router-steering": self._steering.watch,
+            "router-look": self._steering.look_around,
+        }
+        background = {kind: start_background(work, kind, on_fault=OnFault.END_PROCESS) for kind, work in works.items()}
         stopping = asyncio.create_task(stop.wait(), name="router-stop")
         awaited = asyncio.create_task(self._awaited.wait(), name="router-awaited")
-        steering = asyncio.create_task(self._steering.watch(), name="router-steering")
-        looking = asyncio.create_task(self._steering.look_around(), name="router-look")
         try:
             await self._public.start()
             await self._private.start()
@@ -252,17 +258,16 @@ class _Router:
             self._dispatcher.changed.set()
             self._lease = await self._membership.lease(record)
             await require_first(self._membership, record, self._asks)
-            running = (watching, health, steering, looking, stopping)
-            await asyncio.wait((awaited, *running), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((awaited, stopping, fault), return_when=asyncio.FIRST_COMPLETED)
             if awaited.done():
                 addresses = (record.address, record.operator_address, record.http_address)
                 ready(RouterAddresses(record.incarnation, *addresses))
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {stopping}:
-                task.result()
-            await self._drain(health)
+            await asyncio.wait((stopping, fault), return_when=asyncio.FIRST_COMPLETED)
+            if fault.done():
+                raise fault.result()
+            await self._drain(background["router-health"])
         finally:
-            tasks = (watching, health, steering, looking, stopping, awaited)
+            tasks = (*background.values(), stopping, awaited)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -362,8 +367,20 @@ async def run_router(
 ) -> None:
     """Run a router until `stop` is set, then drain it. `ready` is called once, when the ports answer.
 
-    Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry.
+    Raises ConfigError, before anything is started, for a bad model directory, a taken port or an unreachable registry;
+    BackgroundFault when work that it can't go on without has failed.
     """
+    loop = asyncio.get_running_loop()
+    fault: asyncio.Future[BackgroundFault] = loop.create_future()
+
+    def end(found: BackgroundFault) -> None:
+        if not fault.done():
+            fault.set_result(found)
+
+    def end_from_anywhere(found: BackgroundFault) -> None:
+        loop.call_soon_threadsafe(end, found)
+
+    current_watch.set(BackgroundWatch(end_from_anywhere))
     card = _card_without_nodes(config)
     codec = None if config.simulated else Tokenizer.load(config.model_dir)
     template = None if config.simulated else ChatTemplate.load(config.model_dir)
@@ -379,7 +396,7 @@ async def run_router(
         await require(membership)
         asks = _asks_with(config)
         await require_free_name(membership, config.router_id, asks)
-        await _Router(config, membership, records, codec, template, card, asks).run(ready, stop)
+        await _Router(config, membership, records, codec, template, card, asks).run(ready, stop, fault)
 
 
 def _asks_with(config: RouterConfig) -> Asks:

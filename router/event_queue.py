@@ -129,7 +129,11 @@ class EventQueue:
         waiter = self._waiter
         if waiter is None or waiter.done() or not (self._events or self._is_over):
             return False
-        if self._take is None or not self._hand_over(self._take):
+        try:
+            is_done = self._take is not None and self._hand_over(self._take)
+        except Exception:  # the reader meets it too, and can say so
+            self._take, is_done = None, False
+        if not is_done:
             waiter.set_result(None)
         return True
 
@@ -141,11 +145,7 @@ class EventQueue:
             if not isinstance(event, Chunk):
                 return False
             event = self._joined(event)
-            try:
-                is_taken = take(event)
-            except Exception:  # the reader meets it too, and can say so
-                self._take, is_taken = None, False
-            if not is_taken:
+            if not take(event):
                 return False
             del events[0]
             self.backlog -= len(event.token_ids)

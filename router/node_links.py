@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from baton.background import OnFault, current_watch, start_background
 from baton.errors import BatonError, NodeLost
 from baton.registry import NodeRecord
 from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from router.timers import Timers, sleep_until
-
-_log = logging.getLogger(__name__)
 
 
 class NodeStream(Protocol):
@@ -180,7 +178,9 @@ class _Link:
         """The stream has brought a report."""
         self._loss: asyncio.Future[str] | None = None
         """Why the stream is lost, once it is."""
-        self._task = asyncio.create_task(self._run(), name=f"link-{record.incarnation}")
+        self._task = start_background(
+            self._run, "node-link", record.incarnation, on_fault=OnFault.RESTART, may_end=True
+        )
 
     @property
     def is_attached(self) -> bool:
@@ -224,9 +224,9 @@ class _Link:
                     failures = 0 if is_good else failures + 1
                 except BatonError:
                     failures += 1
-                except Exception:
+                except Exception as fault:
                     # Whatever it was, without a link nobody could use the node any more.
-                    _log.exception("link to %s", self._record.incarnation)
+                    current_watch.get().note("node-link", fault, "the link is opened again")
                     failures += 1
         finally:
             await client.close()
@@ -237,15 +237,21 @@ class _Link:
         self._stream = stream
         self._last_message = timers.monotonic()
         self._loss = asyncio.get_running_loop().create_future()
-        listener.on_attached(stream.welcome)
-        stream.listen(self._on_report, lambda loss: self._lose(str(loss)))
-        silence = asyncio.create_task(self._await_silence(), name=f"link-silence-{incarnation}")
+        silence = start_background(
+            self._await_silence, "link-silence", incarnation, on_fault=OnFault.RESTART, may_end=True
+        )
         reason = "the router let go of it"
         try:
+            listener.on_attached(stream.welcome)
+            stream.listen(self._on_report, lambda loss: self._lose(str(loss)))
             reason = await self._loss
+        except Exception as fault:
+            reason = f"the router failed at it: {fault}"
+            raise
         finally:
             self._stream = None
-            listener.on_lost(incarnation, reason)
+            # Requests that did not hear of the loss would wait for ever: a router that fails at that must end.
+            current_watch.get().guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
             silence.cancel()
             # First: whoever stops the link meanwhile would leave it open.
             with contextlib.suppress(BatonError):
@@ -264,7 +270,7 @@ class _Link:
 
     def _fail(self, fault: Exception) -> None:
         """The router's own fault; it must not be met again at once, for ever."""
-        _log.error("link to %s", self._record.incarnation, exc_info=fault)
+        current_watch.get().note("node-link", fault, "the link is opened again")
         self._heard = False
         self._lose(f"the router failed at it: {fault}")
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Protocol
 
+from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, InvalidRequest, NodeNotFound, Unreachable
 from baton.registry import DesiredChange, DesiredState, Membership
@@ -229,7 +231,7 @@ class Steering:
             wanted = self._desired.role_of(node.node_id)
             if wanted is not None and self._asked.get(node.incarnation, node.role.value) != wanted:
                 self._asked[node.incarnation] = wanted
-                self._begin(self._ask(node.node_id, node.address, node.incarnation, Role(wanted)))
+                self._begin(partial(self._ask, node.node_id, node.address, node.incarnation, Role(wanted)))
 
     async def _ask(self, name: str, address: str, incarnation: str, role: Role) -> None:
         client = self._connect(address)
@@ -246,8 +248,8 @@ class Steering:
         finally:
             await client.close()
 
-    def _begin(self, asking: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(asking)
+    def _begin(self, asking: Callable[[], Coroutine[None, None, None]]) -> None:
+        task = start_background(asking, "set-role", on_fault=OnFault.GO_ON, may_end=True)
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 
 PER_TURN = 64
+
+_log = logging.getLogger(__name__)
 
 
 class Turns:
@@ -42,7 +45,7 @@ class Turns:
         """Call it when it is its turn, perhaps at once. It returns whether it had any use for it."""
         if not self._left or self._waiting:
             self._waiting.append(go)
-        elif go():
+        elif self._goes(go):
             self._take_one()
 
     def _take_one(self) -> None:
@@ -55,5 +58,13 @@ class Turns:
         self._ends = None
         self._left = self._per_turn
         while self._waiting and self._left:
-            if self._waiting.popleft()():
+            if self._goes(self._waiting.popleft()):
                 self._take_one()
+
+    def _goes(self, go: Callable[[], bool]) -> bool:
+        """Whether the reader had any use for its turn. Its fault is its own: the others wait behind it."""
+        try:
+            return go()
+        except Exception:
+            _log.exception("a reader failed in its turn")
+            return True

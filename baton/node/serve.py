@@ -12,6 +12,7 @@ from random import SystemRandom
 import structlog
 
 from baton import __version__
+from baton.background import BackgroundWatch, OnFault, current_watch
 from baton.clock import SystemClock
 from baton.config import NodeConfig
 from baton.engine.block_hash import CacheKeyFields
@@ -20,7 +21,7 @@ from baton.engine.core import EngineCore
 from baton.engine.runner.base import ModelRunner
 from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
-from baton.errors import EngineFault
+from baton.errors import BackgroundFault, EngineFault
 from baton.ids import new_incarnation
 from baton.node.attempt_spans import AttemptSpans
 from baton.node.driver import EngineDriver, StepNews
@@ -77,12 +78,17 @@ class Node:
         self._asks = asks
         self._life = node_lifecycle(config.node_id)
         self._crash: BaseException | None = None
+        self._watch = BackgroundWatch()
         self._rpc: RpcServer
         self._latest: StepNews
         self._computed = ComputedTotals()
 
     async def serve(self, ready: Callable[[NodeDescription], None], stop: NodeStop) -> None:
-        """Run until told to stop, for good or to begin again. Raises ConfigError, EngineFault when the engine died."""
+        """Run until told to stop, for good or to begin again.
+
+        Raises ConfigError, EngineFault when the engine died, BackgroundFault when other work has failed that the node
+        can't go on without.
+        """
         async with AsyncExitStack() as cleanup:
             service = await self._start(cleanup, stop)
             self._life.feed(NodeEvent.STARTED)
@@ -92,6 +98,8 @@ class Node:
             await self._drain(service, stop)
             stop.on_drained()
         self._life.feed(NodeEvent.STOP)
+        if isinstance(self._crash, BackgroundFault):
+            raise self._crash
         if self._crash is not None:
             raise EngineFault(f"the engine died: {self._crash!r}") from self._crash
 
@@ -101,7 +109,7 @@ class Node:
         # First of all: while the vocabulary is taken in, nothing else of this process runs.
         grammars = load_compiler(config, self._runner.model)
 
-        def post(action: Callable[[], None]) -> None:
+        def post_unguarded(action: Callable[[], None]) -> None:
             # The engine's thread may outlive the loop by its last step.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(action)
@@ -109,23 +117,29 @@ class Node:
         def tell_engine(news: KVTransferOutput) -> None:
             driver.tell_transfer(news)
 
+        def end(fault: BaseException) -> None:
+            self._crash = self._crash or fault
+            post_unguarded(stop.force)
+
         def crashed(error: BaseException) -> None:
             _log.error("the engine died", exc_info=error)
-            self._crash = self._crash or error
-            post(stop.force)
+            end(error)
+
+        self._watch = watch = BackgroundWatch(end)
+        current_watch.set(watch)
+
+        def post(action: Callable[[], None]) -> None:
+            post_unguarded(watch.guarded(action, "posted-to-loop"))
 
         def on_step(news: StepNews) -> None:
             self._latest = news
             if news.step is not None:
                 self._computed.note(news.step)
-            try:
-                service.on_step(news)
-            except Exception as error:
-                # Its routers would wait for ever for what got lost here. When the node ends they go elsewhere.
-                crashed(error)
+            service.on_step(news)
 
         def publish(news: StepNews) -> None:
-            post(lambda: on_step(news))
+            # Routers would wait for ever for what got lost here. When the node ends they go elsewhere.
+            post_unguarded(watch.guarded(lambda: on_step(news), "step-news"))
 
         tls = config.tls.live() if config.tls is not None else None
         door = Door(cluster=config.cluster if tls is not None else None)
@@ -178,7 +192,7 @@ class Node:
         cleanup.push_async_callback(asyncio.to_thread, driver.stop)
         await rpc.start()
         cleanup.callback(service.close)
-        heartbeat = asyncio.create_task(service.heartbeat(), name=f"heartbeat-{config.node_id}")
+        heartbeat = watch.start(service.heartbeat, "heartbeat", config.node_id, on_fault=OnFault.END_PROCESS)
         cleanup.callback(heartbeat.cancel)
         await rpc.set_ready(True)
         lease = await self._membership.lease(node_record(description, clock.wall(), config.lease_s))

@@ -8,8 +8,9 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from baton.background import current_watch
 from baton.observe.loop_probe import ProbedEventLoop
-from baton.observe.metrics import Distribution, Figure
+from baton.observe.metrics import Distribution, Figure, by_label
 
 _PROC = Path("/proc/self")
 _UTIME, _STIME, _NUM_THREADS, _RSS = 11, 12, 17, 21
@@ -23,6 +24,8 @@ def process_figures() -> Iterator[Figure | Distribution]:
     yield Figure("event_loop_tasks", "Tasks of the event loop that have not ended.", tasks, {})
     if isinstance(loop, ProbedEventLoop):
         yield from loop.probe.figures()
+    faults = current_watch.get().faults
+    yield from by_label("background_faults_total", "Background tasks that raised, by kind.", "kind", faults)
     if _PROC.is_dir():
         yield from _held_by_the_kernel()
 

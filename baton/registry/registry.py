@@ -31,6 +31,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, Unreachable
 from baton.ids import random_token
@@ -162,7 +163,7 @@ class Registry:
 
     def _begin_to_follow(self) -> None:
         if self._follower is None and not self._closed:
-            self._follower = asyncio.create_task(self._follow(), name="registry-follower")
+            self._follower = start_background(self._follow, "registry-follower", on_fault=OnFault.RESTART)
 
     async def _follow(self) -> None:
         failures = 0
@@ -178,6 +179,10 @@ class Registry:
                     await pubsub.get_message(ignore_subscribe_messages=True, timeout=READ_EVERY_S)
             except _FOREIGN:
                 self._healthy = False
+            except Exception:
+                # A fault of ours, after which the watch begins anew.
+                self._healthy = False
+                raise
             finally:
                 with contextlib.suppress(*_FOREIGN):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
@@ -292,7 +297,9 @@ class RedisLease:
         """Publish once, then go on in the background."""
         failed = not await self._try_publish()
         if not self._closed:
-            self._renewer = asyncio.create_task(self._renew(failed), name=f"registry-lease-{self._record.name}")
+            self._renewer = start_background(
+                lambda: self._renew(failed), "registry-lease", self._record.name, on_fault=OnFault.RESTART
+            )
 
     async def update(self, record: NodeRecord) -> None:
         """Publish another record of the same incarnation; see `Lease.update`."""

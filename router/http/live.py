@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -12,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from baton.background import OnFault, start_background
 from baton.errors import Overloaded
-
-_log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 64
 _PAGE = Path(__file__).with_name("live.html")
@@ -60,7 +58,7 @@ class LiveFeed:
         seen = 0
         try:
             if self._drawing is None:
-                self._drawing = asyncio.create_task(self._draw(), name="live-page")
+                self._drawing = start_background(self._draw, "live-page", on_fault=OnFault.RESTART)
             while not self._is_closed:
                 changed = self._changed
                 if self._number > seen:
@@ -76,13 +74,9 @@ class LiveFeed:
 
     async def _draw(self) -> None:
         while True:
-            try:
-                self._latest = self._picture()
-                self._number += 1
-                self._tell()
-            except Exception:
-                # Whoever looks would else see the last one for ever.
-                _log.exception("drawing the live page")
+            self._latest = self._picture()
+            self._number += 1
+            self._tell()
             await asyncio.sleep(self._every_s)
 
     def _tell(self) -> None:

@@ -54,6 +54,7 @@ CODES = {
     "Unauthenticated": "UNAUTHENTICATED",
     "PermissionDenied": "PERMISSION_DENIED",
     "EngineFault": "INTERNAL",
+    "BackgroundFault": "INTERNAL",
     "ConfigError": "FAILED_PRECONDITION",
 }
 """The column gRPC of the table, for every error that there is."""

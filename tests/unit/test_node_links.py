@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from random import Random
 
 import pytest
 
-from baton.errors import NodeLost
+from baton.background import BackgroundWatch, current_watch
+from baton.errors import BackgroundFault, NodeLost
 from baton.rpc.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from router.fake_node import FakeNode, FakeNodes
 from router.node_links import NodeLinks
 from router.timers import ManualTimers
 from tests.support.router_parts import decode, key, prefill, record_of
+
+
+@pytest.fixture
+def ended() -> Iterator[list[BackgroundFault]]:
+    """What ended the process."""
+    faults: list[BackgroundFault] = []
+    before = current_watch.set(BackgroundWatch(faults.append))
+    yield faults
+    current_watch.reset(before)
 
 
 class Listener:
@@ -21,8 +32,12 @@ class Listener:
     def __init__(self) -> None:
         self.heard: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.report_error: Exception | None = None
+        self.attached_error: Exception | None = None
+        self.lost_error: Exception | None = None
 
     def on_attached(self, description: NodeDescription) -> None:
+        if self.attached_error is not None:
+            raise self.attached_error
         self.heard.put_nowait(("attached", description.incarnation))
 
     def on_report(self, incarnation: str, report: StepReport) -> None:
@@ -31,6 +46,8 @@ class Listener:
         self.heard.put_nowait(("report", incarnation))
 
     def on_lost(self, incarnation: str, reason: str) -> None:
+        if self.lost_error is not None:
+            raise self.lost_error
         self.heard.put_nowait(("lost", reason))
 
 
@@ -181,6 +198,33 @@ async def test_a_fault_of_ours_costs_one_attachment_not_the_node() -> None:
     message = await node.inbox.get()
     assert isinstance(message, Abort)
     assert message.reason == "y"
+    await rig.close()
+
+
+async def test_a_listener_that_raises_at_an_attachment_is_told_of_its_loss_and_leaves_no_stream() -> None:
+    rig = Rig(decode())
+    rig.listener.attached_error = RuntimeError("out of luck")
+    rig.links.update([record_of(decode())])
+    heard, reason = await rig.hear()
+    assert heard == "lost"
+    assert "out of luck" in reason
+    assert not rig.links.send("d1.1", Abort(key(), "nobody is attached"))
+    rig.listener.attached_error = None
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    assert rig.links.send("d1.1", Abort(key(), "y"))
+    await rig.close()
+
+
+async def test_a_loss_that_cannot_be_told_ends_the_process(ended: list[BackgroundFault]) -> None:
+    """Requests on that node would wait for ever."""
+    rig = Rig(decode())
+    rig.listener.lost_error = RuntimeError("out of luck")
+    rig.links.update([record_of(decode())])
+    assert await rig.hear() == ("attached", "d1.1")
+    rig.nodes["d1"].die()
+    await rig.timers.is_due(within=2.0)
+    assert [str(fault) for fault in ended] == ["background task node-lost failed: RuntimeError('out of luck')"]
     await rig.close()
 
 

@@ -18,7 +18,7 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.outputs import SchedulerOutput
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
-from baton.errors import BatonError, ConfigError, EngineFault, NodeLost
+from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
 from baton.node.fake_role import FakeRole
 from baton.node.process import RoleMaker, serve_roles
@@ -223,7 +223,7 @@ async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: 
         stream.send(submit())
         with pytest.raises(NodeLost):
             await until_end(stream)
-        with pytest.raises(EngineFault, match="no figures"):
+        with pytest.raises(BackgroundFault, match=r"step-news.*no figures"):
             await node.task
 
 

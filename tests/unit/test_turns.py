@@ -53,3 +53,20 @@ async def test_one_who_gave_up_takes_nobodys_turn() -> None:
     again = EventQueue(turns)
     again.put(Chunk(0, (1,), "x"))
     assert await again.get() is not None
+
+
+async def test_one_who_fails_in_its_turn_costs_nobody_elses() -> None:
+    turns = Turns(per_turn=1)
+    first = EventQueue(turns)
+    first.put(Chunk(0, (1,), "x"))
+    assert await first.get() is not None
+
+    def broken() -> bool:
+        raise ValueError("of one reader")
+
+    turns.serve(broken)  # the turn is spent: it waits for the next one
+    for _ in range(2):
+        behind = EventQueue(turns)
+        behind.put(Chunk(0, (1,), "x"))
+        assert await behind.get() is not None
+        turns.serve(broken)

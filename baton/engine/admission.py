@@ -3,6 +3,16 @@
 Admission takes the blocks of everything a request has so far, all or nothing, though they are computed in chunks: two
 half-admitted requests can't wait for each other, and a prompt tends to lie in one run of neighbours. A load from
 elsewhere also reserves the slot of its first generated token, so that an arrival never waits for a block.
+
+Waiting requests lack one of two things, and nobody waits behind somebody who lacks the other one:
+
+  a seat       to compute here: one of `max_num_seqs`, and something of the step's token budget
+  a load slot  to have KV read from another node into reserved blocks: as many again, no seat needed meanwhile
+
+Each has a queue of its own, and requests are tried in the order of both together. While no load slot is free, those
+that need a seat are tried as if the others were not there: they take no load slot, and arrivals get seats before them.
+While no seat is free, loads may begin in front of those that wait for one, but only `max_times_passed` times for the
+first of these, since what was loaded takes its seat first.
 """
 
 from __future__ import annotations
@@ -10,6 +20,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.grammar import TokenMatcher
@@ -18,7 +29,7 @@ from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.outputs import EngineCoreEventType, WaitingReason
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Leg, Request, RequestStatus
-from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+from baton.engine.request_queue import NO_TURN, FCFSRequestQueue, Places, PriorityRequestQueue, RequestQueue, Turn
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
 from baton.engine.stopping import check_stop
@@ -33,14 +44,23 @@ class _Tried(enum.Enum):
     ENDED = enum.auto()
     NO_BLOCKS = enum.auto()
     """Not enough free blocks now; a smaller one may fit."""
-    STEP_FULL = enum.auto()
-    """No seat or budget left: nobody behind it fits either."""
+    NO_SEAT = enum.auto()
+    """No seat or not enough budget left: nobody behind it gets one in this step."""
     ASK_AGAIN = enum.auto()
     """Its connector does not know yet, or a sibling still computes the prompt they share."""
 
 
-def _queue(config: SchedulerConfig) -> RequestQueue:
-    return PriorityRequestQueue(config.priority_ageing_s) if config.policy == "priority" else FCFSRequestQueue()
+class _Unseated(NamedTuple):
+    """Who waits for a seat and gets none in this step."""
+
+    turn: Turn
+    request: Request
+
+
+def _queue(config: SchedulerConfig, places: Places) -> RequestQueue:
+    if config.policy == "priority":
+        return PriorityRequestQueue(config.priority_ageing_s, places)
+    return FCFSRequestQueue(places)
 
 
 class Admission:
@@ -51,8 +71,10 @@ class Admission:
         self._config = ledger.config
         self._manager = ledger.kv_cache_manager
         config = ledger.config
-        self._waiting = _queue(config)
-        self._swapped = _queue(config)
+        self._places = Places()
+        self._for_seat = _queue(config, self._places)
+        self._for_load = _queue(config, self._places)
+        self._swapped = _queue(config, self._places)
         self._for_grammar: dict[str, Request] = {}
         self._remote: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
@@ -67,12 +89,12 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests without blocks."""
-        return len(self._waiting)
+        return len(self._for_seat) + len(self._for_load)
 
     @property
     def num_waiting_tokens(self) -> int:
         """What those will have computed here, in O(1)."""
-        return self._waiting.num_tokens
+        return self._for_seat.num_tokens + self._for_load.num_tokens
 
     @property
     def num_arrived(self) -> int:
@@ -86,7 +108,7 @@ class Admission:
     @property
     def anybody_waits(self) -> bool:
         """Whether the next step may have to let somebody in."""
-        return bool(self._arrived or len(self._waiting) or len(self._swapped))
+        return bool(self._arrived or self.num_waiting or len(self._swapped))
 
     @property
     def num_waiting_for_remote_kvs(self) -> int:
@@ -96,7 +118,7 @@ class Admission:
     def num_waiting_by_reason(self) -> dict[WaitingReason, int]:
         """Everybody who does not run, in O(1)."""
         return {
-            "capacity": len(self._waiting) - len(self._preempted) - len(self._deferred),
+            "capacity": self.num_waiting - len(self._preempted) - len(self._deferred),
             "deferred": len(self._deferred),
             "grammar": len(self._for_grammar),
             "remote_kv": len(self._remote),
@@ -116,24 +138,25 @@ class Admission:
             self._fail(request, exc, outputs)
             return
         if request.sampling_params.has_grammar and not request.matchers:
+            request.place = self._places.behind_all()
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             self._for_grammar[request.request_id] = request
         else:
-            self._waiting.add(request)
+            self._queue_of(request).add(request)
 
     def grammar_compiled(self, request_id: str, matchers: Sequence[TokenMatcher]) -> None:
-        """A request has what it waited for: it queues like a newcomer. One that is over is skipped."""
+        """A request has what it waited for: it queues where it came, before later ones. One that is over is skipped."""
         request = self._for_grammar.pop(request_id, None)
         if request is not None:
             request.status, request.matchers = RequestStatus.WAITING, matchers
-            self._waiting.add(request)
+            self._queue_of(request).add(request)
 
     def put_back(self, request: Request) -> None:
         """A preempted request, by its status swapped or not: next in turn."""
         if request.status is RequestStatus.SWAPPED:
             self._swapped.prepend(request)
         else:
-            self._waiting.prepend(request)
+            self._for_seat.prepend(request)
             self._preempted.add(request.request_id)
 
     def fork(self, request: Request) -> None:
@@ -149,11 +172,11 @@ class Admission:
     def enter(self, requests: Sequence[Request]) -> None:
         """Requests that go on with what others computed are next in turn."""
         self._ledger.requests.update((request.request_id, request) for request in requests)
-        self._waiting.prepend_many(requests)
+        self._for_seat.prepend_many(requests)
 
     def last_in_turn(self, running: Iterable[Request]) -> Request | None:
         """Of running requests, in order of admission: the one that gives way first."""
-        return self._waiting.last_in_turn(running)
+        return self._for_seat.last_in_turn(running)
 
     def take_out(self, requests: Collection[Request]) -> None:
         """Forget requests that are about to end, wherever they wait."""
@@ -169,7 +192,8 @@ class Admission:
         if swapped:
             self._swapped.remove_many(swapped)
         if queued:
-            self._waiting.remove_many(queued)
+            self._for_seat.remove_many(queued)
+            self._for_load.remove_many(queued)
             self._preempted -= queued
             self._deferred -= queued
             self._arrived = deque(request for request in self._arrived if request.request_id not in queued)
@@ -229,7 +253,7 @@ class Admission:
             self._for_grammar[request.request_id] = request
             return
         request.status = RequestStatus.WAITING
-        self._waiting.prepend(request)
+        self._for_seat.prepend(request)
 
     def take_whole_step_wish(self) -> bool:
         """Whether a prompt that may not be cut waits for a step of its own; asking grants it."""
@@ -261,12 +285,14 @@ class Admission:
 
     def admit_waiting(self, plan: StepPlan, outputs: OutputsByClient) -> None:
         """Try the others in order. What can't run now keeps its place; what never can ends."""
-        if not len(self._waiting):
+        if not self.num_waiting:
             return
-        stay: list[Request] = []
+        stay: dict[RequestQueue, list[Request]] = {}
         stuck: list[Request] = []
-        while len(self._waiting):
-            request = self._waiting.pop()
+        unseated = self._unseated(plan)
+        while (queue := self._next_queue(unseated)) is not None:
+            turn = queue.next_turn
+            request = queue.pop()
             tried = self._try(request, plan, outputs)
             self._deferred.discard(request.request_id)
             if tried is _Tried.ASK_AGAIN and request.status is RequestStatus.WAITING:
@@ -274,16 +300,49 @@ class Admission:
             if tried in (_Tried.ADMITTED, _Tried.ENDED):
                 self._preempted.discard(request.request_id)
             if tried is _Tried.ADMITTED:
-                for passed in stuck:
-                    self._times_passed[passed.request_id] = self._times_passed.get(passed.request_id, 0) + 1
+                passed = stuck if unseated is None or turn < unseated.turn else [*stuck, unseated.request]
+                for other in passed:
+                    self._times_passed[other.request_id] = self._times_passed.get(other.request_id, 0) + 1
+                unseated = unseated or self._unseated(plan)
             elif tried is not _Tried.ENDED:
-                stay.append(request)
+                stay.setdefault(queue, []).append(request)
             if tried is _Tried.NO_BLOCKS:
                 stuck.append(request)
-            if tried is _Tried.STEP_FULL or (stuck and not self._may_be_passed(stuck)):
+            if tried is _Tried.NO_SEAT and unseated is None:
+                unseated = _Unseated(turn, request)
+            if stuck and not self._may_be_passed(stuck):
                 break
-        if stay:
-            self._waiting.prepend_many(stay)
+        for queue, requests in stay.items():
+            queue.put_back(requests)
+
+    def _next_queue(self, unseated: _Unseated | None) -> RequestQueue | None:
+        """The one whose first request is next in turn of those that could get what they lack; None: nobody could.
+
+        `unseated`: the first in turn that gets no seat in this step; nobody else gets one, then.
+        """
+        seat = self._for_seat.next_turn if unseated is None else NO_TURN
+        load = self._for_load.next_turn if self._has_load_slot() else NO_TURN
+        if seat < load:
+            return self._for_seat
+        if load == NO_TURN:
+            return None
+        if unseated is not None and unseated.turn < load and not self._may_be_passed([unseated.request]):
+            return None
+        return self._for_load
+
+    def _unseated(self, plan: StepPlan) -> _Unseated | None:
+        """The first in turn that waits for a seat, if none is left."""
+        request = self._for_seat.next_request
+        return None if request is None or self._has_seat(plan) else _Unseated(self._for_seat.next_turn, request)
+
+    def _queue_of(self, request: Request) -> RequestQueue:
+        return self._for_load if self._may_load(request) else self._for_seat
+
+    def _may_load(self, request: Request) -> bool:
+        return request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
+
+    def _has_load_slot(self) -> bool:
+        return len(self._remote) + len(self._arrived) < self._config.max_num_seqs
 
     def _may_be_passed(self, stuck: list[Request]) -> bool:
         # A preempted one has a stream waiting: newcomers in its room would have it preempted for ever.
@@ -294,12 +353,7 @@ class Admission:
         )
 
     def _try(self, request: Request, plan: StepPlan, outputs: OutputsByClient) -> _Tried:
-        may_load = request.leg is Leg.DECODE and request.status is RequestStatus.WAITING
-        if may_load:
-            if len(self._remote) + len(self._arrived) >= self._config.max_num_seqs:
-                return _Tried.STEP_FULL
-        elif not self._has_seat(plan):
-            return _Tried.STEP_FULL
+        may_load = self._may_load(request)
         if self._manager.has_table(request.request_id):
             return self._go_on(request, plan)
         computed = self._computed_blocks(request, with_host=not may_load)
@@ -315,7 +369,7 @@ class Admission:
             if external.num_tokens:
                 return self._load(request, computed, external.num_tokens, outputs)
             if not self._has_seat(plan):
-                return _Tried.STEP_FULL
+                return _Tried.NO_SEAT
         return self._admit(request, computed, plan, outputs)
 
     def _computed_blocks(self, request: Request, *, with_host: bool) -> ComputedBlocks | None:
@@ -375,7 +429,7 @@ class Admission:
             num_tokens = missing
         else:
             self._prompt_wants_whole_step = True
-            return _Tried.STEP_FULL
+            return _Tried.NO_SEAT
         allocation = self._manager.allocate_slots(
             request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
         )
@@ -456,7 +510,8 @@ class Admission:
             request.num_cached_tokens = computed.num_tokens
         if not request.is_root:
             return
-        self.prefix_cache.note_lookup(request.num_tokens)
+        if self._config.enable_prefix_caching:
+            self.prefix_cache.note_lookup(request.num_tokens)
         self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens)
         self.prefix_cache.note_hit("host", computed.num_host_tokens)
 

@@ -13,7 +13,10 @@ Source = Literal["device", "host", "remote"]
 
 @value(frozen=True, slots=True)
 class PrefixCacheStats:
-    """Since start. A request counts at each admission, so a preempted one counts again."""
+    """Since start. A request counts at each admission, so a preempted one counts again.
+
+    With prefix caching off nothing is looked up, and only what came from another node is a hit.
+    """
 
     num_requests: int
     """Requests that were looked up."""

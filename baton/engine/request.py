@@ -177,6 +177,8 @@ class Request:
         self.leg = leg
         self.kv_source = kv_source
 
+        self.place = 0
+        """Among those that wait and have equal claims, smaller first; 0: it has none yet (see request_queue.Places)."""
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.error: str | None = None

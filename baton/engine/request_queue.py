@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -22,14 +23,50 @@ def tokens_to_compute(request: Request) -> int:
     return request.num_tokens if request.is_root else 1
 
 
+Turn = tuple[float, ...]
+"""When a waiting request is tried: smaller ones first. Comparable between the queues of one policy and `Places`."""
+NO_TURN: Turn = (math.inf,)
+"""An empty queue's: after every other one."""
+
+
+class Places:
+    """Numbers the requests of one engine in the order in which they came, for all of its queues.
+
+    A request keeps its number while it is blocked or tried in vain, so it loses no place to those that came meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._first = self._last = 0
+
+    def behind_all(self) -> int:
+        """The place of a newcomer."""
+        self._last += 1
+        return self._last
+
+    def before_all(self) -> int:
+        """The place of one that is next in turn."""
+        self._first -= 1
+        return self._first
+
+
 class RequestQueue(Protocol):
     """Waiting requests under one policy."""
 
     num_tokens: int
     """Tokens that they will have computed here."""
 
+    @property
+    def next_turn(self) -> Turn:
+        """When the next one is tried; NO_TURN when empty."""
+        ...
+
+    @property
+    def next_request(self) -> Request | None:
+        """The next one, which stays; None when empty."""
+        ...
+
     def add(self, request: Request) -> None:
-        """A newcomer."""
+        """A newcomer, or one that was blocked elsewhere and has a place from when it came."""
         ...
 
     def pop(self) -> Request:
@@ -41,7 +78,11 @@ class RequestQueue(Protocol):
         ...
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
-        """Put back what was popped, in the order in which it was popped."""
+        """These are next in turn, in this order, as far as the policy allows."""
+        ...
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        """What was popped, in the order in which it was popped, keeps its places."""
         ...
 
     def remove_many(self, request_ids: Collection[str]) -> None:
@@ -60,13 +101,28 @@ class RequestQueue(Protocol):
 class FCFSRequestQueue:
     """First come, first served."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
         self.num_tokens = 0
+        self._places = places if places is not None else Places()
         self._requests: deque[Request] = deque()
 
+    @property
+    def next_turn(self) -> Turn:
+        return (self._requests[0].place,) if self._requests else NO_TURN
+
+    @property
+    def next_request(self) -> Request | None:
+        return self._requests[0] if self._requests else None
+
     def add(self, request: Request) -> None:
+        requests = self._requests
         self.num_tokens += tokens_to_compute(request)
-        self._requests.append(request)
+        if not request.place:
+            request.place = self._places.behind_all()
+        behind = len(requests)
+        while behind and requests[behind - 1].place > request.place:
+            behind -= 1
+        requests.insert(behind, request)
 
     def pop(self) -> Request:
         request = self._requests.popleft()
@@ -74,10 +130,14 @@ class FCFSRequestQueue:
         return request
 
     def prepend(self, request: Request) -> None:
-        self.num_tokens += tokens_to_compute(request)
-        self._requests.appendleft(request)
+        request.place = self._places.before_all()
+        self.put_back((request,))
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
+        for request in reversed(requests):
+            self.prepend(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
         self.num_tokens += sum(map(tokens_to_compute, requests))
         self._requests.extendleft(reversed(requests))
 
@@ -101,18 +161,26 @@ class FCFSRequestQueue:
 class PriorityRequestQueue:
     """Smaller priorities first, equal ones by arrival; waiting makes up for priority, so that nobody starves."""
 
-    def __init__(self, ageing_s: float) -> None:
+    def __init__(self, ageing_s: float, places: Places | None = None) -> None:
         """`ageing_s`: how many seconds of waiting weigh as much as one step of priority; 0: none ever do."""
         self.num_tokens = 0
         self._ageing_s = ageing_s
+        self._places = places if places is not None else Places()
         self._heap: list[tuple[float, float, int, Request]] = []
-        self._youngest = 0
-        self._oldest = 0
+
+    @property
+    def next_turn(self) -> Turn:
+        return self._heap[0][:-1] if self._heap else NO_TURN
+
+    @property
+    def next_request(self) -> Request | None:
+        return self._heap[0][-1] if self._heap else None
 
     def add(self, request: Request) -> None:
-        self._youngest += 1
         self.num_tokens += tokens_to_compute(request)
-        heapq.heappush(self._heap, (*self._rank(request), self._youngest, request))
+        if not request.place:
+            request.place = self._places.behind_all()
+        heapq.heappush(self._heap, (*self._rank(request), request.place, request))
 
     def pop(self) -> Request:
         request = heapq.heappop(self._heap)[-1]
@@ -121,13 +189,16 @@ class PriorityRequestQueue:
 
     def prepend(self, request: Request) -> None:
         # First among its equals.
-        self._oldest -= 1
-        self.num_tokens += tokens_to_compute(request)
-        heapq.heappush(self._heap, (*self._rank(request), self._oldest, request))
+        request.place = self._places.before_all()
+        self.add(request)
 
     def prepend_many(self, requests: Sequence[Request]) -> None:
         for request in reversed(requests):
             self.prepend(request)
+
+    def put_back(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.add(request)
 
     def remove_many(self, request_ids: Collection[str]) -> None:
         gone = [entry[-1] for entry in self._heap if entry[-1].request_id in request_ids]

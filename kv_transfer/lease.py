@@ -9,9 +9,12 @@ Rules that it keeps:
    uses what it read.
 3. Before anybody subscribed an offer has a deadline only once its prompt is computed (until then the request itself
    holds the blocks), and only if nobody expects it: a reader that is merely queued is not dead, and the life of its
-   link is the bound. From the subscription on the reader's heartbeats renew it.
+   link is the bound. From the subscription on the reader's heartbeats renew it. Nor has a reader a deadline whose
+   request has not come or not begun here, which may be queued as well: such a wait ends when the request comes or is
+   withdrawn, when the reader abandons it (its own request has ended), or with the reader's link.
 4. A reader that can't be heard any more is SUSPECT, not gone: its reads may still run. The grace after its link's end
-   bounds that. A read that outlives the grace can hurt the reader's own blocks alone, and rule 2 covers those.
+   bounds that, and `suspect_s` while the link lives. A read that outlives either can hurt the reader's own blocks
+   alone, and rule 2 covers those.
 5. While a reader says that reads of it go on, the transfer agent makes progress, leases or not: otherwise those reads
    would never end, and their reader could never use the blocks that they write to.
 6. Late, duplicate and unknown messages change nothing and are counted.
@@ -19,9 +22,8 @@ Rules that it keeps:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
@@ -61,9 +63,10 @@ class LeaseTimes:
     one is for the case that all who knew of it died."""
     grace_s: float = 5.0
     """From the end of a reader's link to the reuse of what it may have been reading."""
-    early_s: float = 300.0
-    """How long a subscription may wait, on a live link, for its request to appear."""
+    suspect_s: float = 300.0
+    """From the end of the promise to the reuse of the blocks, while the reader's link lives and its reads don't end."""
     max_early: int = 4096
+    """Readers that wait for requests which have not come, and as many that wait for blocks of theirs."""
     max_remembered: int = 16384
     """Attempts that are over and still recognised."""
 
@@ -141,19 +144,19 @@ class _Early:
     first_block: int
 
 
-class _Wait(enum.IntEnum):
-    """What has a deadline."""
-
-    LEASE = enum.auto()
-    EARLY = enum.auto()
-    EXPECTED = enum.auto()
-    """Until it has begun."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Reader:
     node_id: str
     incarnation: str
+
+
+@dataclass(slots=True)
+class _ReaderLeases:
+    """Those of one reader that are not over."""
+
+    leases: dict[AttemptKey, _Lease] = field(default_factory=dict)
+    num_reading: int = 0
+    """So many end together when the reader is not heard for `lease_s`."""
 
 
 class LeaseBook:
@@ -169,7 +172,12 @@ class LeaseBook:
         self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
         self._expected: dict[AttemptKey, int] = {}
         """The link on which to tell that it has begun; until the subscription, or the end of the link."""
-        self._deadlines: Deadlines[tuple[_Wait, AttemptKey]] = Deadlines()
+        self._deadlines: Deadlines[AttemptKey] = Deadlines()
+        """Of leases that nobody claims or that are suspect."""
+        self._of_reader: dict[str, _ReaderLeases] = {}
+        self._silent_after: Deadlines[str] = Deadlines()
+        """When readers that have leases in READING will have been silent for too long: one entry for all of them, so
+        that a heartbeat costs the same however many leases it renews."""
         self._begun: set[AttemptKey] = set()
         """Attempts that have their blocks, and nothing to offer yet."""
         self._outlived: dict[AttemptKey, str] = {}
@@ -177,6 +185,8 @@ class LeaseBook:
         self._unanswered: dict[AttemptKey, _Unanswered] = {}
         """Confirmed reads of blocks whose digests are not known yet; their leases are over."""
         self._links: dict[int, _Reader] = {}
+        self._link_of: dict[str, int] = {}
+        """By the reader's incarnation, which has one link at most."""
         self._open = 0
         self.counters: Counter[str] = Counter()
         """Messages and events that changed nothing, by kind."""
@@ -218,13 +228,13 @@ class LeaseBook:
         effects.append(Recorded("offered", attempt, len(lease.block_ids)))
         if closing is not None:
             effects.append(Recorded("closing_offered", attempt, len(lease.block_ids)))
-        early = self._pop_early(attempt)
+        early = self._early.pop(attempt, None)
         if early is not None:
             effects += self._subscribe(lease, early.link, early.first_block)
         elif lease.machine.state is LeaseState.READING:
             effects += self._tell_blocks(lease, max(first_block, lease.first_block))
         elif lease.machine.state is LeaseState.GRANTED and closing is not None and attempt not in self._expected:
-            self._wait(_Wait.LEASE, attempt, self._times.unclaimed_s)
+            self._wait(attempt, self._times.unclaimed_s)
         return effects
 
     def digested(self, attempt: AttemptKey, digests: Sequence[int]) -> list[LeaseEffect]:
@@ -252,7 +262,7 @@ class LeaseBook:
         nobody can tell what is in them."""
         lease = self._leases.get(attempt)
         self._begun.discard(attempt)
-        early, expected = self._pop_early(attempt), self._pop_expected(attempt)
+        early, expected = self._early.pop(attempt, None), self._expected.pop(attempt, None)
         waiting = early.link if early is not None else expected
         effects: list[LeaseEffect] = []
         if waiting is not None:
@@ -288,6 +298,7 @@ class LeaseBook:
                 effects.append(CutLink(other, f"{node_id} has restarted as {incarnation}"))
                 effects += [*self.link_closed(other), *self.reader_gone(reader.incarnation)]
         self._links[link] = _Reader(node_id, incarnation)
+        self._link_of[incarnation] = link
         return effects
 
     def link_closed(self, link: int) -> list[LeaseEffect]:
@@ -295,8 +306,9 @@ class LeaseBook:
         reader = self._links.pop(link, None)
         if reader is None:
             return []
+        del self._link_of[reader.incarnation]
         for attempt in [key for key, early in self._early.items() if early.link == link]:
-            self._pop_early(attempt)
+            del self._early[attempt]
         self._forget_expected(link)
         self._unanswered = {attempt: waiting for attempt, waiting in self._unanswered.items() if waiting.link != link}
         effects: list[LeaseEffect] = []
@@ -304,14 +316,15 @@ class LeaseBook:
             effects += self._reads_over(attempt)
         for lease in self._leases_of(reader.incarnation):
             effects += self._advance(lease, LeaseEvent.LINK_LOST, "link lost")
-            self._wait(_Wait.LEASE, lease.attempt, self._times.grace_s)
+            self._wait(lease.attempt, self._times.grace_s)
         return effects
 
     def reader_gone(self, incarnation: str) -> list[LeaseEffect]:
         """That process does not exist any more, so none of its reads does. Should it be there after all, it hears that
         its link is cut, and a no to whatever it asks then."""
         effects: list[LeaseEffect] = []
-        for link in [link for link, reader in self._links.items() if reader.incarnation == incarnation]:
+        link = self._link_of.get(incarnation)
+        if link is not None:
             effects += [CutLink(link, f"{incarnation} is gone"), *self.link_closed(link)]
         for lease in self._leases_of(incarnation):
             effects += self._advance(lease, LeaseEvent.READER_GONE, "reader gone")
@@ -325,7 +338,7 @@ class LeaseBook:
             return []
         match message:
             case Heartbeat():
-                return self._renew(reader)
+                return self._heard(reader.incarnation)
             case Expect(attempt):
                 return self._expect(link, attempt)
             case Subscribe(attempt, first_block):
@@ -345,26 +358,26 @@ class LeaseBook:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, on the clock's monotonic time."""
-        return self._deadlines.first()
+        firsts = (self._deadlines.first(), self._silent_after.first())
+        return min((first for first in firsts if first is not None), default=None)
 
     def tick(self) -> list[LeaseEffect]:
         """Carry out what is due."""
+        now = self._clock.monotonic()
         effects: list[LeaseEffect] = []
-        for wait, attempt in self._deadlines.take_due(self._clock.monotonic()):
-            if wait is _Wait.LEASE:
-                effects += self._lease_due(self._leases[attempt])
-            else:
-                early = self._early.pop(attempt, None) if wait is _Wait.EARLY else None
-                link = early.link if early is not None else self._expected.pop(attempt)
-                never = OfferLost(attempt, "the request never came", TransferCause.DEADLINE)
-                effects.append(TellReader(link, never))
+        for incarnation in self._silent_after.take_due(now):
+            for lease in self._leases_of(incarnation):
+                if lease.machine.state is LeaseState.READING:
+                    effects += self._advance(lease, LeaseEvent.DEADLINE, "deadline")
+        for attempt in self._deadlines.take_due(now):
+            effects += self._lease_due(self._leases[attempt])
         return effects
 
     # What others may know.
 
     def may_be_read_by(self, incarnation: str) -> bool:
         """Whether that process has leases that are not over."""
-        return any(True for _ in self._leases_of(incarnation))
+        return incarnation in self._of_reader
 
     def state(self, attempt: AttemptKey) -> LeaseState | None:
         """The state of a lease that is not over."""
@@ -403,24 +416,15 @@ class LeaseBook:
     # Steps.
 
     def _lease_due(self, lease: _Lease) -> list[LeaseEffect]:
-        # A suspect whose link lives has no deadline of its own: the link's liveness is the bound.
-        if lease.machine.state is LeaseState.SUSPECT:
-            return self._advance(lease, LeaseEvent.GRACE_OVER, "grace over")
-        return self._advance(lease, LeaseEvent.DEADLINE, "deadline")
+        if lease.machine.state is not LeaseState.SUSPECT:
+            return self._advance(lease, LeaseEvent.DEADLINE, "deadline")
+        effects = self._advance(lease, LeaseEvent.GRACE_OVER, "grace over")
+        reader = self._links.get(self._link_of.get(lease.reader or "", 0))
+        # One that is still there may still read, and its reads must come to an end.
+        return effects + self._reads_go_on(lease.attempt, reader) if reader is not None else effects
 
-    def _wait(self, wait: _Wait, attempt: AttemptKey, seconds: float) -> None:
-        self._deadlines.set((wait, attempt), self._clock.monotonic() + seconds)
-
-    def _wait_no_more(self, wait: _Wait, attempt: AttemptKey) -> None:
-        self._deadlines.clear((wait, attempt))
-
-    def _pop_early(self, attempt: AttemptKey) -> _Early | None:
-        self._wait_no_more(_Wait.EARLY, attempt)
-        return self._early.pop(attempt, None)
-
-    def _pop_expected(self, attempt: AttemptKey) -> int | None:
-        self._wait_no_more(_Wait.EXPECTED, attempt)
-        return self._expected.pop(attempt, None)
+    def _wait(self, attempt: AttemptKey, seconds: float) -> None:
+        self._deadlines.set(attempt, self._clock.monotonic() + seconds)
 
     def _expect(self, link: int, attempt: AttemptKey) -> list[LeaseEffect]:
         if attempt in self._over:
@@ -434,26 +438,24 @@ class LeaseBook:
             return [_refused(link, attempt, "too many readers wait for their requests")]
         self._expected[attempt] = link
         if lease is None and attempt not in self._begun:
-            self._wait(_Wait.EXPECTED, attempt, self._times.early_s)
             return []
-        self._wait_no_more(_Wait.LEASE, attempt)
+        self._deadlines.clear(attempt)
         return self._tell_begun(attempt)
 
     def _tell_begun(self, attempt: AttemptKey) -> list[LeaseEffect]:
-        self._wait_no_more(_Wait.EXPECTED, attempt)
         link = self._expected.get(attempt)
         return [TellReader(link, Begun(attempt))] if link is not None else []
 
     def _forget_expected(self, link: int) -> None:
         """Its link has ended: what is computed for nobody has a deadline."""
         for attempt in [key for key, expected in self._expected.items() if expected == link]:
-            self._pop_expected(attempt)
+            del self._expected[attempt]
             lease = self._leases.get(attempt)
             if lease is not None and lease.closing is not None and lease.machine.state is LeaseState.GRANTED:
-                self._wait(_Wait.LEASE, attempt, self._times.unclaimed_s)
+                self._wait(attempt, self._times.unclaimed_s)
 
     def _subscribed(self, link: int, attempt: AttemptKey, first_block: int) -> list[LeaseEffect]:
-        self._pop_expected(attempt)
+        self._expected.pop(attempt, None)
         lease = self._leases.get(attempt)
         if lease is not None:
             return self._subscribe(lease, link, first_block)
@@ -467,7 +469,6 @@ class LeaseBook:
             self.counters["early_refused"] += 1
             return [_refused(link, attempt, "too many subscriptions wait for their request")]
         self._early[attempt] = _Early(link, first_block)
-        self._wait(_Wait.EARLY, attempt, self._times.early_s)
         return []
 
     def _subscribe(self, lease: _Lease, link: int, first_block: int) -> list[LeaseEffect]:
@@ -477,8 +478,12 @@ class LeaseBook:
             return [] if same else [_refused(link, lease.attempt, "it has another reader")]
         lease.reader, lease.reader_node = self._links[link].incarnation, self._links[link].node_id
         lease.first_block = first_block
-        self._wait(_Wait.LEASE, lease.attempt, self._times.lease_s)
-        return self._advance(lease, LeaseEvent.SUBSCRIBE) + self._tell_blocks(lease, first_block)
+        self._deadlines.clear(lease.attempt)
+        self._of_reader.setdefault(lease.reader, _ReaderLeases()).leases[lease.attempt] = lease
+        subscribed = self._advance(lease, LeaseEvent.SUBSCRIBE)
+        # It is promised `lease_s` from now on, whenever its reader was heard.
+        self._heard(lease.reader)
+        return subscribed + self._tell_blocks(lease, first_block)
 
     def _tell_blocks(self, lease: _Lease, first_block: int) -> list[LeaseEffect]:
         if lease.closing is not None and lease.first_block > len(lease.block_ids):
@@ -515,8 +520,8 @@ class LeaseBook:
         early = self._early.get(attempt)
         waiting = early.link if early is not None else self._expected.get(attempt)
         if waiting == link:
-            self._pop_early(attempt)
-            self._pop_expected(attempt)
+            self._early.pop(attempt, None)
+            self._expected.pop(attempt, None)
             lease = self._leases.get(attempt)
             if lease is not None:
                 return self._advance(lease, LeaseEvent.WITHDRAW, "abandoned")
@@ -527,11 +532,12 @@ class LeaseBook:
         lease = self._read_by(reader, attempt, "abandon")
         if lease is None:
             return self._reads_go_on(attempt, reader) if reads else []
-        if reads:
-            # Its link's end may have set one, but here it is, on a new link.
-            self._wait_no_more(_Wait.LEASE, attempt)
         event = LeaseEvent.ABANDON_READING if reads else LeaseEvent.ABANDON
-        return self._advance(lease, event, "abandoned")
+        effects = self._advance(lease, event, "abandoned")
+        if reads:
+            # Its link's end may have begun the grace, but here it is, on a new link.
+            self._wait(attempt, self._times.suspect_s)
+        return effects
 
     def _reads_go_on(self, attempt: AttemptKey, reader: _Reader) -> list[LeaseEffect]:
         if attempt in self._leases or len(self._outlived) >= self._times.max_early:
@@ -547,10 +553,11 @@ class LeaseBook:
         self._open += more
         return OpenLeases(self._open)
 
-    def _renew(self, reader: _Reader) -> list[LeaseEffect]:
-        for lease in self._leases_of(reader.incarnation):
-            if self._feed(lease, LeaseEvent.RENEW) and lease.machine.state is LeaseState.READING:
-                self._wait(_Wait.LEASE, lease.attempt, self._times.lease_s)
+    def _heard(self, incarnation: str) -> list[LeaseEffect]:
+        """A reader lives: that renews all its leases."""
+        of_reader = self._of_reader.get(incarnation)
+        if of_reader is not None and of_reader.num_reading:
+            self._silent_after.set(incarnation, self._clock.monotonic() + self._times.lease_s)
         return []
 
     def _read_by(self, reader: _Reader, attempt: AttemptKey, kind: str) -> _Lease | None:
@@ -563,14 +570,13 @@ class LeaseBook:
             return lease
         return None
 
-    def _leases_of(self, incarnation: str) -> Iterator[_Lease]:
-        return (lease for lease in list(self._leases.values()) if lease.reader == incarnation)
+    def _leases_of(self, incarnation: str) -> list[_Lease]:
+        of_reader = self._of_reader.get(incarnation)
+        return list(of_reader.leases.values()) if of_reader is not None else []
 
     def _tell(self, lease: _Lease, message: SenderMessage) -> list[LeaseEffect]:
-        for link, reader in self._links.items():
-            if reader.incarnation == lease.reader:
-                return [TellReader(link, message)]
-        return []
+        link = self._link_of.get(lease.reader) if lease.reader is not None else None
+        return [TellReader(link, message)] if link is not None else []
 
     def _feed(self, lease: _Lease, event: LeaseEvent) -> bool:
         if not lease.machine.accepts(event):
@@ -586,22 +592,38 @@ class LeaseBook:
             return []
         attempt, blocks = lease.attempt, len(lease.block_ids)
         effects: list[LeaseEffect] = []
+        self._note_reading(lease, (lease.machine.state is LeaseState.READING) - (before is LeaseState.READING))
         match lease.machine.state:
             case LeaseState.READING:
                 effects.append(self._opened(+1))
             case LeaseState.SUSPECT:
-                self._wait_no_more(_Wait.LEASE, attempt)
+                self._wait(attempt, self._times.suspect_s)
                 effects.append(Recorded("lease_suspect", attempt, blocks, why))
             case LeaseState.RELEASED | LeaseState.EXPIRED as final:
                 effects.append(Recorded(f"lease_{final.name.lower()}", attempt, blocks, why))
                 if before is not LeaseState.GRANTED:
                     effects.append(self._opened(-1))
-                del self._leases[attempt]
-                self._wait_no_more(_Wait.LEASE, attempt)
-                self._remember(attempt)
+                self._forget(lease)
                 if lease.ended:
                     effects.append(Released(attempt))
         return effects
+
+    def _note_reading(self, lease: _Lease, more: int) -> None:
+        if more and lease.reader is not None:
+            of_reader = self._of_reader[lease.reader]
+            of_reader.num_reading += more
+            if not of_reader.num_reading:
+                self._silent_after.clear(lease.reader)
+
+    def _forget(self, lease: _Lease) -> None:
+        del self._leases[lease.attempt]
+        self._deadlines.clear(lease.attempt)
+        self._remember(lease.attempt)
+        if lease.reader is not None:
+            leases = self._of_reader[lease.reader].leases
+            del leases[lease.attempt]
+            if not leases:
+                del self._of_reader[lease.reader]
 
     def _remember(self, attempt: AttemptKey) -> None:
         self._over[attempt] = None

@@ -25,7 +25,6 @@ class LeaseEvent(enum.Enum):
 
     OFFER = enum.auto()
     SUBSCRIBE = enum.auto()
-    RENEW = enum.auto()
     DEADLINE = enum.auto()
     LINK_LOST = enum.auto()
     GRACE_OVER = enum.auto()
@@ -42,7 +41,6 @@ LEASE_TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (LeaseState.GRANTED, LeaseEvent.DEADLINE): LeaseState.EXPIRED,
     (LeaseState.GRANTED, LeaseEvent.WITHDRAW): LeaseState.RELEASED,
     (LeaseState.READING, LeaseEvent.OFFER): LeaseState.READING,
-    (LeaseState.READING, LeaseEvent.RENEW): LeaseState.READING,
     (LeaseState.READING, LeaseEvent.DEADLINE): LeaseState.SUSPECT,
     (LeaseState.READING, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
     (LeaseState.READING, LeaseEvent.CONFIRM): LeaseState.RELEASED,
@@ -51,7 +49,6 @@ LEASE_TABLE: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
     (LeaseState.READING, LeaseEvent.WITHDRAW): LeaseState.SUSPECT,
     (LeaseState.READING, LeaseEvent.READER_GONE): LeaseState.RELEASED,
     (LeaseState.SUSPECT, LeaseEvent.OFFER): LeaseState.SUSPECT,
-    (LeaseState.SUSPECT, LeaseEvent.RENEW): LeaseState.SUSPECT,
     (LeaseState.SUSPECT, LeaseEvent.LINK_LOST): LeaseState.SUSPECT,
     (LeaseState.SUSPECT, LeaseEvent.GRACE_OVER): LeaseState.RELEASED,
     (LeaseState.SUSPECT, LeaseEvent.CONFIRM): LeaseState.RELEASED,

@@ -294,7 +294,7 @@ def test_a_response_lost_after_the_prefill_is_freed_by_its_lease() -> None:
 
 def test_a_lease_that_ran_out_under_a_read_whose_sender_kept_the_blocks_is_honoured() -> None:
     async def main() -> None:
-        limits = replace(SMALL, lease=LeaseTimes(lease_s=1.2, unclaimed_s=12, grace_s=2, early_s=30))
+        limits = replace(SMALL, lease=LeaseTimes(lease_s=1.2, unclaimed_s=12, grace_s=2))
         async with simulated_cluster(Random(1), limits=limits) as cluster:
             cluster.fabric.freeze("prefill-0.1")
             asking = asyncio.create_task(ask(cluster, prompt_of(30), "slow"))
@@ -313,7 +313,7 @@ def test_a_lease_that_ran_out_under_a_read_whose_sender_kept_the_blocks_is_honou
 
 def test_a_lease_that_ended_before_the_subscription_is_not_read() -> None:
     async def main() -> None:
-        limits = replace(SMALL, lease=LeaseTimes(lease_s=4, unclaimed_s=0.5, grace_s=2, early_s=30))
+        limits = replace(SMALL, lease=LeaseTimes(lease_s=4, unclaimed_s=0.5, grace_s=2))
         async with simulated_cluster(Random(1), limits=limits) as cluster:
             # The reader's first words are held until the offer is gone.
             cluster.network.hold("decode-0.1", "prefill-0.1")

@@ -84,7 +84,7 @@ class SimulatedLimits:
     """Of a prefill node; 0: as many as a decode node."""
     chunk: int = 8
     max_num_seqs: int = 4
-    lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2, early_s=30))
+    lease: LeaseTimes = field(default_factory=lambda: LeaseTimes(lease_s=4, unclaimed_s=12, grace_s=2))
     max_quarantined_blocks: int = 1024
     window: WindowLimits | None = None
     heartbeat_s: float = 1.0

@@ -66,7 +66,7 @@ from kv_transfer.transfer import (
 CONVERSATIONS = sorted((Path(__file__).parent / "handoff_conversations").glob("*.txt"))
 ATTEMPT = AttemptKey("r", 1)
 SOURCE = KVSource("p0", "p0.x", "host:1")
-TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5, early_s=100)
+TIMES = LeaseTimes(lease_s=10, unclaimed_s=30, grace_s=5)
 
 
 class Pair:

@@ -21,6 +21,7 @@ import grpc
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.rpc import status
 from baton.rpc.door import Door
+from baton.rpc.http2.call import BadCall
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
@@ -105,7 +106,7 @@ async def _translated(request: Any, context: Any, method: str, door: Door) -> As
         if request is _UNREADABLE:
             raise _unreadable()
         yield
-    except grpc.aio.AbortError:
+    except (grpc.aio.AbortError, BadCall):
         raise
     except BatonError as error:
         await status.abort(context, error)

@@ -74,6 +74,15 @@ class Link(Protocol):
     def auth_context(self) -> Mapping[str, Iterable[bytes]]: ...
 
 
+class _Refusal(NamedTuple):
+    """Why nothing more of a request is taken. No exception: one that has been raised refers to this call's frames, and
+    a call that refers to it would be a cycle, which only the collector ends.
+    """
+
+    code: grpc.StatusCode
+    story: str
+
+
 class BadCall(Exception):
     """A call that is answered with this before any handler hears of it."""
 
@@ -99,7 +108,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._num_unread = 0
         """Bytes of those."""
         self._is_ended = False
-        self._fault: BadCall | None = None
+        self._refusal: _Refusal | None = None
         self._heard: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._serialize: Callable[[Any], bytes] = bytes
@@ -123,7 +132,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def receive(self, data: bytes, *, is_ended: bool) -> None:
         """More of the request."""
-        if self._fault is None:
+        if self._refusal is None:
             self._buffer += data
             try:
                 self._take_messages()
@@ -134,7 +143,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def refuse(self, fault: BadCall) -> None:
         """Nothing more of the request is kept, and once what was is read, this is raised."""
-        self._fault = fault
+        self._refusal = _Refusal(fault.code, str(fault))
         self._buffer.clear()
         self._tell()
 
@@ -245,13 +254,14 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         except grpc.aio.AbortError:
             pass
         except asyncio.CancelledError:
+            # It ends here: a task keeps what ends it, which has this frame, which has the call, which has the task.
             self._finish(*(_LATE if self._is_late else (grpc.StatusCode.CANCELLED, "Cancelled")))
-            raise
         except Exception as fault:
             _log.exception("%s failed", self.about.method)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(fault)}: {fault}")
         finally:
             self._stop_timer()
+            self.task = None
 
     async def _answer(self, handler: Any) -> None:
         if handler is None:
@@ -270,10 +280,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
                 await self.write(response)
 
     async def _only_request(self) -> bytes:
-        while not self._is_ended and self._fault is None:
+        while not self._is_ended and self._refusal is None:
             await self._hear()
-        if self._fault is not None:
-            raise self._fault
+        if self._refusal is not None:
+            raise BadCall(*self._refusal)
         if self._buffer or len(self._requests) != 1:
             raise BadCall(grpc.StatusCode.INTERNAL, "one whole message was expected")
         return self._next_request()
@@ -282,15 +292,18 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         while True:
             while self._requests:
                 yield read(self._next_request())
-            if self._fault is not None:
-                raise self._fault
+            if self._refusal is not None:
+                raise BadCall(*self._refusal)
             if self._is_ended:
                 return
             await self._hear()
 
     async def _hear(self) -> None:
         self._heard = self._loop.create_future()
-        await self._heard
+        try:
+            await self._heard
+        finally:
+            self._heard = None
 
     def _take_messages(self) -> None:
         data, at, end = self._buffer, 0, len(self._buffer)
@@ -350,6 +363,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._link.finish(self._stream, first + status + _written(self._trailing))
 
     def _expire(self) -> None:
+        self._timer = None
         self._is_late = True
         if self.task is not None:
             self.task.cancel()
@@ -359,6 +373,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
 
 def trailers_only(bad: BadCall) -> bytes:

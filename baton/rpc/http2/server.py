@@ -106,6 +106,11 @@ class Http2Server(grpc.aio.Server):
         port: int = self._sockets[0].getsockname()[1]
         return port
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that have come and are not over, of all connections."""
+        return max(sum(link.num_calls for link in self.connections), len(self._calls))
+
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         for one in self._sockets:
@@ -201,6 +206,11 @@ class _Link(asyncio.BufferedProtocol):
         """Bytes of bodies of this turn."""
         self._has_spoken = True
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are not over."""
+        return len(self._calls)
 
     # What the transport says.
 

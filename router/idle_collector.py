@@ -1,0 +1,57 @@
+"""Python's cyclic garbage collector in a router: all generations are looked through by a timer, when little is to do.
+
+A full collection holds the event loop for as long as it takes to look at every object of every open stream, so a
+router's thresholds (`set_thresholds`) keep the collector from ever starting one by itself. Baton's own objects are freed
+without it; but a library may leave a cycle for each of its calls, and those that live past the younger generations
+would stay for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+from router.timers import TimerHandle, Timers
+
+_log = logging.getLogger(__name__)
+
+INTERVAL_S = 60.0
+_RETRY_S = 1.0
+IDLE_REQUESTS = 16
+"""With no more than so many live requests a pause of some milliseconds disturbs nobody."""
+
+
+def set_thresholds() -> None:
+    """Let the collector look at what is young, rarely at what is older, and practically never at everything."""
+    gc.set_threshold(20_000, 20, 1_000)
+
+
+class IdleCollector:
+    """Collects all generations once an interval, in the first idle moment after it. Runs until `stop`."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        num_live: Callable[[], int],
+        collect: Callable[[], int] = gc.collect,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`num_live`: how many requests there are now. `collect` returns how many objects it has freed."""
+        self._timers = timers
+        self._num_live = num_live
+        self._collect = collect
+        self._interval_s = interval_s
+        self._timer: TimerHandle = timers.call_at(timers.monotonic() + interval_s, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        wait_s = _RETRY_S
+        if self._num_live() <= IDLE_REQUESTS:
+            begun = self._timers.monotonic()
+            num_freed = self._collect()
+            _log.debug("the collector freed %d objects in %.3f s", num_freed, self._timers.monotonic() - begun)
+            wait_s = self._interval_s
+        self._timer = self._timers.call_at(self._timers.monotonic() + wait_s, self._look)

@@ -62,6 +62,7 @@ from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
+from router.idle_collector import IdleCollector, set_thresholds
 from router.limits import DispatchLimits
 from router.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
 from router.metrics import connection_figures, figures
@@ -230,6 +231,7 @@ class _Router:
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
         GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
+        self._collector = IdleCollector(self._timers, lambda: self._dispatcher.num_live)
         self._lease: Lease | None = None
         self._is_draining = False
         self._awaited = asyncio.Event()
@@ -350,6 +352,7 @@ class _Router:
             _log.warning("%d requests did not end in time", self._dispatcher.num_live)
         self._dispatcher.end_all(Draining("this router is shutting down"))
         self._live.close()
+        self._collector.stop()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
         await self._links.close()
         if self._lease is not None:
@@ -450,9 +453,7 @@ def main(config: ProcessConfig) -> int:
 
     check_bind(config.host, config.protection, needs_keys=True)
     raise_file_limit()
-    # A collection of all objects stops the router for as long as it takes to look at those of every open stream; what
-    # streams leave behind is freed without it.
-    gc.set_threshold(20_000, 20, 1_000)
+    set_thresholds()
     with contextlib.suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=RpcEventLoop) as runner:
         runner.run(run())
     return int(ExitCode.OK)

@@ -1,9 +1,9 @@
 """Python's cyclic garbage collector in a router: all generations are looked through by a timer, when little is to do.
 
 A full collection holds the event loop for as long as it takes to look at every object of every open stream, so a
-router's thresholds (`set_thresholds`) keep the collector from ever starting one by itself. Baton's own objects are freed
-without it; but a library may leave a cycle for each of its calls, and those that live past the younger generations
-would stay for ever.
+router's thresholds (`set_thresholds`) keep the collector from ever starting one by itself. Baton's own objects are
+freed without it; but a library may leave a cycle for each of its calls, and those that live past the younger
+generations would stay for ever.
 """
 
 from __future__ import annotations

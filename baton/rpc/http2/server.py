@@ -107,9 +107,9 @@ class Http2Server(grpc.aio.Server):
         return port
 
     @property
-    def num_calls(self) -> int:
-        """Calls that have come and are not over, of all connections."""
-        return max(sum(link.num_calls for link in self.connections), len(self._calls))
+    def num_open(self) -> int:
+        """Calls that have come and are not answered, of all connections; also those that have not begun."""
+        return sum(link.num_calls for link in self.connections)
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()

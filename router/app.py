@@ -131,8 +131,10 @@ class RouterAddresses:
 class _Cards:
     """What the model can do: what is known without nodes until some are attached, then their word."""
 
-    def __init__(self, known: ModelCard, view: ClusterView) -> None:
+    def __init__(self, known: ModelCard, view: ClusterView, now: Callable[[], float]) -> None:
+        """`now`: seconds on the view's clock."""
         self._view = view
+        self._now = now
         self._known = known
         self._of: Sequence[NodeDescription] = ()
         """Whose word it is."""
@@ -144,7 +146,8 @@ class _Cards:
         self._of = descriptions
         nodes = [node for node in descriptions if node.model == self._known.name]
         if nodes:
-            longest = max(node.max_model_len for node in nodes)
+            # Also of nodes that went away a moment ago: who needs such a one is asked to come again, not refused.
+            longest = max(size.max_model_len for size in self._view.sizes(self._now()) if size.model == nodes[0].model)
             vocab_size, has_end = min(node.vocab_size for node in nodes), all(node.eos_token_ids for node in nodes)
             width = max(node.embedding_size for node in nodes)
             self._known = ModelCard(self._known.name, longest, vocab_size, has_end, width)
@@ -177,7 +180,7 @@ class _Router:
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None
         connect = partial(NodeClient, dialer=Dialer.to_role(CallerRole.NODE, config.cluster, tls))
         self._links = NodeLinks(connect, config.router_id, self._timers, rng, config.link_times, incarnation)
-        cards = _Cards(card, self._view)
+        cards = _Cards(card, self._view, self._timers.monotonic)
         journal = FlightJournal(records, incarnation, clock.wall) if records is not None else None
         placer = Placer(config.placement)
         self._tracer = start_tracing(os.environ, "router", config.router_id, incarnation)

@@ -67,6 +67,7 @@ from router.flight_table import (
     SubmitLeg,
 )
 from router.limits import DispatchCounters, DispatchLimits
+from router.losses import NodeLosses
 from router.node_links import NodeLinks
 from router.placement import Placement
 from router.placer import PlacementSettings, Placer, Policy
@@ -139,6 +140,9 @@ class Dispatcher:
         self._adopting: set[Run] = set()
         """Those whose nodes have yet to tell what they brought for another router."""
         self._turns = Turns()
+        self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
+        self._more_to_serve: asyncio.Handle | None = None
+        """Goes on with the queue in the next turn."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -319,6 +323,7 @@ class Dispatcher:
 
     def on_attached(self, description: NodeDescription) -> None:
         """A node is there: whoever waited for one may go on."""
+        self._losses.settle()
         self._view.attached(description, self._timers.monotonic())
         if self.placer.on_attached(description):
             self._links.send(description.incarnation, WatchKVCache())
@@ -358,13 +363,12 @@ class Dispatcher:
                 self._adopting.discard(run)
 
     def on_lost(self, incarnation: str, reason: str) -> None:
-        """A node is gone: every flight on it moves at once."""
+        """A node is gone: nothing is placed on it from now on, and its flights hear of it soon."""
         now = self._timers.monotonic()
         self._view.detached(incarnation, reason, now)
         self.placer.on_lost(incarnation, now)
+        self._losses.lost(incarnation, reason, now)
         self.changed.set()
-        for run in list(self._runs.values()):
-            self._feed(run, NodeGone(incarnation, reason))
 
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         encode = self._codec.encode if self._codec is not None else None
@@ -446,7 +450,12 @@ class Dispatcher:
 
     def _serve_queue(self) -> None:
         self._room_came = False
-        self._waiting.serve()
+        if self._more_to_serve is None and self._waiting.serve():
+            self._more_to_serve = asyncio.get_running_loop().call_soon(self._serve_more)
+
+    def _serve_more(self) -> None:
+        self._more_to_serve = None
+        self._serve_queue()
 
     def _guarded(self, run: Run, decide: Callable[[], Sequence[FlightEffect]]) -> None:
         """Decide and act. A fault in here ends this flight, never the others."""

@@ -9,9 +9,12 @@ The rules:
    run the request again: what the client has is dropped, and compared. A difference ends the flight with an error.
 3. Messages of an earlier attempt, and all that come after the end, change nothing; they are counted.
 4. Whoever still works on an attempt that is over is told so in the same breath.
-5. An attempt that a node refuses, or that is lost with a node which never said that it had it (several may die at
-   once, and are found dead one by one), costs none of the budget; an error inside the engine is final, because it
-   would come back.
+5. The budget of attempts ends a request that breaks its nodes. An attempt that a node refuses, or that is lost with a
+   node which never said that it had it, costs a refusal and not an attempt. An attempt that is lost together with
+   several nodes which this flight never used costs neither: no request can do that, so the network or the router was
+   at fault. Those are bounded, too, so that nothing is tried for ever. Progress refills the budget: when the client got
+   `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its nodes after
+   fewer tokens than that still ends. An error inside the engine is final, because it would come back.
 6. An attempt that another router began is adopted from its nodes, which tell all that it brought; those that don't know
    it cost none of the budget. An attempt that another router adopted is no longer ours: nothing is retried or aborted.
 7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
@@ -21,7 +24,7 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from baton.engine.request import Leg
 from baton.errors import (
@@ -78,6 +81,15 @@ from router.request import ValidRequest
 
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8
+MAX_SPARED = 64
+"""Attempts that are lost together with nodes which this flight never used."""
+REFILL_TOKENS = 256
+"""New tokens at the client since the last failure after which the earlier failures are forgotten. A request whose
+every attempt kills its node ends if the attempts bring fewer than that; a stream that outlives nodes hours apart brings
+thousands."""
+UNRELATED_LOSSES = 3
+"""Lost nodes that a flight never used and that prove that the flight is not the cause: more than the two nodes that
+one other request of the same kind may have broken."""
 _ENDS_WELL = frozenset({Outcome.STOP, Outcome.LENGTH})
 
 
@@ -97,6 +109,9 @@ class Flight:
         """Of the running attempt."""
         self._failures = 0
         self._refusals = 0
+        self._spared = 0
+        self._tokens_at_failure = 0
+        """How many tokens the client had when an attempt failed last."""
         self._exclude: set[str] = set()
         self._placement: Placement | None = None
         self._legs: dict[str, FlightLeg] = {}
@@ -145,6 +160,11 @@ class Flight:
     def key(self) -> AttemptKey:
         """The running attempt's name."""
         return self._key
+
+    @property
+    def incarnations(self) -> Set[str]:
+        """Of the nodes of the running attempt."""
+        return self._legs.keys()
 
     def measured(self) -> Measured:
         """What the nodes of the running attempt have said of it so far."""
@@ -204,8 +224,8 @@ class Flight:
                 return self._on_placed(placement)
             case Delta(incarnation, delta):
                 return self._on_delta(incarnation, delta)
-            case NodeGone(incarnation, reason):
-                return self._on_node_gone(incarnation, reason)
+            case NodeGone(incarnation, reason, lost_together):
+                return self._on_node_gone(incarnation, reason, lost_together)
             case StopStringFound(stop, index):
                 return self._on_stop_string(self._sequences[index], stop)
             case Cancel(reason):
@@ -370,14 +390,21 @@ class Flight:
             effects += self._release(leg)
         return [*effects, MovedAway(Cancelled("continued at another router"))]
 
-    def _on_node_gone(self, incarnation: str, reason: str) -> list[FlightEffect]:
+    def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)
         if leg is None or leg.lost or self.state not in (FlightState.PREFILLING, FlightState.STREAMING):
             return []
         leg.lost = True
         if leg.leg is Leg.PREFILL and self._is_done_with_prefill(leg):
             return self._release(leg)
+        if self._num_unrelated(lost_together) >= UNRELATED_LOSSES:
+            return self._spare(incarnation, reason)
         return self._lose(leg, reason, AttemptCause.NODE_LOST)
+
+    def _num_unrelated(self, lost: Set[str]) -> int:
+        """How many of these nodes no attempt of this flight was on."""
+        used = self._exclude | self._legs.keys()
+        return len(lost) - sum(incarnation in lost for incarnation in used)
 
     def _is_done_with_prefill(self, leg: FlightLeg) -> bool:
         """Whether the attempt can go on without its prefill node.
@@ -415,6 +442,7 @@ class Flight:
         cause: AttemptCause,
         kv_cause: TransferCause | None = None,
     ) -> list[FlightEffect]:
+        self._refill_budget()
         self._refusals += 1
         if self._refusals > MAX_REFUSALS:
             return self._give_up(_exhausted(f"taken by none of {self._refusals} nodes; the last: {why}", kv_cause))
@@ -424,11 +452,30 @@ class Flight:
     def _retry(
         self, failed: str, why: str, cause: AttemptCause, kv_cause: TransferCause | None = None
     ) -> list[FlightEffect]:
+        self._refill_budget()
         self._failures += 1
         if self._failures >= MAX_ATTEMPTS:
             return self._give_up(_exhausted(f"{self._failures} attempts failed; the last: {why}", kv_cause))
         self._machine.feed(FlightStep.LEG_LOST)
         return self._next_attempt(failed, why, cause)
+
+    def _spare(self, failed: str, why: str) -> list[FlightEffect]:
+        """The attempt was lost through no fault of its own."""
+        self._refill_budget()
+        self._spared += 1
+        if self._spared > MAX_SPARED:
+            story = f"{self._spared} attempts were lost with many nodes; the last: {why}"
+            return self._give_up(AttemptsExhausted(story))
+        self._machine.feed(FlightStep.LEG_LOST)
+        return self._next_attempt(failed, why, AttemptCause.NODE_LOST)
+
+    def _refill_budget(self) -> None:
+        """An attempt failed: forget the failures before it if the client got enough since the last one."""
+        num_tokens = self.num_output_tokens
+        if num_tokens - self._tokens_at_failure >= REFILL_TOKENS:
+            self._failures = self._refusals = self._spared = 0
+            self._exclude.clear()
+        self._tokens_at_failure = num_tokens
 
     def _next_attempt(self, exclude: str | None, why: str, cause: AttemptCause) -> list[FlightEffect]:
         aborts = self._abort_all(why)

@@ -12,7 +12,7 @@ A flight is one client request from admission to its single terminal state:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final, TypeAlias
 
 from baton.engine.outputs import TokenLogprobs
@@ -96,6 +96,8 @@ class NodeGone:
 
     incarnation: str
     reason: str
+    lost_together: Set[str] = frozenset()
+    """The incarnations that the router lost within the same few seconds, this one among them."""
 
 
 @value(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription, Role
@@ -56,6 +57,26 @@ class Demand:
     def num_stored_tokens(self) -> int:
         """Of those whose KV is stored: the last one of an output is never fed back."""
         return self.num_tokens if self.embeds else self.num_tokens - 1
+
+
+class NodeSize(NamedTuple):
+    """What of a node decides which requests can ever fit on it."""
+
+    model: str
+    max_model_len: int
+    kv_tokens: int
+    """Whose KV its cache holds."""
+    embeds: bool
+
+    def holds(self, demand: Demand) -> bool:
+        """Whether an idle node of this size could serve the request."""
+        is_long_enough = demand.num_tokens <= self.max_model_len and demand.num_stored_tokens <= self.kv_tokens
+        return self.model == demand.model and is_long_enough and (self.embeds or not demand.embeds)
+
+
+def size_of(node: NodeDescription) -> NodeSize:
+    """A node's size. Nodes of an older version give no embeddings."""
+    return NodeSize(node.model, node.max_model_len, node.num_blocks * node.block_size, node.embedding_size > 0)
 
 
 @value(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -54,6 +55,13 @@ _JUDGE_EVERY_S = 0.05
 def prompt_keys_of(request: ValidRequest) -> PromptKeys:
     """Those of a request's tokens."""
     return PromptKeys(request.prompt_token_ids, request.cache_salt)
+
+
+def demand_of(request: ValidRequest) -> Demand:
+    """What of a request decides where it fits."""
+    return Demand(
+        request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens, embeds=request.embeds
+    )
 
 
 class Policy(enum.Enum):
@@ -117,6 +125,8 @@ class Placer:
         self._names: dict[str, str] = {}
         """Of attached nodes, by incarnation."""
         self._live: dict[str, _Live] = {}
+        self._num_live_on: Counter[str] = Counter()
+        """How many of them are on each incarnation."""
         self._prompts: dict[str, PromptKeys] = {}
         self._pending: dict[str, dict[tuple[str, int], int]] = {}
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
@@ -162,8 +172,7 @@ class Placer:
     def on_lost(self, incarnation: str, now: float) -> None:
         """A node is gone, or its stream is."""
         name = self._names.pop(incarnation, None)
-        lost = (live for live in self._live.values() if incarnation in _incarnations(live.placement))
-        if name is not None and next(lost, None) is not None:
+        if name is not None and self._num_live_on[incarnation]:
             self._nodes.failed(name, now)
         self._caches.forget(incarnation)
         self._rates.forget(incarnation)
@@ -211,8 +220,7 @@ class Placer:
 
         Raises NoCapacity with the reason when there is nobody, InvalidRequest when nobody is large enough.
         """
-        max_tokens = request.sampling_params.max_tokens
-        demand = Demand(request.model, len(request.prompt_token_ids), max_tokens, request.embeds)
+        demand = demand_of(request)
         if self._predicts:
             choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
         else:
@@ -240,7 +248,7 @@ class Placer:
         """The attempt goes there."""
         request, placement = choice.request, choice.placement
         self._release(request.request_id)
-        live = self._live[request.request_id] = _Live(choice.attempt, placement)
+        live = self._add_live(request.request_id, choice.attempt, placement)
         prefill, decode = placement.prefill, placement.decode
         for node in (prefill, decode):
             if node is not None:
@@ -259,7 +267,7 @@ class Placer:
     def adopted(self, request: ValidRequest, attempt: int, placement: Placement, now: float) -> None:
         """The attempt runs there already, for another router: what it has yet to compute is in its nodes' reports."""
         self._release(request.request_id)
-        self._live[request.request_id] = _Live(attempt, placement)
+        self._add_live(request.request_id, attempt, placement)
         choice = Choice(replace(placement, reason=ADOPTED), request, attempt)
         self.log.record(_decision(choice, self._settings.policy, now))
 
@@ -398,11 +406,20 @@ class Placer:
                 expected.append((node.incarnation, known[1]))
         return expected
 
+    def _add_live(self, request_id: str, attempt: int, placement: Placement) -> _Live:
+        live = self._live[request_id] = _Live(attempt, placement)
+        self._num_live_on.update(_incarnations(placement))
+        return live
+
     def _release(self, request_id: str) -> None:
         """What was held for the attempt so far."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
+        for incarnation in _incarnations(live.placement):
+            self._num_live_on[incarnation] -= 1
+            if not self._num_live_on[incarnation]:
+                del self._num_live_on[incarnation]
         for incarnation, keys in live.expected:
             self._caches.expect_no_more(incarnation, keys)
         for incarnation in _incarnations(live.placement):

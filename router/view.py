@@ -10,10 +10,15 @@ from baton.ids import AttemptKey
 from baton.registry import DesiredState, NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
 from router.admission import is_full
-from router.placement import Candidate, disagreement
+from router.placement import Candidate, Demand, NodeSize, disagreement, size_of
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
+SIZE_REMEMBERED_S = 600.0
+"""How long after a node was lost requests that only fit on a node of its size are asked to come again, and not told
+that they are too large: long enough to replace a machine and load a model."""
+_MOST_SIZES = 64
+"""Different sizes of nodes that are remembered."""
 
 
 class NodeState(enum.Enum):
@@ -69,6 +74,10 @@ class ClusterView:
         self._nodes: dict[str, _Node] = {}
         self._ordered: list[_Node] | None = None
         self._described: tuple[NodeDescription, ...] | None = None
+        self._candidates: tuple[Candidate, ...] | None = None
+        """Those that take work; None while one of them has changed."""
+        self._sizes: dict[NodeSize, float] = {}
+        """When a node of each size was attached or lost last, the latest last."""
         self._chosen = 0
         self._desired = DesiredState()
         self.on_cordoned_work: Callable[[], None] = lambda: None
@@ -84,21 +93,22 @@ class ClusterView:
             else:
                 node.record = record
                 node.registered = True
-                node.candidate = None
+                self._look_again(node)
         for incarnation, node in self._nodes.items():
             node.registered = incarnation in current
         names = {record.name for record in current.values()}
         for incarnation, node in list(self._nodes.items()):
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
-        self._ordered = self._described = None
+        self._ordered = self._described = self._candidates = None
 
     def desired(self, desired: DesiredState) -> None:
         """This is what operators want of nodes now."""
         self._desired = desired
+        self._described = None
         for node in self._nodes.values():
             node.cordoned = node.record.name in desired.cordoned
-            node.candidate = None
+            self._look_again(node)
 
     def attached(self, description: NodeDescription, now: float) -> None:
         """The stream to this incarnation is open."""
@@ -113,9 +123,10 @@ class ClusterView:
         node.lost_at = None
         node.detail = node.notice = ""
         node.forget_ours()
+        self._note_size(description, now)
         node.load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         node.others = 0
-        node.candidate = None
+        self._look_again(node)
 
     def reported(self, incarnation: str, load: LoadReport) -> None:
         """The node said how busy it is."""
@@ -125,7 +136,7 @@ class ClusterView:
         node.load = load
         # What we sent a moment ago is not in the report yet; a count below ours says nothing about others.
         node.others = max(0, load.running + load.waiting + load.waiting_for_remote_kvs - node.ours)
-        node.candidate = None
+        self._look_again(node)
         if node.cordoned:
             self.on_cordoned_work()
 
@@ -142,13 +153,35 @@ class ClusterView:
             return
         node.attached = False
         self._described = None
-        node.candidate = None
+        self._look_again(node)
         node.forget_ours()
         node.detail = reason
+        if node.description is not None:
+            self._note_size(node.description, now)
         if node.lost_at is None:
             node.lost_at = now
         if node.cordoned:
             self.on_cordoned_work()
+
+    def _look_again(self, node: _Node) -> None:
+        """What placement sees of it has changed."""
+        node.candidate = self._candidates = None
+
+    def _note_size(self, description: NodeDescription, now: float) -> None:
+        size = size_of(description)
+        self._sizes.pop(size, None)
+        if len(self._sizes) >= _MOST_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+        self._sizes[size] = now
+
+    def could_hold(self, demand: Demand, now: float) -> bool:
+        """Whether a node that is attached, or was so within `SIZE_REMEMBERED_S`, is large enough for the request."""
+        return any(size.holds(demand) for size in self.sizes(now))
+
+    def sizes(self, now: float) -> set[NodeSize]:
+        """Of all nodes that are attached or were so within `SIZE_REMEMBERED_S`."""
+        recent = {size for size, seen_at in self._sizes.items() if now - seen_at < SIZE_REMEMBERED_S}
+        return recent | {size_of(node) for node in self.descriptions()}
 
     def dispatched(self, incarnation: str, attempt: AttemptKey, num_sequences: int = 1) -> None:
         """A leg that computes so many sequences at once was sent there."""
@@ -159,14 +192,14 @@ class ClusterView:
         node.ours += num_sequences - node.in_flight.get(attempt, 0)
         node.in_flight[attempt] = num_sequences
         node.last_chosen = self._chosen
-        node.candidate = None
+        self._look_again(node)
 
     def released(self, incarnation: str, attempt: AttemptKey) -> None:
         """The leg is over. Idempotent."""
         node = self._nodes.get(incarnation)
         if node is not None and attempt in node.in_flight:
             node.ours -= node.in_flight.pop(attempt)
-            node.candidate = None
+            self._look_again(node)
             if node.cordoned:
                 self.on_cordoned_work()
 
@@ -177,13 +210,16 @@ class ClusterView:
                 continue
             if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
                 del self._nodes[incarnation]
-                self._ordered = self._described = None
+                self._ordered = self._described = self._candidates = None
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""
-        if self._ordered is None:
-            self._ordered = [node for _, node in sorted(self._nodes.items())]
-        return tuple([found for node in self._ordered if (found := node.candidate or self._candidate(node))])
+        if self._candidates is None:
+            if self._ordered is None:
+                self._ordered = [node for _, node in sorted(self._nodes.items())]
+            able = [found for node in self._ordered if (found := node.candidate or self._candidate(node))]
+            self._candidates = tuple(able)
+        return self._candidates
 
     def _candidate(self, node: _Node) -> Candidate | None:
         """What placement sees of a node, until something of it changes; None if it takes no work."""

@@ -9,14 +9,18 @@ from collections.abc import Callable, Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
+from baton.rpc.messages import NodeDescription
 from router.admission import AdmissionQueue, Ticket
 from router.flight_table import GiveUp, Place
 from router.limits import DispatchLimits
-from router.placement import Candidate
-from router.placer import Choice, Placer
+from router.placement import Candidate, size_of
+from router.placer import Choice, Placer, demand_of
 from router.run import Run
 from router.timers import Timers
 from router.view import ClusterView
+
+SEATED_PER_TURN = 32
+"""Waiting requests that are placed in one turn of the event loop: thousands may wait when nodes come back."""
 
 
 class _Line:
@@ -59,9 +63,14 @@ class WaitingRoom:
         self._place = place
         self._give_up = give_up
         self._text, self._embeddings = _Line(limits, rng), _Line(limits, rng)
+        self._too_large: dict[Run, None] = {}
+        """Requests that were placed before, and wait for a node that is large enough. They are in no queue: room on
+        smaller nodes is nothing to them, and they must not hold up others."""
+        self._looked_at: Sequence[NodeDescription] = ()
+        """The nodes that were attached when those were tried last."""
 
     def __len__(self) -> int:
-        return len(self._text.queue) + len(self._embeddings.queue)
+        return len(self._text.queue) + len(self._embeddings.queue) + len(self._too_large)
 
     @property
     def num_placed(self) -> int:
@@ -107,18 +116,50 @@ class WaitingRoom:
     def _find_nodes(self, run: Run, place: Place) -> Choice | None:
         """None: it waits now.
 
-        Raises InvalidRequest when no node is large enough, WouldBeLate when its time is too short, QueueFull.
+        Raises InvalidRequest when no node was large enough for long, NoCapacity when one was a moment ago and the
+        request is new, WouldBeLate when its time is too short, QueueFull.
         """
         ticket = run.ticket or self._new_ticket(run, place)
         try:
             choice = self._nodes_for(ticket, place)
-        except (InvalidRequest, WouldBeLate):
+        except WouldBeLate:
             raise
+        except InvalidRequest as error:
+            self._on_too_large(ticket, error)
+            return None
         except Overloaded as error:
             self._wait(ticket, error)
             return None
         self.leave(run)
         return choice
+
+    def _on_too_large(self, ticket: Ticket[Run], error: InvalidRequest) -> None:
+        """No node that is there is large enough. What was placed before waits for one; raises for a new request."""
+        run, now = ticket.item, self._timers.monotonic()
+        if not ticket.is_retry:
+            if self._view.could_hold(demand_of(run.request), now):
+                story = f"{error}; one that was large enough was lost a short time ago"
+                raise NoCapacity(story, self._line(run).retry_after_s)
+            raise error
+        run.why_waiting = NoCapacity(f"no node that is up is large enough: {error}")
+        self._too_large[run] = None
+        if run.ticket is None:
+            run.ticket, run.waiting_since = ticket, now
+            self._await_patience(run)
+        else:
+            self._line(run).queue.leave(ticket)
+
+    def _let_in_fitting(self) -> None:
+        """Nodes came or went: whoever may fit on one now waits with the others again."""
+        nodes = self._view.descriptions()
+        if nodes is self._looked_at:
+            return
+        self._looked_at, sizes = nodes, set(map(size_of, nodes))
+        for run in list(self._too_large):
+            demand = demand_of(run.request)
+            if run.ticket is not None and any(size.holds(demand) for size in sizes):
+                del self._too_large[run]
+                self._line(run).queue.offer(run.ticket, self._timers.monotonic(), self._line(run).num_placed)
 
     def placed(self, run: Run, at: float) -> None:
         """It has nodes, for the first time."""
@@ -141,19 +182,25 @@ class WaitingRoom:
         """It does not wait any more. Idempotent."""
         if run.ticket is not None:
             self._line(run).queue.leave(run.ticket)
+            self._too_large.pop(run, None)
             run.ticket = None
         if run.patience is not None:
             run.patience.cancel()
             run.patience = None
 
-    def serve(self) -> None:
-        """There may be room: let whoever can be placed be, in their order."""
+    def serve(self) -> bool:
+        """There may be room: let whoever can be placed be, in their order. True: there was no time for all of them."""
+        if self._too_large:
+            self._let_in_fitting()
         tried: set[Ticket[Run]] = set()
         while (ticket := self._next(tried)) is not None:
+            if len(tried) >= SEATED_PER_TURN:
+                return True
             tried.add(ticket)
             run = ticket.item
             if run.wanted is not None:
                 self._place(run, run.wanted)
+        return False
 
     def _next(self, tried: Set[Ticket[Run]]) -> Ticket[Run] | None:
         """The first of a line, unless it was tried: then nobody of its line is next."""

@@ -7,7 +7,10 @@ The rules:
    request any more it is generated again: what was given out is dropped, and compared; text by its length, since pieces
    may be cut differently.
 3. Before a router has accepted the request, each address is tried once: then it is for the caller to decide. Afterwards
-   everything is tried until nothing new has come for the budget.
+   everything is tried until the budget is spent. What is charged is the time in which no router has the request: from a
+   lost stream to the next Accepted. An accepted request that waits for a node or for its prefill at a router that lives
+   costs nothing, however long that takes; only if that router then turns it away is the whole wait charged. Something
+   new for the caller refills the budget.
 4. What a router says of the request itself (bad, failed, cancelled, too late) is final.
 """
 
@@ -115,6 +118,12 @@ class Continuation:
         self._ended: set[int] = set()
         self._is_accepted = False
         self._last_progress = now
+        self._spent_s = 0.0
+        """Of the budget, since something new came."""
+        self._lost_at: float | None = now
+        """Since when no router has the request; None while one does."""
+        self._served_since = now
+        """When one took it last, or brought something new."""
         self._failures = 0
         """Since something new came."""
 
@@ -130,10 +139,14 @@ class Continuation:
     def take(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
         """What of an event the caller has not got yet; raises StreamDiverged."""
         self._rota.has_answered = True
+        if self._lost_at is not None:
+            self._spent_s += now - self._lost_at
+            self._lost_at, self._served_since = None, now
         fresh = self._fresh(event)
         if fresh is not None:
-            self._last_progress = now
+            self._last_progress = self._served_since = now
             self._failures = 0
+            self._spent_s = 0.0
         return fresh
 
     def _fresh(self, event: GenerateEvent) -> GenerateEvent | None:
@@ -153,7 +166,8 @@ class Continuation:
     def failed(self, error: BatonError, now: float) -> float:
         """The call ended with this error: in how many seconds to do the next one. Raises the error if it is final."""
         self._failures += 1
-        if now - self._last_progress > self._budget_s:
+        self._charge(error, now)
+        if self._spent_s > self._budget_s:
             raise error
         if isinstance(error, RequestNotFound) and self._kind is CallKind.RESUME:
             self._kind = CallKind.GENERATE
@@ -164,6 +178,13 @@ class Continuation:
         else:
             raise error
         return self._wait_s()
+
+    def _charge(self, error: BatonError, now: float) -> None:
+        if self._lost_at is not None:
+            self._spent_s += now - self._lost_at
+        elif isinstance(error, Overloaded):
+            self._spent_s += now - self._served_since
+        self._lost_at = now
 
     def _move_on(self, error: BatonError, now: float) -> None:
         if isinstance(error, Unreachable):

@@ -172,6 +172,39 @@ def test_afterwards_it_is_resumed_for_as_long_as_the_budget_lasts() -> None:
         answer.failed(LOST, 70.1)
 
 
+def test_a_healthy_wait_costs_nothing_of_the_budget() -> None:
+    c = continuation()
+    c.next_call()
+    c.take(ACCEPTED, 0.1)
+    assert c.failed(LOST, 3600.0) == 0.0
+    assert c.next_call().kind is CallKind.RESUME
+    c.take(ACCEPTED, 3630.0)
+    assert c.failed(LOST, 9000.0) == 0.0
+    c.next_call()
+    with pytest.raises(Unreachable):
+        c.failed(LOST, 9031.0)
+
+
+def test_a_router_that_keeps_a_request_waiting_and_then_turns_it_away_spends_the_budget() -> None:
+    c = continuation()
+    c.next_call()
+    c.take(ACCEPTED, 0.1)
+    with pytest.raises(NoCapacity):
+        c.failed(NoCapacity("no node came back"), 120.0)
+
+
+def test_routers_that_take_a_request_and_are_lost_at_once_spend_the_budget() -> None:
+    c, now = continuation(), 0.0
+    while now < 60.0:
+        c.next_call()
+        c.take(ACCEPTED, now)
+        now += c.failed(LOST, now)
+    c.next_call()
+    c.take(ACCEPTED, now + 1.0)
+    with pytest.raises(Unreachable):
+        c.failed(LOST, now + 1.0)
+
+
 def test_what_nobody_knows_is_generated_again_and_compared() -> None:
     answer = continuation(1)
     answer.next_call()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import DeadlineExceeded, TransferCause
+from baton.errors import AttemptsExhausted, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
-from router.flight import Flight
+from router.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
 from router.flight_table import (
     FLIGHT_TABLE,
     LIVE,
@@ -292,6 +292,55 @@ def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(policy: str, goe
     if goes_on:
         tokens = flight.handle(Delta("d1.1", RequestDelta(key(), 0, (5, 6))))
         assert [(e.first_index, e.token_ids) for e in tokens if isinstance(e, EmitTokens)] == [(0, (5, 6))]
+
+
+def lost_until_it_ends(tokens_between: int, *, unrelated: int = 0, taken: bool = True) -> tuple[Flight, int]:
+    """A flight each of whose nodes is lost after so many tokens, together with so many others, and how many were."""
+    flight = Flight(request(max_tokens=1_000_000))
+    flight.start()
+    others, num_tokens = {f"other{number}" for number in range(unrelated)}, 0
+    for number in range(1000):
+        if flight.is_over:
+            return flight, number
+        flight.handle(Placed(Placement(None, decode(f"d{number}"), "because")))
+        if taken:
+            flight.handle(Delta(f"d{number}.1", RequestDelta(flight.key)))
+        if tokens_between:
+            flight.handle(Delta(f"d{number}.1", RequestDelta(flight.key, num_tokens, (5,) * tokens_between)))
+            num_tokens += tokens_between
+        flight.handle(NodeGone(f"d{number}.1", "died", others | {f"d{number}.1"}))
+    return flight, 1000
+
+
+@pytest.mark.parametrize(
+    ("tokens_between", "ends_after"), [(0, 3), (1, 3), (REFILL_TOKENS - 1, 3), (REFILL_TOKENS, 1000)]
+)
+def test_progress_refills_the_budget_and_a_request_that_kills_its_nodes_ends(
+    tokens_between: int, ends_after: int
+) -> None:
+    flight, num_losses = lost_until_it_ends(tokens_between)
+    assert num_losses == ends_after
+    assert flight.is_over is (ends_after < 1000)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_loss_together_with_nodes_that_it_never_used_is_not_charged_but_bounded(taken: bool) -> None:
+    assert lost_until_it_ends(0, unrelated=UNRELATED_LOSSES, taken=taken)[1] == MAX_SPARED + 1
+    assert lost_until_it_ends(0, unrelated=UNRELATED_LOSSES - 1, taken=taken)[1] == (3 if taken else 9)
+
+
+def test_losses_of_its_own_nodes_are_charged_however_many_they_are() -> None:
+    flight = Flight(request())
+    effects = flight.start()
+    lost: set[str] = set()
+    for number in range(3):
+        flight.handle(Placed(Placement(None, decode(f"d{number}"), "because")))
+        flight.handle(Delta(f"d{number}.1", RequestDelta(flight.key)))
+        lost.add(f"d{number}.1")
+        effects = flight.handle(NodeGone(f"d{number}.1", "died", frozenset(lost)))
+    end = effects[-1]
+    assert isinstance(end, Fail)
+    assert isinstance(end.error, AttemptsExhausted)
 
 
 def test_the_table_ends_where_it_should() -> None:

@@ -1,0 +1,76 @@
+"""Nodes that were lost: their flights hear of it together, a few in each turn of the event loop.
+
+The links of many nodes break at once when a switch, a rack or this router fails. The router finds that out node by
+node, within some seconds. Two rules keep that from harming the flights:
+
+1. A turn's losses are one event. No flight is placed again before all of them are known, so that none is placed on a
+   node that is about to be found lost.
+2. A flight hears which other nodes were lost within `MOMENT_S`. It does not charge its budget for a loss that it can't
+   have caused (`router.flight`, rule 5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from baton.ids import AttemptKey
+from baton.rpc.messages import HEARTBEAT_S
+from router.flight_table import NodeGone
+from router.run import Run
+
+MOMENT_S = 3 * HEARTBEAT_S
+"""Losses within so many seconds may have one cause: so long may a node be silent before it counts as lost."""
+FLIGHTS_PER_TURN = 32
+"""Flights that are placed again in one turn of the loop; each takes about as long as a placement."""
+
+
+class NodeLosses:
+    """Tells flights of lost nodes. Belongs to the running event loop; seconds on the caller's clock."""
+
+    def __init__(self, runs: Callable[[], Iterable[Run]], tell: Callable[[Run, NodeGone], None]) -> None:
+        """`runs` gives those that may be on lost nodes; `tell` must not raise."""
+        self._runs = runs
+        self._tell = tell
+        self._new: dict[str, str] = {}
+        """Lost in this turn, and why."""
+        self._recent: dict[str, float] = {}
+        """When each node of the last moment was lost, the earliest first."""
+        self._untold: deque[tuple[Run, AttemptKey, NodeGone]] = deque()
+        self._handle: asyncio.Handle | None = None
+
+    def lost(self, incarnation: str, reason: str, now: float) -> None:
+        """A node is gone. Its flights hear of it soon: in the next turn of the loop, or some turns later."""
+        self._new[incarnation] = reason
+        self._recent.pop(incarnation, None)
+        self._recent[incarnation] = now
+        while now - self._recent[first := next(iter(self._recent))] > MOMENT_S:
+            del self._recent[first]
+        self._go_on_next_turn()
+
+    def settle(self) -> None:
+        """Note now whom the losses so far concern, as one of these nodes is about to be there again."""
+        if not self._new:
+            return
+        lost, self._new = self._new, {}
+        together = frozenset(self._recent)
+        for run in self._runs():
+            for incarnation in run.flight.incarnations & lost.keys():
+                gone = NodeGone(incarnation, lost[incarnation], together)
+                self._untold.append((run, run.flight.key, gone))
+
+    def _go_on_next_turn(self) -> None:
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._handle = None
+        self.settle()
+        for _ in range(min(FLIGHTS_PER_TURN, len(self._untold))):
+            run, attempt, gone = self._untold.popleft()
+            # Its other node may have been told of first: the next attempt may even be on the same node, come back.
+            if run.flight.key == attempt:
+                self._tell(run, gone)
+        if self._untold or self._new:
+            self._go_on_next_turn()

@@ -1,0 +1,173 @@
+"""Many nodes are lost at once, and the only node that is large enough: no stream ends while it can be gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from baton.engine.request import Leg
+from baton.errors import InvalidRequest, NoCapacity, Status
+from baton.rpc.messages import Outcome, RequestDelta, Submit
+from router.flight_table import AttemptCause
+from router.limits import DispatchLimits
+from router.losses import FLIGHTS_PER_TURN
+from router.placer import PlacementSettings, Placer, Policy
+from router.view import SIZE_REMEMBERED_S
+from router.waiting_room import SEATED_PER_TURN
+from tests.support.router_parts import decode, prefill
+from tests.support.router_rig import Reader, RouterRig, router_rig
+
+POLICIES = [Policy.COST, Policy.LEAST_LOADED]
+
+
+async def turns(number: int) -> None:
+    """Let the loop go on by so many turns."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def turns_until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        await turns(1)
+
+
+async def answer(rig: RouterRig) -> None:
+    """Every node hands off, or brings the next two tokens of, what it was sent meanwhile."""
+    for node in rig.nodes.values():
+        while not node.inbox.empty():
+            if isinstance(message := node.inbox.get_nowait(), Submit):
+                given = len(message.output_token_ids)
+                if message.leg is Leg.PREFILL:
+                    node.report(RequestDelta(message.attempt, given, (97,), outcome=Outcome.HANDED_OFF))
+                else:
+                    node.report(RequestDelta(message.attempt, given, (97, 98)))
+        if node.is_up:
+            await node.all_read()
+
+
+async def streaming(rig: RouterRig, number: int) -> Sequence[Reader]:
+    """So many clients, each of which has read tokens."""
+    readers = [rig.ask(request_id=f"r{i}", max_tokens=40) for i in range(number)]
+    await turns_until(lambda: rig.dispatcher.num_placed == number)
+    await answer(rig)
+    for reader in readers:
+        await reader.tokens_read(2)
+    return readers
+
+
+async def cancelled(readers: Sequence[Reader]) -> None:
+    for reader in readers:
+        reader.task.cancel()
+    await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_nodes_that_are_lost_together_are_known_before_a_stream_is_placed_again(policy: Policy) -> None:
+    nodes = [make(f"{role}{i}") for i in range(12) for role, make in (("p", prefill), ("d", decode))]
+    async with router_rig(*nodes, placer=Placer(PlacementSettings(policy))) as rig:
+        readers = await streaming(rig, 100)
+        for node in rig.nodes.values():
+            node.die()
+        await rig.attached(0)
+        in_each_turn = [rig.dispatcher.num_waiting]
+        while rig.dispatcher.num_waiting < 100:
+            await turns(1)
+            in_each_turn.append(rig.dispatcher.num_waiting)
+        assert max(b - a for a, b in pairwise(in_each_turn)) <= FLIGHTS_PER_TURN
+        assert rig.dispatcher.counters.attempts == {AttemptCause.FIRST: 100}
+
+        for node in rig.nodes.values():
+            node.is_up = True
+        rig.timers.advance(10)
+        waiting = [100]
+        while rig.dispatcher.num_waiting:
+            await turns(1)
+            waiting.append(rig.dispatcher.num_waiting)
+        assert max(a - b for a, b in pairwise(waiting)) <= SEATED_PER_TURN
+        await answer(rig)
+        for reader in readers:
+            await reader.tokens_read(4)
+        assert rig.dispatcher.counters.failed == 0
+        await cancelled(readers)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_nodes_that_are_found_lost_one_after_the_other_end_no_stream(policy: Policy) -> None:
+    nodes = [make(f"{role}{i}") for i in range(20) for role, make in (("p", prefill), ("d", decode))]
+    async with router_rig(*nodes, placer=Placer(PlacementSettings(policy))) as rig:
+        readers = await streaming(rig, 40)
+        for node in rig.nodes.values():
+            node.die()
+            await turns(3)
+        await turns_until(lambda: rig.dispatcher.num_waiting == 40)
+        assert rig.dispatcher.counters.attempts[AttemptCause.NODE_LOST] > 0
+        assert rig.dispatcher.counters.failed == 0
+        await cancelled(readers)
+
+
+async def test_a_request_that_breaks_its_nodes_ends_though_there_are_others() -> None:
+    async with router_rig(*(decode(f"d{i}") for i in range(12))) as rig:
+        reader = rig.ask(max_tokens=40)
+        for _ in range(3):
+            await turns_until(lambda: any(not node.inbox.empty() for node in rig.nodes.values()))
+            (node,) = (node for node in rig.nodes.values() if not node.inbox.empty())
+            submit = node.inbox.get_nowait()
+            assert isinstance(submit, Submit)
+            node.report(RequestDelta(submit.attempt))
+            await node.all_read()
+            node.die()
+        with pytest.raises(Exception, match="3 attempts failed"):
+            await reader.finished()
+
+
+async def test_a_stream_waits_for_the_only_node_that_is_large_enough_and_holds_up_nobody() -> None:
+    small = decode("d2", max_model_len=16, num_blocks=4)
+    async with router_rig(decode("d1"), small) as rig:
+        reader = rig.ask("hello", request_id="r", max_tokens=40)
+        attempt = (await rig.submitted("d1")).attempt
+        rig.tell("d1", attempt, 0, "abc")
+        await reader.tokens_read(3)
+        rig.nodes["d1"].die()
+        await rig.attached(1)
+        await turns_until(lambda: rig.dispatcher.num_waiting == 1)
+
+        other = rig.ask("hello", max_tokens=1)
+        rig.tell("d2", (await rig.submitted("d2")).attempt, 0, "x", Outcome.LENGTH)
+        await other.finished()
+        with pytest.raises(NoCapacity, match="was lost a short time ago") as refused:
+            await rig.ask("hello", max_tokens=40).finished()
+        assert refused.value.status is Status.UNAVAILABLE
+        assert refused.value.retry_after_s is not None
+
+        rig.nodes["d1"].is_up = True
+        rig.timers.advance(10)
+        submit = await rig.submitted("d1")
+        assert list(submit.output_token_ids) == [97, 98, 99]
+        rig.tell("d1", submit.attempt, 3, "d" * 37, Outcome.LENGTH)
+        assert (await reader.finished()).completion_tokens == 40
+
+
+async def test_a_stream_waits_for_a_large_enough_node_but_not_for_ever() -> None:
+    limits = DispatchLimits(recovery_wait_s=5.0)
+    async with router_rig(decode("d1"), decode("d2", max_model_len=16), limits=limits) as rig:
+        reader = rig.ask("hello", max_tokens=40)
+        await rig.submitted("d1")
+        rig.nodes["d1"].die()
+        await rig.attached(1)
+        await turns_until(lambda: rig.dispatcher.num_waiting == 1)
+        rig.timers.advance(5.1)
+        with pytest.raises(NoCapacity, match="large enough"):
+            await reader.finished()
+
+
+async def test_a_request_is_too_large_when_no_node_of_its_size_was_there_for_long() -> None:
+    async with router_rig(decode("d1"), decode("d2", max_model_len=16)) as rig:
+        rig.nodes["d1"].die()
+        await rig.attached(1)
+        rig.timers.advance(SIZE_REMEMBERED_S + 1)
+        rig.nodes["d1"].is_up = False
+        with pytest.raises(InvalidRequest, match="more than any node's KV cache holds"):
+            await rig.ask("hello", max_tokens=40).finished()

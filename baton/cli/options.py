@@ -76,7 +76,9 @@ def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
     said = f"{field.description or ''}{f' Default: {shown}.' if shown else ''}"
     if field.annotation is bool:
         # Said or not said; only the other places spell out which.
-        return option(key, bool | None, None, f"--{key.replace('_', '-')}", help=said, show_default=False)
+        word = key.replace("_", "-")
+        words = f"--{word}/--no-{word}" if field.default is True else f"--{word}"
+        return option(key, bool | None, None, words, help=said, show_default=False)
     # Values stay strings: the configuration converts and checks them, whichever way they come.
     return option(key, str | None, None, metavar=_metavar(field), help=said, show_default=False, hidden=key in _HIDDEN)
 
@@ -85,6 +87,8 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if field.default_factory is not None or value in (None, "") or value is False:
         return ""
+    if value is True:
+        return "yes"
     if isinstance(value, float):
         return f"{value:g}"
     # It is a whole number of MiB: `256MiB`, which is also how one would write it.

@@ -25,6 +25,7 @@ DEFAULT_KV_CACHE_MEMORY = ByteSize(256 << 20)
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_WATERMARK = 0.01
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
@@ -50,6 +51,7 @@ Name = Annotated[str, AfterValidator(_name)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_host_port)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -86,6 +88,15 @@ LOCAL_PREFILL_HELP = (
 )
 REQUIRE_DISAGGREGATION_HELP = "on: no node ever computes a prompt and generates from it; requests wait for a pair."
 AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
+LONG_PREFILL_HELP = (
+    "Tokens of one prompt that a step computes at most, so that others' prompts get their part; 0: no such limit."
+)
+CHUNKED_PREFILL_HELP = (
+    "Compute prompts in pieces beside running streams. Without: each in one step, for which a long one waits, and "
+    "max_num_batched_tokens must be at least max_model_len."
+)
+PREFIX_CACHING_HELP = "Keep the KV of what was computed, for later prompts that begin alike."
+WATERMARK_HELP = "Share of the KV blocks that must stay free when a request is let in while others run, 0 to below 1."
 MAX_QUEUE_HELP = (
     "Requests for text, and as many for embeddings, that may wait at a router for a node that is not full; beyond it "
     "the least urgent are turned away."
@@ -180,6 +191,10 @@ class NodeConfig(_Process):
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(0, description=LONG_PREFILL_HELP)
+    enable_chunked_prefill: bool = Field(True, description=CHUNKED_PREFILL_HELP)
+    enable_prefix_caching: bool = Field(True, description=PREFIX_CACHING_HELP)
+    watermark: Share = Field(DEFAULT_WATERMARK, description=WATERMARK_HELP)
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
     scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
@@ -280,6 +295,10 @@ class UpConfig(_Config):
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(0, description=LONG_PREFILL_HELP)
+    enable_chunked_prefill: bool = Field(True, description=CHUNKED_PREFILL_HELP)
+    enable_prefix_caching: bool = Field(True, description=PREFIX_CACHING_HELP)
+    watermark: Share = Field(DEFAULT_WATERMARK, description=WATERMARK_HELP)
     max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
     scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
     priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)

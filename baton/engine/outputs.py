@@ -75,8 +75,6 @@ class SchedulerOutput:
     scheduled_cached_reqs: Sequence[CachedRequestData]
     num_scheduled_tokens: Mapping[str, int]
     total_num_scheduled_tokens: int
-    scheduled_spec_decode_tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    num_common_prefix_blocks: int = 0
     blocks_to_copy: Sequence[BlockCopy] = ()
     blocks_to_swap_in: Sequence[BlockCopy] = ()
     blocks_to_swap_out: Sequence[BlockCopy] = ()

@@ -55,7 +55,6 @@ class Preemption:
         if not ledger.decodes.leave(request.request_id):
             ledger.filling.remove(request)
         request.num_preemptions += 1
-        request.spec_token_ids.clear()
         plan.preempted_req_ids.add(request.request_id)
         ledger.events.record(EngineCoreEventType.PREEMPTED, request.request_id, request.num_preemptions)
         if self._may_swap(request) and manager.swap_out(request):

@@ -196,7 +196,6 @@ class Request:
         """Of the output tokens, the last ones that no output has told of: another node drew them."""
         self.last_logprobs: Sequence[TokenLogprobs] = ()
         """Of the output tokens that go from one leg to the other, as long as both are on their way."""
-        self.spec_token_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         """Keys of the request's full blocks so far (prompt and output), in order."""
         self.stop_ids = sampling_params.stop_token_ids
@@ -233,10 +232,6 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.output_token_ids)
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        return self.num_prompt_tokens + len(self.output_token_ids) + len(self.spec_token_ids)
 
     @property
     def is_finished(self) -> bool:

@@ -346,12 +346,12 @@ class Scheduler:
 
     def _schedule_filling(self, plan: StepPlan) -> None:
         # Others have all their known tokens in flight, and no decoding to come.
-        filling = [r for r in self._ledger.filling if r.num_tokens_with_spec > r.num_computed_tokens]
+        filling = [r for r in self._ledger.filling if r.num_tokens > r.num_computed_tokens]
         arriving = min(self._admission.num_arrived, self.config.max_num_seqs - len(self._ledger.running))
         for index, request in enumerate(filling):
             if plan.token_budget <= 0:
                 return
-            num_tokens = request.num_tokens_with_spec - request.num_computed_tokens
+            num_tokens = request.num_tokens - request.num_computed_tokens
             if num_tokens > 1:
                 # A long prompt leaves a token to everyone behind it: their streams would stall while it is computed.
                 behind = len(filling) - index - 1 + arriving

@@ -14,6 +14,7 @@ import yaml
 from baton.cli.emit.compose import compose_files
 from baton.cli.emit.helm import helm_files
 from baton.cli.emit.processes import emitted_processes
+from baton.cli.supervisor.plan import parse_flags
 from baton.config import NodeConfig, RouterConfig, UpConfig
 from tests.process.shell import ROOT
 
@@ -45,7 +46,11 @@ CASES: dict[str, dict[str, Any]] = {
         "config": "lease_s = 9\n",
         "model": {"path": "/models/m", "name": "m", "volume": {"persistentVolumeClaim": {"claimName": "models"}}},
         "prefill": {"replicas": 4, "gpus": 2, "rdma": 1, "flags": {"kv-cache-memory": 42949672960, "threads": "3"}},
-        "decode": {"podAnnotations": {"a": "b"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
+        "decode": {
+            "podAnnotations": {"a": "b"},
+            "flags": {"no-enable-prefix-caching": True, "enable-chunked-prefill": False},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
         "redis": {"passwordSecret": "p"},
         "imagePullSecrets": [{"name": "s"}],
         "networkPolicy": {"clients": [{"namespaceSelector": {}}], "monitoring": [{"namespaceSelector": {}}]},
@@ -130,8 +135,7 @@ def pods(found: Objects) -> dict[str, dict[str, Any]]:
 
 def flags(pod: dict[str, Any]) -> dict[str, str]:
     """What the container's command line says."""
-    words = pod["containers"][0]["args"][1:]
-    return dict(zip(words[::2], words[1::2], strict=True))
+    return parse_flags(pod["containers"][0]["args"][1:])
 
 
 def test_kubernetes_takes_all_that_is_rendered(answers: dict[str, Any]) -> None:
@@ -154,10 +158,12 @@ def test_processes_are_told_what_they_understand(answers: dict[str, Any], case: 
     for role in ("router", "prefill", "decode"):
         told = flags(found[role])
         model = RouterConfig if role == "router" else NodeConfig
-        fields = {flag.removeprefix("--").replace("-", "_") for flag in told}
+        fields = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in told}
         assert fields - {"config"} <= set(model.model_fields)
         told.pop("--config", None)
         given = {flag.removeprefix("--").replace("-", "_"): value for flag, value in told.items()}
+        if CASES[case].get(role, {}).get("flags", {}).get("no-enable-prefix-caching"):
+            assert given.pop("no_enable_prefix_caching") == "", "a switch has no value"
         config = model.model_validate(
             {**given, "node_id": "n", "registry": "r"}
             if role != "router"

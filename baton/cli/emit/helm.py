@@ -55,7 +55,9 @@ def _flags(processes: Sequence[EmittedProcess]) -> dict[str, Any]:
     if not processes:
         return {}
     own = {
-        flag.removeprefix("--"): value for flag, value in shared_flags(processes).items() if flag not in _OF_THE_CHART
+        flag.removeprefix("--"): value or True
+        for flag, value in shared_flags(processes).items()
+        if flag not in _OF_THE_CHART
     }
     return {"flags": own} if own else {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from baton.cli.supervisor.plan import command_and_flags, plan_nodes
+from baton.cli.supervisor.plan import command_and_flags, flag_words, plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir
 
 _OF_THIS_MACHINE = frozenset({"--host", "--port", "--registry", "--await-nodes", "--cluster"})
@@ -26,6 +26,7 @@ class EmittedProcess:
     command: str
     """node or router."""
     flags: Mapping[str, str]
+    """The value is "" where a flag takes none."""
     environment: Mapping[str, str]
 
 
@@ -48,7 +49,7 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
 
 def words(flags: Mapping[str, str]) -> list[str]:
     """Flags and values in turn."""
-    return [word for pair in flags.items() for word in pair]
+    return flag_words(flags)
 
 
 def shared_flags(processes: Sequence[EmittedProcess]) -> dict[str, str]:
@@ -71,6 +72,8 @@ def _is_default(flag: str, value: str, model: type[BaseModel]) -> bool:
     field = model.model_fields.get(flag.removeprefix("--").replace("-", "_"))
     if field is None or field.is_required():
         return False
+    if not value:
+        return field.default is True
     if flag == "--model":
         return Path(value) == bundled_model_dir().absolute()
     return _as_flag(field.default) == value

@@ -12,6 +12,7 @@ from baton.security.tls_files import certificate_files
 
 REDIS = "redis"
 _MAIN = "baton.cli.main"
+_FLAG = "--"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--on-transfer-failure": config.on_transfer_failure,
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
+        "--long-prefill-token-threshold": str(config.long_prefill_token_threshold),
+        _switch("enable-chunked-prefill", config.enable_chunked_prefill): "",
+        _switch("enable-prefix-caching", config.enable_prefix_caching): "",
+        "--watermark": f"{config.watermark:g}",
         "--scheduling-policy": config.scheduling_policy,
         "--threads": str(threads),
     }
@@ -154,11 +159,29 @@ def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
 
 
 def command_and_flags(command: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The subcommand of a planned process, `node` or `router`, and its flags."""
+    """The subcommand of a planned process, `node` or `router`, and its flags; "" for a flag that takes no value."""
     name, *words = command[command.index(_MAIN) + 1 :]
-    return name, dict(zip(words[::2], words[1::2], strict=True))
+    return name, parse_flags(words)
+
+
+def parse_flags(words: Sequence[str]) -> dict[str, str]:
+    """What `flag_words` wrote."""
+    flags: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], _FLAG], strict=True):
+        if word.startswith(_FLAG):
+            flags[word] = "" if following.startswith(_FLAG) else following
+    return flags
+
+
+def flag_words(flags: Mapping[str, str]) -> list[str]:
+    """Flags and values in turn; a flag whose value is "" stands alone."""
+    return [word for pair in flags.items() for word in pair if word]
+
+
+def _switch(name: str, is_on: bool) -> str:
+    return f"{_FLAG}{name}" if is_on else f"{_FLAG}no-{name}"
 
 
 def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
     # -P: a directory named like one of ours, where the user happens to be, is not ours.
-    return [sys.executable, "-P", "-m", _MAIN, command, *(word for pair in flags.items() for word in pair)]
+    return [sys.executable, "-P", "-m", _MAIN, command, *flag_words(flags)]

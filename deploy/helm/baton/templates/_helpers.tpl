@@ -26,11 +26,18 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- if and .Values.model.volume (not .Values.model.path) }}{{ fail "model.path: say where model.volume is to be mounted" }}{{ end }}
 {{- end }}
 
-{{- /* A map of flags as arguments. A whole number is one, though YAML's numbers arrive as floats. */}}
+{{- /* A map of flags as arguments. A whole number is one, though YAML's numbers arrive as floats; `true` stands for a flag
+that takes no value, and `false` leaves it out. */}}
 {{- define "baton.flags" -}}
 {{- range $flag, $value := . }}
+{{- if kindIs "bool" $value }}
+{{- if $value }}
+- --{{ $flag }}
+{{- end }}
+{{- else }}
 - --{{ $flag }}
 - {{ if and (kindIs "float64" $value) (eq (floor $value) $value) }}{{ $value | int64 | toString | quote }}{{ else }}{{ $value | toString | quote }}{{ end }}
+{{- end }}
 {{- end }}
 {{- end }}
 

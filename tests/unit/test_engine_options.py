@@ -1,0 +1,178 @@
+"""What the scheduler can be told reaches it from a node's flags, and from those of `baton up`; tokens stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.cli.emit.helm import helm_files
+from baton.cli.emit.processes import emitted_processes, words
+from baton.cli.emit.slurm import slurm_files
+from baton.cli.emit.systemd import systemd_files
+from baton.cli.supervisor.plan import command_and_flags, flag_words, plan_nodes
+from baton.clock import ManualClock
+from baton.config import NodeConfig, UpConfig
+from baton.config.load import view
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.outputs import SchedulerOutput
+from baton.engine.request import Request, SamplingParams
+from baton.engine.runner.model_runner import load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.scripted import ScriptedRunner
+from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_config import SchedulerConfig
+from baton.errors import ConfigError, UsageError
+from baton.node.runner_spec import scheduler_config
+from tests.support.engine_rig import EngineRig, prompt_of
+from tests.support.given_flags import configured
+from tests.support.tiny_models import TINY_MODELS
+
+NODE = ("--role", "prefill", "--node-id", "n", "--registry", "r")
+OPTIONS: Mapping[str, tuple[Sequence[str], Any]] = {
+    "long_prefill_token_threshold": (("--long-prefill-token-threshold", "128"), 128),
+    "enable_chunked_prefill": (("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"), False),
+    "enable_prefix_caching": (("--no-enable-prefix-caching",), False),
+    "watermark": (("--watermark", "0.25"), 0.25),
+}
+
+
+def limits_of(config: NodeConfig) -> SchedulerConfig:
+    return scheduler_config(config, ScriptedRunner(65, 16))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_nodes_flag_reaches_its_scheduler(option: str) -> None:
+    flags, value = OPTIONS[option]
+    default, changed = (limits_of(configured(NodeConfig, [*NODE, *more]).config) for more in ((), flags))
+    assert getattr(changed, option) == value != getattr(default, option)
+    assert getattr(default, option) == getattr(SchedulerConfig(65), option), "a node's default is the engine's"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_flag_of_up_reaches_every_nodes_scheduler(option: str) -> None:
+    flags, value = OPTIONS[option]
+    config = configured(UpConfig, flags).config
+    nodes = [child for child in plan_nodes(config, "redis://r", 2, None) if child.role != "router"]
+    assert len(nodes) == 2
+    for child in nodes:
+        node = configured(NodeConfig, flag_words(command_and_flags(child.command)[1])).config
+        assert getattr(limits_of(node), option) == value
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_emitted_says_it_too(option: str) -> None:
+    flags, value = OPTIONS[option]
+    config = configured(UpConfig, [*flags, "--insecure"]).config
+    processes = emitted_processes(config, None)
+    for process in processes:
+        if process.command == "node":
+            own = ["--registry", "r", *words(process.flags)]
+            assert getattr(configured(NodeConfig, own).config, option) == value
+    flag = flags[0].removeprefix("--")
+    assert yaml.safe_load(helm_files(config, processes, "")["values.yaml"])["decode"]["flags"][flag] in (
+        True,
+        f"{value:g}",
+    )
+    assert f"{flags[0]}" in slurm_files(config, processes, "/baton")["baton.sbatch"]
+    assert any(flags[0] in text for text in systemd_files(config, processes, "/baton", "me", ()).values())
+
+
+def test_a_flag_is_stronger_than_the_environment_and_that_than_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("enable_prefix_caching = false\nwatermark = 0.5\n[node]\nlong_prefill_token_threshold = 64\n")
+    monkeypatch.setenv("BATON_WATERMARK", "0.3")
+    loaded = configured(NodeConfig, [*NODE, "--config", str(file), "--enable-prefix-caching"])
+    limits = limits_of(loaded.config)
+    assert (limits.enable_prefix_caching, limits.watermark, limits.long_prefill_token_threshold) == (True, 0.3, 64)
+    found = view(NodeConfig, {"BATON_ENABLE_CHUNKED_PREFILL": "false"}, file)
+    assert found["enable_chunked_prefill"] == ("false", "BATON_ENABLE_CHUNKED_PREFILL")
+    assert found["enable_prefix_caching"] == (False, str(file))
+
+
+@pytest.mark.parametrize(
+    "flags", [("--watermark", "1"), ("--long-prefill-token-threshold", "-1"), ("--watermark", "nan")]
+)
+def test_what_makes_no_sense_is_refused_by_name(flags: Sequence[str]) -> None:
+    with pytest.raises(UsageError, match=flags[0].removeprefix("--").replace("-", "_")):
+        configured(NodeConfig, [*NODE, *flags])
+
+
+def test_without_chunks_a_step_must_hold_the_longest_prompt() -> None:
+    config = configured(NodeConfig, [*NODE, "--no-enable-chunked-prefill"]).config
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(512\) must be at least max_model_len"):
+        limits_of(config)
+
+
+# --- what they do, and that no token changes ---
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "as it is": {},
+    "no chunks": {"enable_chunked_prefill": False},
+    "no cache": {"enable_prefix_caching": False},
+    "short chunks": {"long_prefill_token_threshold": 7},
+    "watermark": {"watermark": 0.4},
+}
+
+
+def outputs_of(directory: Path, limits: Mapping[str, Any]) -> tuple[list[list[int]], int]:
+    """The tokens of four requests, three of which begin alike and come one after the other, and the longest chunk."""
+    runner = load_runner(directory, dtype="float32", block_size=4, num_blocks=80)
+    config = SchedulerConfig(80, block_size=4, max_num_batched_tokens=160, max_num_seqs=4, max_model_len=160, **limits)
+    scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+    core = EngineCore(scheduler, runner)
+    requests: list[Request] = []
+    longest = 0
+    for number in range(4):
+        prompt = [(31 * min(number, 1) + 7 * place) % 250 for place in range(40 + number)]
+        params = SamplingParams(temperature=0.7 * (number % 2), seed=number, max_tokens=8, ignore_eos=True)
+        requests.append(Request(f"r{number}", prompt, params))
+        core.add_request(requests[-1])
+        for _ in range(5):
+            decided = scheduler.schedule()
+            longest = max([longest, *decided.num_scheduled_tokens.values()])
+            scheduler.update_from_output(decided, runner.execute_model(decided))
+    while core.has_work():
+        core.step()
+        scheduler.check_invariant()
+    assert all(request.num_cached_tokens == 0 for request in requests) or config.enable_prefix_caching
+    return [request.output_token_ids for request in requests], longest
+
+
+def test_the_tokens_are_the_same_bits_whatever_is_switched(tmp_path: Path) -> None:
+    write_random_model(tmp_path, TINY_MODELS["llama"], 0)
+    found = {name: outputs_of(tmp_path, limits) for name, limits in WAYS.items()}
+    assert {name: tokens for name, (tokens, _) in found.items()} == dict.fromkeys(WAYS, found["as it is"][0])
+    assert found["no chunks"][1] >= 40
+    assert found["short chunks"][1] == 7
+
+
+def test_the_prefix_cache_finds_nothing_when_it_is_off() -> None:
+    cached = []
+    for on in (True, False):
+        rig = EngineRig(enable_prefix_caching=on)
+        for name in ("one", "two"):
+            rig.add(name, prompt_of(20), max_tokens=2)
+            rig.run()
+        assert rig.tokens["two"] == rig.expected("two", 2)
+        cached.append(rig.ends["two"].num_cached_tokens)
+    assert cached == [16, 0]
+
+
+# --- what nothing reads is not declared ---
+
+
+def test_drafts_that_nobody_verifies_change_no_step() -> None:
+    """Speculation is not built: whoever sets drafts on a request gets the step that it would have got anyway."""
+    rig = EngineRig(max_num_batched_tokens=8)
+    request = rig.add("r", 20, max_tokens=4)
+    request.spec_token_ids = [1, 2, 3]  # type: ignore[attr-defined]
+    rig.run()
+    assert rig.tokens["r"] == rig.expected("r", 4)
+    assert not {"scheduled_spec_decode_tokens", "num_common_prefix_blocks"} & set(SchedulerOutput.__annotations__)

@@ -17,7 +17,7 @@ from baton.ids import new_request_id
 from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageDoor
-from router.http.body import ClientGone, check_headers
+from router.http.body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
 from router.http.errors import HttpError, Kind, error_body, error_headers, kind_of
@@ -65,11 +65,12 @@ class HttpFront:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One exchange. Never raises."""
         request_id = ""
+        scope["state"] = {}
         try:
             check_headers(scope)
             current_caller.set(self._door.check(scope["path"], scope["headers"]))
             request_id = request_id_of(scope, self._rng)
-            scope["state"] = {"request_id": request_id}
+            scope["state"]["request_id"] = request_id
             # With this, a wrong method is raised, and not answered in starlette's own way.
             scope["app"] = self
             await (self._routes if is_page(scope["path"]) else _no_such_path)(scope, receive, send)
@@ -77,14 +78,14 @@ class HttpFront:
             # Nobody is there any more, or the server stops and cuts what is left: either way this task ends here.
             return
         except BatonError as error:
-            await self._refuse(send, error, request_id)
+            await self._refuse(scope, send, error, request_id)
         except HTTPException as error:
-            await self._refuse(send, _translated(scope, error), request_id)
+            await self._refuse(scope, send, _translated(scope, error), request_id)
         except Exception:
             _log.exception("%s %s failed", scope["method"], scope["path"])
-            await self._refuse(send, BatonError("internal error; the log of the server has it"), request_id)
+            await self._refuse(scope, send, BatonError("internal error; the log of the server has it"), request_id)
 
-    async def _refuse(self, send: Send, error: BatonError, request_id: str) -> None:
+    async def _refuse(self, scope: Scope, send: Send, error: BatonError, request_id: str) -> None:
         body = error_body(error)
         headers = [
             (b"content-type", b"application/json"),
@@ -92,6 +93,8 @@ class HttpFront:
             (b"x-request-id", (request_id or new_request_id(self._rng)).encode()),
             *error_headers(error),
         ]
+        if is_unread(scope) and CLOSE not in headers:
+            headers.append(CLOSE)
         await send({"type": "http.response.start", "status": kind_of(error).status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

@@ -18,7 +18,8 @@ MAX_HEADER_BYTES = 8 << 10
 MAX_DEPTH = 64
 _PATIENCE_S = 60.0
 
-_CLOSE = (b"connection", b"close")
+CLOSE = (b"connection", b"close")
+_IS_READ = "body_is_read"
 
 
 class ClientGone(Exception):
@@ -33,10 +34,12 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
         raise _too_long()
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return await _read(receive)
+            body = await _read(receive)
+            scope["state"][_IS_READ] = True
+            return body
     except TimeoutError:
         story = f"the body did not come within {_PATIENCE_S:g} s"
-        raise HttpError(Kind(408, "timeout_error", "request_timeout"), story, [_CLOSE]) from None
+        raise HttpError(Kind(408, "timeout_error", "request_timeout"), story, [CLOSE]) from None
 
 
 async def _read(receive: Receive) -> bytes:
@@ -52,12 +55,19 @@ async def _read(receive: Receive) -> bytes:
             return bytes(body)
 
 
+def is_unread(scope: Scope) -> bool:
+    """Whether there is a body that nobody has read, or not to its end: then the connection can't be used again."""
+    headers = dict(scope["headers"])
+    has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0") != b""
+    return has_body and not scope.get("state", {}).get(_IS_READ, False)
+
+
 def check_headers(scope: Scope) -> None:
     """Raises HttpError when the headers are too long."""
     num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
     if num_bytes > MAX_HEADER_BYTES:
         story = f"the headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken"
-        raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), story, [_CLOSE])
+        raise HttpError(Kind(431, "invalid_request_error", "headers_too_large"), story, [CLOSE])
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def _check_content_type(content_type: bytes) -> None:
 
 def _too_long() -> BatonError:
     story = f"the body has more than the {MAX_BODY_BYTES} bytes that are taken"
-    return HttpError(Kind(413, "invalid_request_error", "body_too_large"), story, [_CLOSE])
+    return HttpError(Kind(413, "invalid_request_error", "body_too_large"), story, [CLOSE])
 
 
 def _too_deep() -> InvalidRequest:

@@ -8,15 +8,15 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
-from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton.errors import ConfigError
+from baton.rpc.turn_budget import TurnBudget
 from baton.security.tls_files import TlsFiles
-from router.http.body import MAX_HEADER_BYTES
-from router.http.patience import HEAD_S, PatientProtocol
+from router.http.connection import HEAD_S, READ_BYTES, Connection
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +35,14 @@ class HttpServer:
         long to say what it wants.
         """
         self._stall_s = stall_s
+        self._head_s = head_s
+        self._read_buffer = memoryview(bytearray(READ_BYTES))
+        self._budget: TurnBudget | None = None
         self._socket: socket.socket | None = None
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=partial(PatientProtocol, head_s),  # type: ignore[arg-type]  # it is called like the class
+                http=self._connection,  # type: ignore[arg-type]  # it is called like the class
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -48,7 +51,6 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
                 backlog=_BACKLOG,
                 ssl_certfile=tls.cert if tls is not None else None,
@@ -86,6 +88,7 @@ class HttpServer:
     async def start(self) -> None:
         """Serve; returns once connections are taken."""
         assert self._socket is not None, "bind first"
+        self._budget = TurnBudget(asyncio.get_running_loop())
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)
@@ -102,6 +105,10 @@ class HttpServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
         self._close_socket()
+
+    def _connection(self, **parts: Any) -> Connection:
+        assert self._budget is not None
+        return Connection(self._head_s, self._budget, self._read_buffer, **parts)
 
     def _close_socket(self) -> None:
         if self._socket is not None:

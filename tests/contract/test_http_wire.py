@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import openai
 import pytest
 
 from baton.errors import ConfigError, EngineFault, QueueFull
 from baton.rpc.messages import Chunk
+from baton.security.authority import make_certificates
+from baton.security.keys import KeyRing, write_keys
+from baton.security.pages import PageDoor
+from baton.security.tls_files import TlsFiles
 from router.http.server import HttpServer
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig, chunk, finished
 from tests.support.router_parts import MODEL
@@ -46,9 +53,11 @@ class Served:
 
 
 @asynccontextmanager
-async def served(stall_s: float = 30.0, head_s: float = 20.0) -> AsyncIterator[Served]:
-    rig = HttpRig()
-    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, head_s=head_s)
+async def served(
+    stall_s: float = 30.0, head_s: float = 20.0, door: PageDoor | None = None, tls: TlsFiles | None = None
+) -> AsyncIterator[Served]:
+    rig = HttpRig(door=door)
+    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, tls, head_s)
     port = server.bind("127.0.0.1", 0)
     before = asyncio.all_tasks()
     await server.start()
@@ -148,6 +157,28 @@ async def test_a_body_that_is_too_long_is_refused_while_it_comes() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 20)
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        writer.close()
+
+
+@pytest.mark.parametrize("is_tls", [False, True])
+async def test_a_key_that_nobody_has_is_refused_before_the_body_however_long_it_is(
+    tmp_path: Path, is_tls: bool
+) -> None:
+    make_certificates(tmp_path, "c", ["localhost"], 1, datetime.datetime.now(datetime.UTC))
+    write_keys(tmp_path / "keys", [])
+    tls = TlsFiles(tmp_path / "ca.crt", tmp_path / "router.crt", tmp_path / "router.key") if is_tls else None
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt")) if is_tls else None
+    async with served(door=PageDoor("127.0.0.1", "", KeyRing(tmp_path / "keys")), tls=tls) as one:
+        reader, writer = await asyncio.open_connection("localhost", one.port, ssl=context)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 10_000)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert b"\r\nconnection: close\r\n" in answer
+        length = int(answer.partition(b"content-length: ")[2].split()[0])
+        assert json.loads(await reader.readexactly(length))["error"]["code"] == "invalid_api_key"
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
         writer.close()
 
 

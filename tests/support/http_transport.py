@@ -1,0 +1,92 @@
+"""A connection of the HTTP server without a socket: what it is told, and what it does with its transport."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from baton.rpc.turn_budget import TurnBudget
+from router.http.connection import HEAD_S, READ_BYTES, Connection
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written, and hands over what comes in only while reading is not paused, as the kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_paused = False
+        self.has_ended = False
+        """Nothing more will be written."""
+        self.is_closed = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def write(self, data: Any) -> None:
+        assert not self.has_ended
+        self.written += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_ended = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+
+class Client:
+    """The other end. Belongs to the running loop."""
+
+    def __init__(self, app: ASGIApp, budget: TurnBudget | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        config = uvicorn.Config(app, ws="none", lifespan="off", interface="asgi3", log_config=None, access_log=False)
+        config.load()
+        self.transport = FakeTransport()
+        self.unsent = b""
+        """What waits in the kernel."""
+        self.connection = Connection(
+            HEAD_S,
+            budget or TurnBudget(loop),
+            memoryview(bytearray(READ_BYTES)),
+            config=config,
+            server_state=ServerState(),
+            app_state={},
+            _loop=loop,
+        )
+        self.connection.connection_made(self.transport)
+
+    def send(self, data: bytes) -> None:
+        """Let it arrive, as far as the connection reads; the rest comes with the turns of the loop."""
+        self.unsent += data
+        self._arrive()
+
+    def _arrive(self) -> None:
+        if self.unsent and not self.transport.is_closed:
+            if not self.transport.is_paused:
+                buffer = self.connection.get_buffer(-1)
+                piece, self.unsent = self.unsent[: len(buffer)], self.unsent[len(buffer) :]
+                buffer[: len(piece)] = piece
+                self.connection.buffer_updated(len(piece))
+            if self.unsent:
+                asyncio.get_running_loop().call_soon(self._arrive)
+
+    async def turns(self, count: int = 20) -> None:
+        """Let the loop turn so many times."""
+        for _ in range(count):
+            await asyncio.sleep(0)

@@ -1,0 +1,58 @@
+"""All connections together use a bounded part of each turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.clock import ManualClock
+from baton.rpc.turn_budget import TurnBudget
+
+
+class Source:
+    """Has so many steps to do, each of which takes a millisecond."""
+
+    def __init__(self, name: str, steps: int, clock: ManualClock, done: list[str]) -> None:
+        self._name, self._steps, self._clock, self._done = name, steps, clock, done
+
+    def step(self) -> bool:
+        self._clock.advance(0.001)
+        self._done.append(self._name)
+        self._steps -= 1
+        return self._steps > 0
+
+
+async def test_however_many_sources_there_are_a_turn_does_no_more_than_its_time() -> None:
+    clock, done = ManualClock(), list[str]()
+    budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
+    for place in range(80):
+        budget.step(Source(str(place), 3, clock, done))
+    in_each_turn = []
+    while budget.num_waiting:
+        before = len(done)
+        await asyncio.sleep(0)
+        in_each_turn.append(len(done) - before)
+    assert len(done) == 240
+    # The fifth step begins within the time.
+    assert max(in_each_turn) == 5
+
+
+async def test_sources_take_turns_and_who_comes_alone_does_not_wait() -> None:
+    clock, done = ManualClock(), list[str]()
+    budget = TurnBudget(asyncio.get_running_loop(), 1.0, clock.monotonic)
+    budget.step(Source("alone", 1, clock, done))
+    assert done == ["alone"]
+    budget.step_later(Source("a", 2, clock, done))
+    budget.step_later(Source("b", 2, clock, done))
+    assert done == ["alone"]
+    await asyncio.sleep(0)
+    assert done == ["alone", "a", "b", "a", "b"]
+
+
+async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
+    clock, done = ManualClock(), list[str]()
+    budget = TurnBudget(asyncio.get_running_loop(), 0.0015, clock.monotonic)
+    budget.step(Source("a", 1, clock, done))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    budget.step(Source("b", 9, clock, done))
+    assert done == ["a", "b", "b"]

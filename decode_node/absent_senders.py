@@ -13,12 +13,15 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 
+from baton.background import OnFault, current_watch
 from baton.engine.request import KVSource
 from kv_transfer.liveness import LOOK_AFTER_S, Port
 
 LOOK_EVERY_S = 60.0
 MAX_SILENT_LOOKS = 15
 """In a row."""
+MAX_ABSENT = 256
+"""Of more the one that left first is dropped, though it may come back: its port may be another process's by now."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class AbsentSenders:
 
     def __init__(self, drop: Callable[[str], None], look_at: Callable[[str], Awaitable[Port]]) -> None:
         """`drop` lets go of the memory of an incarnation; it is called once for each, unless the sender came back."""
+        self._watch = current_watch.get()
         self._drop = drop
         self._look_at = look_at
         self._absent: dict[str, KVSource] = {}
@@ -41,10 +45,16 @@ class AbsentSenders:
     def left(self, source: KVSource) -> None:
         """Its link has ended."""
         self._absent[source.incarnation] = source
-        task = asyncio.create_task(self._look_for(source), name=f"look-for-{source.incarnation}")
+        task = self._watch.start(
+            lambda: self._look_for(source), "look-for", source.incarnation, on_fault=OnFault.RESTART, may_end=True
+        )
         self._looking[source.incarnation] = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if len(self._absent) > MAX_ABSENT:
+            first = next(iter(self._absent))
+            self._forget(first)
+            self._drop(first)
 
     def came(self, node_id: str, incarnation: str) -> None:
         """A link is up: that process is not absent any more, and those of its node before it are no more."""

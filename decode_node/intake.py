@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 
+from baton.background import current_watch
 from baton.clock import Clock, SystemClock
 from baton.engine.connector import (
     NO_EXTERNAL_TOKENS,
@@ -124,6 +125,7 @@ class Intake:
         self._num_blocks: dict[str, int] = {}
         self._may_plan: set[AttemptKey] = set()
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
+        self._watch = current_watch.get()
         self._stopped = False
 
     async def start(self) -> None:
@@ -286,12 +288,17 @@ class Intake:
 
         def reopen() -> None:
             del self._reopening[incarnation]
-            self._carry_out(self._book.reopen(source))
+            effects = self._book.reopen(source)
+            if not effects:
+                # Nobody waits for its reads any more, or there is a link again.
+                self._reopened.pop(incarnation, None)
+            self._carry_out(effects)
 
         if incarnation not in self._reopening:
             pause_s = min(_REOPEN_S * 2.0 ** self._reopened[incarnation], _MAX_REOPEN_S)
             self._reopened[incarnation] += 1
-            self._reopening[incarnation] = asyncio.get_running_loop().call_later(pause_s, reopen)
+            guarded = self._watch.guarded(reopen, "reopen-link")
+            self._reopening[incarnation] = asyncio.get_running_loop().call_later(pause_s, guarded)
 
     def _carry_out(self, effects: Iterable[TransferEffect]) -> None:
         if self._stopped:

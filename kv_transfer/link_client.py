@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from baton.background import OnFault, current_watch
 from baton.engine.request import KVSource
 from baton.errors import TransferCause, TransferFailed
 from baton.rpc.credentials import PLAIN
@@ -60,7 +61,10 @@ class LinkClient:
         self._cut_by: TransferFailed | None = None
         self.counters: Counter[str] = Counter()
         """Messages skipped, by kind."""
-        self._task = asyncio.create_task(self._live(), name=f"link-{source.incarnation}")
+        # It fails only if the handler can't take in that the link has ended: then its transfers would wait for ever.
+        self._task = current_watch.get().start(
+            self._live, "link", source.incarnation, on_fault=OnFault.END_PROCESS, may_end=True
+        )
 
     @property
     def source(self) -> KVSource:

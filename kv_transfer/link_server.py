@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from baton.background import current_watch
 from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.backends.base import PeerMemory
@@ -59,6 +60,7 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
         self._links: dict[int, LinkStream[SenderMessage, ReaderMessage]] = {}
         self._numbers = itertools.count(1)
         self._closed = False
+        self._watch = current_watch.get()
         self.counters: Counter[str] = Counter()
         """Links refused and messages skipped, by kind."""
 
@@ -99,13 +101,14 @@ class LinkServer(kv_link_pb2_grpc.KvLinkServicer):
             is_running=lambda: self._is_running(hello.address, self._heartbeat_s),
         )
         self._links[number] = stream
-        self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)
         try:
+            self._handler.link_opened(number, hello.node_id, hello.incarnation, hello.address)
             reason = await stream.run()
         finally:
             # Cancellation may come without an exception here; nothing but `finally` is sure to run.
             del self._links[number]
-            self._handler.link_closed(number, reason)
+            # Should it raise, leases of this reader would never end.
+            self._watch.guarded(lambda: self._handler.link_closed(number, reason), "link-closed")()
         try:
             await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
         except grpc.aio.InternalError as error:

@@ -10,7 +10,9 @@ The rules it keeps:
    millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
    that grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread
    that only polls would make the one that computes wait 5 ms for every single operation.
-4. Digests of what was read are computed here, while the bytes are in the cache and after others were told of them:
+4. A fault of the thread, or of the one that computes digests, ends the process (`baton/background.py`): nothing would
+   move any more, and nobody be told. What concerns one read alone is that read's failure.
+5. Digests of what was read are computed here, while the bytes are in the cache and after others were told of them:
    that costs no wake-up. While there is something to move a helper computes them, so that no byte waits for a digest.
 """
 
@@ -25,6 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from baton.background import current_watch
 from baton.clock import Clock
 from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause, TransferFailed
@@ -38,6 +41,7 @@ from kv_transfer.backends.base import (
     ReadStuck,
     TransferBackend,
     check_ranges,
+    let_go,
 )
 from kv_transfer.mover_events import (
     BlocksDigested,
@@ -114,8 +118,8 @@ class _Peer:
 class Mover:
     """Moves blocks in one thread. Methods may be called from any thread, return at once, and answer by `deliver`.
 
-    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once. What is said of digests
-    it may hear from another thread.
+    `backend_factory` is called in the mover's thread; `deliver` too, and must return at once: what it raises is a fault
+    of the mover, since somebody waits for what was lost. What is said of digests it may hear from another thread.
     """
 
     def __init__(
@@ -133,8 +137,10 @@ class Mover:
         """Reads that may still write to their local blocks, queued ones not counted."""
         self.stuck = 0
         """Those of them that have made no progress for STUCK_AFTER_S, or failed in a way that may still write."""
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         """What ended the thread, should it ever end by itself; reads in flight then stay counted."""
+        self._watch = current_watch.get()
+        """Of whoever makes the mover: it hears of that fault."""
         self._backend_factory = backend_factory
         self._deliver = deliver
         self._clock = clock
@@ -175,7 +181,7 @@ class Mover:
     def connect(self, peer: PeerMemory) -> None:
         """Answered by Connected or ConnectFailed. Connecting again with equal values is fine."""
         if not self._tell(functools.partial(self._connect, peer)):
-            self._answer(ConnectFailed(peer.incarnation, _NOT_RUNNING))
+            self._deliver(ConnectFailed(peer.incarnation, _NOT_RUNNING))
 
     def read(
         self, read_id: int, incarnation: str, ranges: Sequence[ReadRange], to_digest: Collection[int] = ()
@@ -239,9 +245,9 @@ class Mover:
         try:
             while self._turn():
                 pass
-        except Exception as error:
-            _log.exception("the mover ended by a fault")
+        except BaseException as error:
             self.fault = error
+            self._watch.failed("mover", error)
         self._end()
 
     def _begin(self) -> None:
@@ -302,13 +308,13 @@ class Mover:
             else:
                 known.closing = None
         except TransferFailed as error:
-            self._answer(ConnectFailed(peer.incarnation, error))
+            self._deliver(ConnectFailed(peer.incarnation, error))
         except Exception as error:
             # What a peer published must not end the mover, whatever it does to the backend.
             _log.exception("%s can't be connected", peer.incarnation)
-            self._answer(ConnectFailed(peer.incarnation, TransferFailed(TransferCause.REFUSED, repr(error))))
+            self._deliver(ConnectFailed(peer.incarnation, TransferFailed(TransferCause.REFUSED, repr(error))))
         else:
-            self._answer(Connected(peer.incarnation))
+            self._deliver(Connected(peer.incarnation))
 
     def _read(
         self,
@@ -404,7 +410,7 @@ class Mover:
                 if self._backend.poll(handle) is ReadState.IN_PROGRESS:
                     continue
             except PeerGone as error:
-                self._backend.release(handle)
+                let_go(self._backend, handle)
                 self._retire(self._in_flight.pop(handle), read, peer)
                 self._lose(read, peer, error)
             except ReadStuck as error:
@@ -412,12 +418,15 @@ class Mover:
                 read.failure = error
                 self._close_peer(piece.incarnation, error)
             else:
-                self._backend.release(handle)
+                failure = let_go(self._backend, handle)
                 self._retire(self._in_flight.pop(handle), read, peer)
-                read.blocks_left -= piece.num_blocks
-                self._note_blocks(read, piece)
                 self._note_move(read)
-                self._settle(read)
+                if failure is not None:
+                    self._lose(read, peer, failure)
+                else:
+                    read.blocks_left -= piece.num_blocks
+                    self._note_blocks(read, piece)
+                    self._settle(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
@@ -431,7 +440,7 @@ class Mover:
         while self._to_digest:
             read_id, blocks = self._to_digest.popleft()
             if self._has_to_move:
-                self._helper.submit(self._digest_blocks, read_id, blocks)
+                self._helper.submit(self._digest_beside, read_id, blocks)
             else:
                 self._digest_blocks(read_id, blocks)
 
@@ -439,14 +448,23 @@ class Mover:
     def _has_to_move(self) -> bool:
         return bool(self._in_flight) or self._window.queued_reads > 0 or not self._inbox.empty()
 
+    def _digest_beside(self, read_id: int, blocks: Sequence[int]) -> None:
+        """In the helper's thread, whose executor would keep a fault to itself."""
+        try:
+            self._digest_blocks(read_id, blocks)
+        except BaseException as error:
+            self._watch.failed("digests", error)
+
     def _digest_blocks(self, read_id: int, blocks: Sequence[int]) -> None:
         try:
             if self._digests is None:
                 raise ValueError("nothing here computes any")
-            self._answer(BlocksDigested(read_id, dict(zip(blocks, self._digests(blocks), strict=True))))
+            digests = dict(zip(blocks, self._digests(blocks), strict=True))
         except Exception as error:
             _log.exception("no digests of a read's blocks")
-            self._answer(NotDigested(read_id, f"no digests here: {error!r}"))
+            self._deliver(NotDigested(read_id, f"no digests here: {error!r}"))
+        else:
+            self._deliver(BlocksDigested(read_id, digests))
 
     def _free_stuck(self) -> None:
         for piece, error in self._stuck.over(self._clock.monotonic()):
@@ -481,7 +499,7 @@ class Mover:
             return
         total_s = self._clock.monotonic() - read.called_at
         self._forget_id(read.read_id)
-        self._answer(ReadDone(read.read_id, read.num_bytes, read.post_s, total_s, read.num_ranges))
+        self._deliver(ReadDone(read.read_id, read.num_bytes, read.post_s, total_s, read.num_ranges))
 
     def _count_stuck(self, now: float) -> None:
         in_flight = [read for read in self._reads.values() if read.pieces]
@@ -494,13 +512,7 @@ class Mover:
 
     def _refuse(self, read_id: int, why: TransferFailed) -> None:
         self._forget_id(read_id)
-        self._answer(ReadFailed(read_id, why.cause, str(why)))
-
-    def _answer(self, event: MoverEvent) -> None:
-        try:
-            self._deliver(event)
-        except Exception:
-            _log.exception("%s could not be delivered", event)
+        self._deliver(ReadFailed(read_id, why.cause, str(why)))
 
     def _end(self) -> None:
         """Nothing comes after this: answer what never began, and leave alone what may still write."""

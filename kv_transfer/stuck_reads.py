@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_transfer.backends.base import PeerGone, ReadHandle, ReadRange, ReadState, ReadStuck, TransferBackend
+from kv_transfer.backends.base import PeerGone, ReadHandle, ReadRange, ReadState, ReadStuck, TransferBackend, let_go
 from kv_transfer.window import Piece
 
 PROBE_S = 1.0
@@ -65,7 +65,7 @@ class StuckReads:
         try:
             self._backend.poll(handle)
         except PeerGone as error:
-            self._backend.release(handle)
+            let_go(self._backend, handle)
             del self._stuck[handle]
             return error
         except ReadStuck:
@@ -87,7 +87,7 @@ class StuckReads:
         except PeerGone:
             if handle is None:
                 return
-        self._backend.release(handle)
+        let_go(self._backend, handle)
 
     def _post(self, piece: Piece) -> ReadHandle:
         lost = piece.ranges[0]

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.background import OnFault, current_watch
 from baton.clock import Clock
 from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
@@ -83,6 +84,7 @@ class HandOff:
         self._readers: dict[int, tuple[str, str]] = {}
         """Of each link, the reader's incarnation and where it listens."""
         self._looking: set[asyncio.Task[None]] = set()
+        self._watch = current_watch.get()
         self._stopped = False
 
     async def start(self) -> None:
@@ -195,7 +197,14 @@ class HandOff:
         self._carry_out(self._book.link_closed(link))
         incarnation, address = self._readers.pop(link)
         if address and not self._stopped and self._book.may_be_read_by(incarnation):
-            task = asyncio.create_task(self._look_for(incarnation, address), name=f"look-for-{incarnation}")
+            # Should it fail, the grace after the link's end still bounds what this would have ended sooner.
+            task = self._watch.start(
+                lambda: self._look_for(incarnation, address),
+                "look-for",
+                incarnation,
+                on_fault=OnFault.GO_ON,
+                may_end=True,
+            )
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
 
@@ -203,7 +212,7 @@ class HandOff:
         """A reader whose process has ended needs no grace."""
         if await is_gone(address, self._nobody_listens):
             _log.info("%s is gone: nobody listens on %s", incarnation, address)
-            self._carry_out(self._book.reader_gone(incarnation))
+            self._watch.guarded(lambda: self._carry_out(self._book.reader_gone(incarnation)), "leases")()
 
     # For metrics and tests.
 
@@ -254,7 +263,7 @@ class HandOff:
             self._timer.cancel()
         self._due = due
         delay = max(0.0, due - self._clock.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(delay, self.tick)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._watch.guarded(self.tick, "leases"))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ MAX_AGENT_METADATA = 64 * 1024
 _MAX_NAME = 128
 _MAX_DEVICE_ID = 1 << 16
 _ADDRESS_SPACE = 1 << 64
+
+_log = logging.getLogger(__name__)
 
 ReadHandle = NewType("ReadHandle", int)
 """Names one posted read of one backend; never reused within the backend's life."""
@@ -216,7 +219,10 @@ class TransferBackend(Protocol):
         ...
 
     def release(self, handle: ReadHandle) -> None:
-        """Forget a read that is DONE or raised PeerGone; raises ReadsInFlight (and forgets nothing) for any other."""
+        """Forget a read that is DONE or raised PeerGone; raises ReadsInFlight (and forgets nothing) for any other.
+
+        Whatever else it raises concerns this one read, which is forgotten all the same (see `let_go`).
+        """
         ...
 
     def pump(self) -> None:
@@ -230,3 +236,18 @@ class TransferBackend(Protocol):
     def close(self) -> None:
         """End the agent; peers that read from it see it gone. Raises ReadsInFlight like `disconnect`."""
         ...
+
+
+def let_go(backend: TransferBackend, handle: ReadHandle) -> TransferFailed | None:
+    """Release a read that is over; returns why that failed, if it did.
+
+    Such a failure leaves it in doubt what the read brought, and says nothing of any other read. Raises ReadsInFlight.
+    """
+    try:
+        backend.release(handle)
+    except ReadsInFlight:
+        raise
+    except Exception as error:
+        _log.exception("the transfer agent can't release a read that is over")
+        return TransferFailed(TransferCause.REFUSED, f"the transfer agent can't release a read that is over: {error!r}")
+    return None

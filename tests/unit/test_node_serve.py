@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,13 +22,15 @@ from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, 
 from baton.ids import AttemptKey
 from baton.node.fake_role import FakeRole
 from baton.node.process import RoleMaker, serve_roles
-from baton.node.role import RoleContext
+from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import Adopt, NodeDescription, Outcome, RequestDelta, Role, Submit
 from baton.rpc.node_client import NodeClient
+from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
+from prefill_node.app import PrefillRole
 from tests.support.reports import HeardStream
 
 KEY = AttemptKey("r", 1, 5)
@@ -37,7 +39,7 @@ KEY = AttemptKey("r", 1, 5)
 class Running:
     """A node that serves, and everything a test wants of it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None) -> None:
         self.runner = ScriptedRunner(33, 16)
         self.role = FakeRole()
         self.context: RoleContext
@@ -58,7 +60,7 @@ class Running:
                 "metrics_port": 0,
             }
         )
-        self.node = Node(config, self.runner, self._make_role, self.registry)
+        self.node = Node(config, self.runner, make_role or self._make_role, self.registry)
         self.task = asyncio.create_task(self.node.serve(self.description.set_result, self.stop))
 
     def _make_role(self, context: RoleContext) -> FakeRole:
@@ -70,8 +72,10 @@ class Running:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
-    node = Running(directory)
+async def running(
+    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None
+) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
+    node = Running(directory, make_role)
     client = await node.client()
     stream = HeardStream(await client.attach("router-0", (await node.description).incarnation))
     try:
@@ -224,6 +228,30 @@ async def test_news_that_get_lost_end_the_node_too(tmp_path: Path, monkeypatch: 
         with pytest.raises(NodeLost):
             await until_end(stream)
         with pytest.raises(BackgroundFault, match=r"step-news.*no figures"):
+            await node.task
+
+
+async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -> None:
+    """Its links would go on beating, and every hand-off wait for bytes that nobody moves."""
+
+    class Unpumped(MemoryBackend):
+        def pump(self) -> None:
+            raise OSError("a foreign error")
+
+    def make_role(context: RoleContext) -> PrefillRole:
+        fabric = MemoryFabric()
+        return PrefillRole(context, lambda c: Unpumped(fabric, c.incarnation, c.runner.memory))
+
+    async with running(tmp_path, make_role) as (node, _, stream):
+        stream.send(submit(Leg.PREFILL))
+        assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
+        # What the first lease does.
+        role = node.node.role
+        assert isinstance(role, PrefillRole)
+        role.handoff.mover.set_open_leases(1)
+        with pytest.raises(NodeLost):
+            await until_end(stream)
+        with pytest.raises(BackgroundFault, match="background task mover failed: OSError"):
             await node.task
 
 

@@ -48,6 +48,11 @@ def unscoped(name: str) -> str:
     return name.rpartition("/")[2]
 
 
+def tenant_of(name: str) -> str:
+    """Whose it is; empty where there are no tenants."""
+    return name.rpartition("/")[0]
+
+
 def random_token(rng: Random, length: int = 10) -> str:
     """Random lower-case letters and digits without look-alikes."""
     return "".join(rng.choices(_ALPHABET, k=length))

@@ -358,6 +358,7 @@ class _Router:
         self._collector.stop()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))
         await self._links.close()
+        await asyncio.to_thread(self._dispatcher.close)
         if self._lease is not None:
             await self._lease.close()
         if self._tracer is not None:

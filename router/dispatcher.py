@@ -109,6 +109,7 @@ class Dispatcher:
         journal: FlightJournal | None = None,
         placer: Placer | None = None,
         spans: RequestSpans | None = None,
+        schemas: SchemaCheck | None = None,
     ) -> None:
         """Without a journal no other router can go on with a flight of this one, nor this one with another's. Without a
         placer the least loaded nodes are taken, without `spans` nothing is traced.
@@ -119,7 +120,7 @@ class Dispatcher:
         self._view = view
         self._links = links
         self._codec = codec
-        self._schemas = SchemaCheck()
+        self._schemas = schemas or SchemaCheck()
         self._card = card
         self._timers = timers
         self._rng = rng
@@ -316,6 +317,10 @@ class Dispatcher:
         """Return when no request is live."""
         await self._idle.wait()
 
+    def close(self) -> None:
+        """End its threads and processes; waits for them. No request may be live. Idempotent."""
+        self._schemas.close()
+
     def end_all(self, error: BatonError) -> None:
         """End every live request with this error, on its nodes too."""
         for run in list(self._runs.values()):
@@ -378,7 +383,7 @@ class Dispatcher:
         else:
             request = validate(raw, card, encode, self._rng, self._limits.min_priority)
         if request.sampling_params.has_grammar:
-            await self._schemas.check(request.sampling_params.json_schema)
+            await self._schemas.check(request.sampling_params.json_schema, raw.tenant)
         return request
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:

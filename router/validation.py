@@ -14,7 +14,7 @@ from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.rpc.messages import GenerateRequest, ModelCard
-from baton.text.grammar import MAX_SCHEMA_BYTES
+from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.request import ValidRequest
 
 DEFAULT_MAX_TOKENS = 16

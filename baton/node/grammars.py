@@ -1,9 +1,8 @@
-"""The thread that compiles grammars, so that neither the engine nor the loop waits for one."""
+"""The threads that compile grammars, so that neither the engine nor the loop waits for one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
@@ -12,21 +11,36 @@ from baton.engine.grammar import TokenMatcher
 from baton.engine.request import Leg, Request
 from baton.engine.runner.base import ModelInfo
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
+from baton.fair_executor import FairExecutor
+from baton.ids import tenant_of
 from baton.text.grammar import JsonGrammars
+from baton.text.schema_sandbox import SchemaSandbox
 
 NO_GRAMMARS = "this node's model has no text"
+NUM_COMPILING = 2
+"""Schemas that are compiled at once: each takes a core, and the engine wants all of them."""
+MAX_WAITING = 4096
 
 _log = structlog.get_logger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles one schema after the other. Its methods return at once; what was compiled comes on its thread."""
+    """Compiles schemas, tenants in turn. Its methods return at once; what was compiled comes on a thread of its own."""
 
-    def __init__(self, matcher: Callable[[str], TokenMatcher] | None, why_none: str = "") -> None:
-        """`matcher` makes one of a JSON schema, or raises BatonError. None: no request may have one, and why."""
+    def __init__(
+        self,
+        matcher: Callable[[str], TokenMatcher] | None,
+        why_none: str = "",
+        sandbox: SchemaSandbox | None = None,
+    ) -> None:
+        """`matcher` makes one of a JSON schema, or raises BatonError. None: no request may have one, and why.
+
+        `sandbox` is closed with this; it lets schemas pass before `matcher` sees them.
+        """
         self._matcher = matcher
         self._why_none = why_none
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="baton-grammars")
+        self._sandbox = sandbox
+        self._threads = FairExecutor("baton-grammars", NUM_COMPILING, MAX_WAITING)
         self._is_closed = False
 
     def compile(
@@ -37,7 +51,7 @@ class GrammarCompiler:
 
         Reads nothing of the request that the engine could change while it waits.
         """
-        make, params = self._matcher, request.sampling_params
+        make, params, sandbox = self._matcher, request.sampling_params, self._sandbox
         if make is None:
             failed(InvalidRequest("json_schema", self._why_none))
             return
@@ -46,6 +60,8 @@ class GrammarCompiler:
 
         def run() -> None:
             try:
+                if sandbox is not None:
+                    sandbox.check(params.json_schema)
                 matchers = [make(params.json_schema) for _ in range(num_sequences)]
                 # What an earlier attempt generated may be long, and the engine should not be kept by it.
                 for matcher in matchers:
@@ -57,13 +73,19 @@ class GrammarCompiler:
                 _log.exception("a grammar could not be compiled")
                 failed(EngineFault(f"json_schema: {error!r}"))
 
-        if not self._is_closed:
-            self._pool.submit(run)
+        if self._is_closed:
+            return
+        try:
+            self._threads.submit(tenant_of(request.request_id), run)
+        except BatonError as error:
+            failed(error)
 
     def close(self) -> None:
-        """Wait for the one in hand; nobody else hears anything more. Idempotent."""
+        """Wait for those in hand; nobody else hears anything more. Idempotent."""
         self._is_closed = True
-        self._pool.shutdown(cancel_futures=True)
+        if self._sandbox is not None:
+            self._sandbox.close()
+        self._threads.close()
 
 
 def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
@@ -75,4 +97,4 @@ def load_compiler(config: NodeConfig, model: ModelInfo) -> GrammarCompiler:
     except ConfigError as error:
         _log.warning("requests with a JSON schema will fail here", reason=str(error))
         return GrammarCompiler(None, str(error))
-    return GrammarCompiler(grammars.matcher)
+    return GrammarCompiler(grammars.matcher, sandbox=SchemaSandbox())

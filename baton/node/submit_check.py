@@ -13,7 +13,7 @@ from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.ids import SCOPED_ID_PATTERN
 from baton.rpc.messages import NodeDescription, Role, Submit
-from baton.text.grammar import MAX_SCHEMA_BYTES
+from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 
 def objection(submit: Submit, node: NodeDescription) -> str | None:

@@ -14,6 +14,7 @@ from baton.errors import InvalidRequest
 from baton.rpc.messages import GenerateRequest
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster
+from tests.support.schema_bombs import bomb
 
 DEMO_MODEL = Path(baton.__file__).parent / "demo_model"
 PROMPT = "Once upon a time there was a dog. "
@@ -41,6 +42,7 @@ async def test_answers_fit_their_schemas_and_others_are_as_they_were() -> None:
             asking("object", 1, ignore_eos=True),
             asking("object", 1, min_tokens=2),
             asking("object", 1, json_schema='{"not": {}}'),
+            asking("object", 1, json_schema=bomb()),
             GenerateRequest(PROMPT, json_schema=schema_text("object"), beam_width=2),
         ]
         for request in refused:

@@ -11,7 +11,8 @@ import pytest
 
 import baton
 from baton.errors import ConfigError, EngineFault, InvalidRequest
-from baton.text.grammar import JSON_OBJECT, JsonGrammars, JsonMatcher, check_json_schema, num_mask_words
+from baton.text.grammar import JsonGrammars, JsonMatcher, num_mask_words
+from baton.text.schema_compiling import JSON_OBJECT, check_json_schema
 from baton.text.tokenizer import TOKENIZER_FILE, Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 

@@ -20,7 +20,9 @@ from baton.engine.runner.base import ModelInfo
 from baton.errors import BatonError, InvalidRequest
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.grammars import GrammarCompiler, load_compiler
+from baton.text.schema_sandbox import SchemaSandbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+from tests.support.schema_bombs import bomb
 
 LONG_S = 30.0
 ANY = range(1000)
@@ -52,6 +54,7 @@ class Rig:
         self.engine: EngineCore = EngineRig().core
         self.compiler = Compiler()
         self.outputs: queue.SimpleQueue[EngineCoreOutput] = queue.SimpleQueue()
+        self.ends: dict[str, EngineCoreOutput] = {}
         self.crashes: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         grammars = GrammarCompiler(self.compiler)
         self.driver = EngineDriver(self.engine, self.publish, self.crashes.put, grammars=grammars)
@@ -63,10 +66,11 @@ class Rig:
 
     def end(self, request_id: str) -> EngineCoreOutput:
         """The last output of a request."""
-        while True:
+        while request_id not in self.ends:
             output = self.outputs.get(timeout=LONG_S)
-            if output.request_id == request_id and output.finish_reason is not None:
-                return output
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output
+        return self.ends[request_id]
 
 
 @pytest.fixture
@@ -114,6 +118,44 @@ def test_one_that_is_aborted_meanwhile_is_over_at_once(rig: Rig) -> None:
     rig.compiler.gate.set()
     rig.driver.submit(request("next", "schema"))
     assert rig.end("next").finish_reason is FinishReason.LENGTH
+
+
+def test_a_schema_is_compiled_here_only_after_a_child_has_let_it_pass() -> None:
+    made: list[str] = []
+
+    def matcher(json_schema: str) -> TokenMatcher:
+        made.append(json_schema)
+        return ScriptedMatcher([ANY], ANY)
+
+    told: queue.SimpleQueue[Sequence[TokenMatcher] | BatonError] = queue.SimpleQueue()
+    sandbox = SchemaSandbox()
+    compiler = GrammarCompiler(matcher, sandbox=sandbox)
+    compiler.compile(request("bad", bomb()), told.put, told.put)
+    refusal = told.get(timeout=LONG_S)
+    assert isinstance(refusal, InvalidRequest)
+    assert refusal.field == "json_schema"
+    assert not made
+    compiler.compile(request("good", "{}", n=2), told.put, told.put)
+    assert not isinstance(told.get(timeout=LONG_S), BatonError)
+    assert made == ["{}", "{}"]
+    compiler.close()
+    assert not sandbox.pids
+
+
+def test_one_tenants_schemas_keep_no_other_tenant_waiting() -> None:
+    gated, told = Compiler(), queue.SimpleQueue[Sequence[TokenMatcher] | BatonError]()
+
+    def matcher(json_schema: str) -> TokenMatcher:
+        return ScriptedMatcher([ANY], ANY) if json_schema == "quick" else gated(json_schema)
+
+    compiler = GrammarCompiler(matcher)
+    for number in range(4):
+        compiler.compile(request(f"slow/{number}#1", "schema"), print, print)
+    assert gated.begun.get(timeout=LONG_S) == "schema"
+    compiler.compile(request("other/1#1", "quick"), told.put, told.put)
+    assert not isinstance(told.get(timeout=LONG_S), BatonError)
+    gated.gate.set()
+    compiler.close()
 
 
 @pytest.mark.parametrize(("leg", "num_matchers"), [(Leg.WHOLE, 3), (Leg.PREFILL, 1), (Leg.DECODE, 3)])

@@ -1,72 +1,101 @@
-"""Schemas are checked one at a time off the loop, known ones at once."""
+"""Schemas are checked off the loop, known ones at once, and no tenant waits for another one's."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from baton.errors import InvalidRequest, QueueFull
-from router.schemas import MAX_WAITING, SchemaCheck
+from router.schemas import MAX_WAITING, NUM_COMPILING, SchemaCheck
+
+LONG_S = 30.0
 
 
-class Checks:
-    """Notes what is checked, and where; waits at a gate."""
+class FakeSandbox:
+    """Notes what is checked, and where; waits at a gate. Knows what it has seen."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.gate.set()
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.seen: list[str] = []
         self.threads: set[str] = set()
+        self.is_closed = False
 
-    def __call__(self, json_schema: str) -> None:
-        self.seen.append(json_schema)
+    def check_known(self, json_schema: str) -> bool:
+        if json_schema in self.seen and json_schema == "bad":
+            raise InvalidRequest("json_schema", "is bad")
+        return json_schema in self.seen
+
+    def check(self, json_schema: str) -> None:
         self.threads.add(threading.current_thread().name)
-        assert self.gate.wait(30.0)
+        self.begun.put(json_schema)
+        if not json_schema.startswith("quick"):
+            assert self.gate.wait(LONG_S)
+        self.seen.append(json_schema)
         if json_schema == "bad":
             raise InvalidRequest("json_schema", "is bad")
 
+    def close(self) -> None:
+        self.is_closed = True
+        self.gate.set()
 
-async def test_a_good_schema_is_checked_once_and_a_bad_one_each_time() -> None:
-    checks = Checks()
-    checks.gate.set()
-    schemas = SchemaCheck(checks)
+
+@pytest.fixture
+def sandbox() -> FakeSandbox:
+    return FakeSandbox()
+
+
+@pytest.fixture
+def schemas(sandbox: FakeSandbox) -> Iterator[SchemaCheck]:
+    schemas = SchemaCheck(sandbox)
+    yield schemas
+    schemas.close()
+    assert sandbox.is_closed
+
+
+async def test_a_schema_is_checked_once_in_a_thread(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
     for _ in range(2):
-        await schemas.check("good")
+        await schemas.check("good", "")
         with pytest.raises(InvalidRequest, match="is bad"):
-            await schemas.check("bad")
-    assert checks.seen == ["good", "bad", "bad"]
-    assert threading.current_thread().name not in checks.threads
-    assert len(checks.threads) == 1
+            await schemas.check("bad", "")
+    assert sandbox.seen == ["good", "bad"]
+    assert threading.current_thread().name not in sandbox.threads
 
 
-async def test_known_ones_pass_those_that_wait_and_a_flood_is_turned_away() -> None:
-    checks = Checks()
-    checks.gate.set()
-    schemas = SchemaCheck(checks)
-    await schemas.check("known")
-    checks.gate.clear()
-    flood = [asyncio.create_task(schemas.check(f"s{number}")) for number in range(MAX_WAITING)]
+async def test_one_tenants_schemas_keep_no_other_waiting(schemas: SchemaCheck, sandbox: FakeSandbox) -> None:
+    sandbox.gate.clear()
+    flood = [asyncio.create_task(schemas.check(f"s{number}", "a")) for number in range(2 * NUM_COMPILING)]
     await asyncio.sleep(0)
-    await schemas.check("known")
+    async with asyncio.timeout(LONG_S):
+        await schemas.check("quick", "b")
+    assert sandbox.seen == ["quick"]
+    sandbox.gate.set()
+    await asyncio.gather(*flood)
+
+
+async def test_known_ones_pass_those_that_wait_and_a_flood_is_turned_away(
+    schemas: SchemaCheck, sandbox: FakeSandbox
+) -> None:
+    await schemas.check("known", "")
+    sandbox.gate.clear()
+    running = [asyncio.create_task(schemas.check(f"r{number}", "")) for number in range(NUM_COMPILING)]
+    for _ in running:
+        await asyncio.to_thread(sandbox.begun.get, timeout=LONG_S)
+    waiting = [asyncio.create_task(schemas.check(f"w{number}", "")) for number in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    await schemas.check("known", "")
     with pytest.raises(QueueFull):
-        await schemas.check("one more")
-    flood[-1].cancel()
-    await asyncio.wait(flood[-1:])
-    checks.gate.set()
-    await asyncio.gather(*flood, return_exceptions=True)
-    await schemas.check("one more")
+        await schemas.check("one more", "")
+    waiting[-1].cancel()
+    await asyncio.wait(waiting[-1:])
+    last = asyncio.create_task(schemas.check("one more", ""))
+    await asyncio.sleep(0)
+    sandbox.gate.set()
+    await asyncio.gather(*running, *waiting[:-1], last)
     # Whose client went away before its turn is not checked.
-    assert set(checks.seen) == {"known", "one more", *(f"s{number}" for number in range(MAX_WAITING - 1))}
-
-
-async def test_what_has_not_been_asked_for_of_late_is_forgotten() -> None:
-    checks = Checks()
-    checks.gate.set()
-    schemas = SchemaCheck(checks)
-    for number in range(100):
-        await schemas.check(f"s{number}")
-        await schemas.check("s0")
-    await schemas.check("s1")
-    assert checks.seen.count("s0") == 1
-    assert checks.seen.count("s1") == 2
+    assert f"w{MAX_WAITING - 1}" not in sandbox.seen

@@ -1,0 +1,108 @@
+"""The process in which a schema is compiled for the first time: it may be killed for what that takes.
+
+It reads schemas from its standard input, which is a socket, and answers each there: a length in four bytes, big-endian,
+then UTF-8, in both directions. An answer is the reason why the schema can't be served, or empty. It ends with its
+parent, with the socket, and by signal: SIGABRT when there is no more memory for it (how Rust says so), SIGPROF when a
+schema has used its time.
+
+Arguments: the process that started it, seconds of CPU for a schema, bytes of memory for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+
+from baton.errors import InvalidRequest
+from baton.text.schema_compiling import JSON_OBJECT, check_json_schema
+
+LENGTH_BYTES = 4
+_NICENESS = 5
+"""Who decodes tokens and who answers clients come first."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until the other end of the socket is closed."""
+    parent, cpu_s, memory_bytes = int(arguments[0]), float(arguments[1]), int(arguments[2])
+    # Ctrl-C in a terminal is for the parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with(parent)
+    os.nice(_NICENESS)
+    # What is made only once does not count against the first schema.
+    check_json_schema(JSON_OBJECT)
+    _limit_memory(memory_bytes)
+    with socket.socket(fileno=sys.stdin.fileno()) as channel:
+        send(channel, "")
+        while (text := receive(channel)) is not None:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            answer = _reason(text, memory_bytes)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            send(channel, answer)
+
+
+def send(channel: socket.socket, text: str) -> None:
+    """Send one message; raises OSError."""
+    content = text.encode()
+    channel.sendall(len(content).to_bytes(LENGTH_BYTES, "big") + content)
+
+
+def receive(channel: socket.socket) -> str | None:
+    """The next message; None when the other end has closed. Raises OSError."""
+    head = _exactly(channel, LENGTH_BYTES)
+    if head is None:
+        return None
+    content = _exactly(channel, int.from_bytes(head, "big"))
+    return None if content is None else content.decode()
+
+
+def out_of_memory(memory_bytes: int) -> str:
+    """What is said of a schema that needs more."""
+    return f"needs more than {memory_bytes >> 20} MiB to compile: join fewer patterns"
+
+
+def _reason(text: str, memory_bytes: int) -> str:
+    try:
+        check_json_schema(text)
+    except InvalidRequest as error:
+        return error.reason
+    except MemoryError:
+        return out_of_memory(memory_bytes)
+    return ""
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    found = bytearray()
+    while len(found) < count:
+        piece = channel.recv(count - len(found))
+        if not piece:
+            return None
+        found += piece
+    return bytes(found)
+
+
+def _end_with(parent: int) -> None:
+    """Also in the middle of a schema, where nothing reads the socket. Elsewhere than on Linux its time ends it."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _limit_memory(more_bytes: int) -> None:
+    """From now on as much more, and no core file of it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not sys.platform.startswith("linux"):
+        return
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + more_bytes, size + more_bytes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""From a JSON schema to llguidance's automaton, and everything that a schema must keep to.
+
+Compiling may take any time and any memory: intersections of patterns grow exponentially, and no limit of the library
+counts them (26 MB for 18 patterns `^.*a.{i}$` under `allOf`, 472 MB for 22). So a schema that nobody has compiled yet
+is compiled in a process that may be killed for it: see `schema_sandbox`. Imports little, since that process does too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from baton.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+JSON_OBJECT = '{"type": "object"}'
+"""The schema of any JSON object."""
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
+"""Arrays and objects within each other."""
+FIELD = "json_schema"
+_MAX_LEXER_STATES = 50_000
+_FIRST_BYTES = 16
+_MAX_DIGITS = 400
+_MAX_ERROR_CHARS = 200
+_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"\x20|\x0A[\x20\x09]{0,32}"}
+"""Between two tokens of JSON: a blank, or a new line and its indentation. Bounded, since models are known to go on with
+blanks until their length stops them."""
+
+
+def check_json_schema(text: str) -> None:
+    """Compile a schema over plain bytes, and ask for its first ones; raises InvalidRequest if it can't be served.
+
+    Takes 0.5 to 250 ms for schemas that people write, and any time and memory for others: call `SchemaSandbox.check`.
+    """
+    _check_json(text)
+    matcher = compile_schema(text, _bytes_alone())
+    # Some schemas are found too complex only when the first tokens are asked for.
+    for _ in range(_FIRST_BYTES):
+        mask = matcher.compute_bitmask()
+        _check(matcher)
+        visible = next((byte for byte in range(ord(" ") + 1, 256) if mask[byte // 8] >> byte % 8 & 1), None)
+        if visible is None:
+            return
+        matcher.consume_token(visible)
+        _check(matcher)
+
+
+def compile_schema(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher over the tokenizer's tokens; raises InvalidRequest. Lets other threads run meanwhile.
+
+    What it builds while it matches is bounded by llguidance's own limits, which count work and not time, so that a
+    schema that is too complex is so everywhere: at most 25 ms of a core for a mask of 150,000 tokens, and 30 MB in all.
+    """
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults=_OPTIONS)
+    except ValueError as error:
+        raise InvalidRequest(FIELD, shortened(error)) from None
+    limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    _check(matcher)
+    return matcher
+
+
+def shortened(error: object) -> str:
+    """What the library says, in one line."""
+    line = " ".join(str(error).replace("<non-verbose/>", "").split())
+    return line if len(line) <= _MAX_ERROR_CHARS else f"{line[: _MAX_ERROR_CHARS - 3]}..."
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise InvalidRequest(FIELD, shortened(matcher.get_error()))
+
+
+@lru_cache(maxsize=1)
+def _bytes_alone() -> LLTokenizer:
+    # With the slices that nodes have for their vocabulary, so that compiling is the same work as theirs.
+    return LLTokenizer("byte", slices=LLTokenizer.json_slices())
+
+
+def _check_json(text: str) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(FIELD, "is not valid UTF-8") from None
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequest(FIELD, f"has {num_bytes} bytes; at most {MAX_SCHEMA_BYTES} are taken")
+    too_deep = InvalidRequest(FIELD, f"is deeper than {MAX_SCHEMA_DEPTH} levels")
+    try:
+        schema = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+            parse_int=_bounded,
+        )
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        raise InvalidRequest(FIELD, f"is not JSON: {shortened(error)}") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(FIELD, "must be a JSON object")
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise too_deep
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"key {twice[:80]!r} is there twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{digits[:40]} is too large")
+    return number
+
+
+def _depth(value: Any) -> int:
+    deepest, pending = 0, [(value, 1)]
+    while pending:
+        item, depth = pending.pop()
+        if not isinstance(item, dict | list):
+            continue
+        deepest = max(deepest, depth)
+        pending.extend((child, depth + 1) for child in (item.values() if isinstance(item, dict) else item))
+    return deepest

@@ -1,0 +1,160 @@
+"""What a schema costs, it costs a child: bombs end it, are refused by name, and touch nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from baton.text.schema_sandbox import CompileLimits, SchemaSandbox
+from tests.support.schema_bombs import bomb
+
+GOOD = '{"type": "object"}'
+FAR_AWAY_S = 60.0
+
+
+@pytest.fixture
+def sandbox() -> Iterator[SchemaSandbox]:
+    sandbox = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=FAR_AWAY_S))
+    yield sandbox
+    sandbox.close()
+    assert not sandbox.pids
+
+
+def refusal(sandbox: SchemaSandbox, schema: str) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        sandbox.check(schema)
+    assert caught.value.field == "json_schema"
+    return caught.value.reason
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_good_ones_pass_and_bad_ones_are_told_why(sandbox: SchemaSandbox) -> None:
+    sandbox.check(GOOD)
+    assert "must be a JSON object" in refusal(sandbox, "true")
+    assert "at most 65536 are taken" in refusal(sandbox, json.dumps({"description": "x" * 65536}))
+    assert "not valid UTF-8" in refusal(sandbox, '"\ud800"')
+    assert len(sandbox.pids) == 1
+
+
+def test_one_that_takes_the_memory_ends_its_child_alone(sandbox: SchemaSandbox) -> None:
+    sandbox.check(GOOD)
+    (first,) = sandbox.pids
+    assert refusal(sandbox, bomb()) == "needs more than 64 MiB to compile: join fewer patterns"
+    assert not is_running(first)
+    sandbox.check('{"type": "array"}')
+    assert first not in sandbox.pids
+
+
+def test_one_that_takes_the_time_ends_its_child_alone() -> None:
+    sandbox = SchemaSandbox(CompileLimits(cpu_s=0.05, wall_s=FAR_AWAY_S, memory_bytes=4 << 30))
+    assert refusal(sandbox, bomb()) == "takes more than 0.05 s to compile: join fewer patterns"
+    assert not sandbox.pids
+    sandbox.check(GOOD)
+    sandbox.close()
+
+
+def test_one_whose_child_gets_no_core_is_refused_and_may_come_again(sandbox: SchemaSandbox) -> None:
+    hasty = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=0.05))
+    hasty.check(GOOD)
+    (child,) = hasty.pids
+    os.kill(child, signal.SIGSTOP)
+    assert "within 0.05 s" in refusal(hasty, '{"type": "array"}')
+    assert not is_running(child)
+    assert not hasty.check_known('{"type": "array"}')
+    hasty.close()
+
+
+def test_what_is_known_asks_no_child(sandbox: SchemaSandbox) -> None:
+    assert not sandbox.check_known(GOOD)
+    sandbox.check(GOOD)
+    reason = refusal(sandbox, bomb())
+    assert not sandbox.pids
+    sandbox.check(GOOD)
+    assert sandbox.check_known(GOOD)
+    assert refusal(sandbox, bomb()) == reason
+    with pytest.raises(InvalidRequest):
+        sandbox.check_known(bomb())
+    assert not sandbox.pids
+
+
+def test_a_schema_that_was_killed_by_hand_is_refused_but_not_for_ever(sandbox: SchemaSandbox) -> None:
+    sandbox.check(GOOD)
+    (child,) = sandbox.pids
+    os.kill(child, signal.SIGKILL)
+    assert "ended with -9" in refusal(sandbox, '{"type": "array"}')
+    sandbox.check('{"type": "array"}')
+
+
+def test_closing_ends_what_is_compiled(sandbox: SchemaSandbox) -> None:
+    roomy = SchemaSandbox(CompileLimits(cpu_s=FAR_AWAY_S, wall_s=FAR_AWAY_S, memory_bytes=16 << 30))
+    roomy.check(GOOD)
+    (child,) = roomy.pids
+    os.kill(child, signal.SIGSTOP)
+    errors: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            roomy.check('{"type": "array"}')
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    roomy.close()
+    thread.join(FAR_AWAY_S)
+    assert isinstance(errors[0], Overloaded)
+    assert not is_running(child)
+    with pytest.raises(Overloaded, match="shutting down"):
+        roomy.check('{"type": "string"}')
+
+
+PARENT = """
+import sys, threading
+from baton.text.schema_sandbox import CompileLimits, SchemaSandbox
+from tests.support.schema_bombs import bomb
+sandbox = SchemaSandbox(CompileLimits(cpu_s=600.0, wall_s=600.0, memory_bytes=1 << 40))
+sandbox.check('{"type": "object"}')
+threading.Thread(target=sandbox.check, args=(sys.argv[1],), daemon=True).start()
+print(*sandbox.pids, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("schema", [GOOD, bomb(19)], ids=["idle", "at work"])
+def test_children_end_with_their_parent_however_it_ends(schema: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, schema], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_running(child)
+        descriptor = os.pidfd_open(child)
+        parent.kill()
+    # Readable when the process has ended.
+    ended, _, _ = select.select([descriptor], [], [], FAR_AWAY_S)
+    os.close(descriptor)
+    assert ended
+
+
+def test_children_are_told_no_secrets(sandbox: SchemaSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "a secret")
+    sandbox.check(GOOD)
+    (child,) = sandbox.pids
+    with open(f"/proc/{child}/environ") as file:
+        assert "secret" not in file.read()

@@ -89,6 +89,12 @@ class NodeNotFound(BatonError):
     exit_code = ExitCode.NOT_FOUND
 
 
+class CacheInUse(BatonError):
+    """A prefix cache can't be forgotten: blocks of it are in use; the message says by whom."""
+
+    status = Status.FAILED_PRECONDITION
+
+
 class Overloaded(BatonError):
     """No capacity now; the same request may succeed later: try again after `retry_after_s`."""
 

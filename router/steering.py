@@ -14,7 +14,7 @@ from typing import Protocol
 
 from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
-from baton.errors import BatonError, InvalidRequest, NodeNotFound, Unreachable
+from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
 from baton.rpc.messages import NodeStatus, Role
@@ -40,6 +40,8 @@ class SteeredNode(Protocol):
     async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None: ...
 
     async def drain(self, timeout_s: float | None = None) -> None: ...
+
+    async def reset_prefix_cache(self, incarnation: str = "", timeout_s: float | None = None) -> int: ...
 
     async def close(self) -> None: ...
 
@@ -172,6 +174,24 @@ class Steering:
                 stopping = status.incarnation
                 await self._stop(status)
             await self._work_or(changed, settled_at)
+
+    async def reset_cache(self, name: str) -> int:
+        """Have a node forget its prefix cache; returns how many blocks it was.
+
+        Raises NodeNotFound, InvalidRequest for a router, CacheInUse while blocks there are in use, Unreachable.
+        """
+        nodes = self._nodes()
+        self._check_names([name], nodes)
+        status = nodes[name]
+        client = self._connect(status.address)
+        try:
+            num_blocks = await client.reset_prefix_cache(status.incarnation, _ANSWER_S)
+        except CacheInUse as error:
+            raise CacheInUse(f"{name}: {error}") from None
+        finally:
+            await client.close()
+        self._events.record("CacheReset", name, incarnation=status.incarnation, detail=f"{num_blocks} blocks forgotten")
+        return num_blocks
 
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]:
         """What became of the cluster, from after this number on; `follow`: and what is yet to come of it."""

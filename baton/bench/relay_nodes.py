@@ -205,6 +205,10 @@ class RelayNode:
     def set_role(self, incarnation: str, role: Role) -> None:
         """Nobody asks."""
 
+    async def reset_prefix_cache(self, incarnation: str) -> int:
+        """Nobody asks."""
+        return 0
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return ()
 

@@ -24,6 +24,7 @@ _COMMANDS = {
     "uncordon": ("baton.cli.cordon", "Let nodes take new requests again."),
     "drain": ("baton.cli.drain", "Let a node's work end, and give it none."),
     "set-role": ("baton.cli.set_role", "Make a node a prefill or a decode node, under load."),
+    "cache": ("baton.cli.cache", "Forget what nodes keep for later prompts: reset."),
     "wait": ("baton.cli.wait", "Wait until nodes are ready, idle, cordoned, ..."),
     "events": ("baton.cli.events", "Say what became of the cluster."),
     "explain": ("baton.cli.explain", "Say why a request went where it went, and what would have been best."),

@@ -54,6 +54,13 @@ class OperatorClient:
         """The node is to be `prefill` or `decode`, as soon as its work is done; raises as `cordon`."""
         return self._stub.set_role(name, role, timeout_s)
 
+    def reset_cache(self, name: str, timeout_s: float = 6.0) -> int:
+        """Have a node forget its prefix cache; returns how many blocks it was.
+
+        Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest, Unreachable.
+        """
+        return self._stub.reset_cache(name, timeout_s)
+
     def drain(self, name: str, *, stop: bool = False, timeout_s: float | None = None) -> Iterator[DrainProgress]:
         """Cordon a node and hear how much is left there until nothing is; `stop`: and then end its process.
 

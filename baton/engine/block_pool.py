@@ -171,6 +171,11 @@ class BlockPool:
         return self._index.keys()
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found."""
+        return len(self._index)
+
+    @property
     def num_total_blocks(self) -> int:
         """Blocks that can be handed out at all."""
         return len(self.blocks) - 1

@@ -245,6 +245,24 @@ class KVCacheManager:
         self.kv_events.record(AllBlocksCleared())
         return True
 
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks with KV that can be found, in both tiers."""
+        return self.pool.num_cached_blocks + (self.host.pool.num_cached_blocks if self.host is not None else 0)
+
+    def blocks_in_use(self) -> str:
+        """Who holds blocks, for a person; empty when nobody does and the prefix cache can be forgotten."""
+        accounts = self.pool.accounts()
+        held = [
+            (accounts.owned, "held by requests or a step that has not ended"),
+            (accounts.leased, "offered to decode nodes"),
+            (accounts.quarantined, "that a transfer may still write to"),
+        ]
+        if self.host is not None:
+            host = self.host.pool
+            held.append((host.num_total_blocks - host.num_free_blocks, "of the host tier"))
+        return ", ".join(f"{count} {by_whom}" for count, by_whom in held if count)
+
     def num_slots(self, request_id: str) -> int:
         """Tokens that a live request's blocks hold."""
         return len(self._tables[request_id].blocks) // self.num_groups * self.block_size

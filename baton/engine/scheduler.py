@@ -227,8 +227,12 @@ class Scheduler:
         return self._admission.num_waiting_for_remote_kvs
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV; False, and nothing changes, while any block is held."""
+        """Forget all cached KV; False, and nothing changes, while any block is held: see `blocks_in_use`."""
         return self.kv_cache_manager.reset_prefix_cache()
+
+    def blocks_in_use(self) -> str:
+        """Who holds blocks, for a person; empty when nobody does."""
+        return self.kv_cache_manager.blocks_in_use()
 
     def take_events(self) -> list[EngineCoreEvent]:
         """What happened to requests since the last call."""

@@ -25,7 +25,7 @@ from baton.engine.outputs import (
     StepTimes,
 )
 from baton.engine.request import FinishReason, Request, RequestStatus
-from baton.errors import BatonError, InvalidRequest
+from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.node.grammars import NO_GRAMMARS, GrammarCompiler
 
 
@@ -71,11 +71,16 @@ class _WatchKVCache:
 
 
 @dataclass(frozen=True, slots=True)
+class _ResetPrefixCache:
+    answer: Callable[[int | CacheInUse], None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Order = _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache
+_Order = _Add | _GrammarCompiled | _GrammarFailed | _Abort | KVTransferOutput | _WatchKVCache | _ResetPrefixCache
 _Command = _Order | _Stop
 
 
@@ -146,6 +151,13 @@ class EngineDriver:
     def unwatch_kv_cache(self) -> None:
         """Nobody listens to that any more."""
         self._inbox.put(_WatchKVCache(False))
+
+    def reset_prefix_cache(self, answer: Callable[[int | CacheInUse], None]) -> None:
+        """Forget all cached KV; `answer` hears, on the engine's thread, how many blocks it was or why not.
+
+        Nobody is answered once the engine has stopped.
+        """
+        self._inbox.put(_ResetPrefixCache(answer))
 
     def _run(self) -> None:
         try:
@@ -223,7 +235,17 @@ class EngineDriver:
                 self._next_kv_event = None
                 self._core.scheduler.stop_kv_events()
             return {}
+        if isinstance(command, _ResetPrefixCache):
+            command.answer(self._reset_prefix_cache())
+            return {}
         return self._core.update_from_kv_transfer(command)
+
+    def _reset_prefix_cache(self) -> int | CacheInUse:
+        scheduler = self._core.scheduler
+        num_blocks = scheduler.kv_cache_manager.num_cached_blocks
+        if scheduler.reset_prefix_cache():
+            return num_blocks
+        return CacheInUse(f"the prefix cache stays as it is, since blocks are in use: {scheduler.blocks_in_use()}")
 
 
 def _refused(request: Request, error: BatonError) -> EngineCoreOutput:

@@ -6,6 +6,7 @@ What a router asked for outlives its stream by a grace, in which any router can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -21,7 +22,7 @@ from baton.engine.outputs import (
 )
 from baton.engine.request import Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
-from baton.errors import ConfigError, Draining, InvalidRequest
+from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import AttemptClock
 from baton.node.attempt_spans import AttemptSpans
@@ -59,6 +60,8 @@ from baton.rpc.messages import (
 
 _log = logging.getLogger(__name__)
 _REFUSAL_SHOWN_S = 300.0
+_RESET_S = 4.0
+"""So long may a step that is being computed keep the engine from it: less than routers wait."""
 _EMBEDDINGS_BYTES = 4 << 20
 """Of one report, about: a router takes no message of more than 16 MiB."""
 
@@ -139,6 +142,32 @@ class NodeService:
             raise InvalidRequest("role", "a node's is prefill or decode")
         if role is not self._description.role or self._draining:
             self._on_set_role(role)
+
+    async def reset_prefix_cache(self, incarnation: str) -> int:
+        """Forget all cached KV; returns how many blocks it was.
+
+        Raises CacheInUse, ConfigError for another incarnation, DeadlineExceeded when the engine does not get to it.
+        """
+        ours = self._description.incarnation
+        if incarnation not in ("", ours):
+            raise ConfigError(f"this is {ours}, not {incarnation}")
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[int | CacheInUse] = loop.create_future()
+
+        def answer(found: int | CacheInUse) -> None:
+            # On the engine's thread, which may outlive the loop by its last step.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, answered, found)
+
+        self._driver.reset_prefix_cache(answer)
+        try:
+            found = await asyncio.wait_for(answered, _RESET_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the engine was busy for {_RESET_S:g} s: try again") from None
+        if isinstance(found, CacheInUse):
+            raise found
+        _log.info("the prefix cache was forgotten, as asked for", extra={"blocks": found})
+        return found
 
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return self._log.after(after)
@@ -453,6 +482,12 @@ def _delta(
         output.transfer_cause,
         output.embedding,
     )
+
+
+def _resolve(answered: asyncio.Future[int | CacheInUse], found: int | CacheInUse) -> None:
+    # Who asked may have given up.
+    if not answered.done():
+        answered.set_result(found)
 
 
 def _parts(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:

@@ -202,6 +202,20 @@ class NodeClient:
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
 
+    async def reset_prefix_cache(self, incarnation: str = "", timeout_s: float | None = None) -> int:
+        """Have the node forget all cached KV; returns how many blocks it was.
+
+        Raises CacheInUse, ConfigError for another incarnation, BatonError when its version has no such call.
+        """
+        request = node.ResetPrefixCacheRequest(incarnation=incarnation)
+        try:
+            response = await self._stub().ResetPrefixCache(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise BatonError(f"the version of {self.address} can't forget its cache: restart the node") from error
+            raise status.from_rpc_error(error, self.address) from error
+        return int(response.num_blocks)
+
     async def trace(self, after: int = 0) -> Sequence[TraceEvent]:
         """The node's latest events, oldest first."""
         try:

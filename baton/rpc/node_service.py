@@ -71,6 +71,13 @@ class NodeHandler(Protocol):
         """Be another node when the running work is done; raises ConfigError when another incarnation is meant."""
         ...
 
+    async def reset_prefix_cache(self, incarnation: str) -> int:
+        """Forget all cached KV; returns how many blocks it was.
+
+        Raises CacheInUse, ConfigError when another incarnation is meant, DeadlineExceeded when the engine is too busy.
+        """
+        ...
+
     def trace(self, after: int) -> Sequence[TraceEvent]: ...
 
     def steps(self, after: int) -> Sequence[TraceStep]: ...
@@ -137,6 +144,11 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def SetRole(self, request: node.SetRoleRequest, context: _Context) -> node.SetRoleResponse:
         self._handler.set_role(request.incarnation, role_from_pb(request.role))
         return node.SetRoleResponse()
+
+    async def ResetPrefixCache(
+        self, request: node.ResetPrefixCacheRequest, context: _Context
+    ) -> node.ResetPrefixCacheResponse:
+        return node.ResetPrefixCacheResponse(num_blocks=await self._handler.reset_prefix_cache(request.incarnation))
 
     async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
         steps = self._handler.steps(request.steps_after) if request.HasField("steps_after") else ()

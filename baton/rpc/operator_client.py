@@ -63,6 +63,11 @@ class OperatorStub:
             done = self._stub.SetNodeRole(operator_pb2.SetNodeRoleRequest(node=name, role=role), timeout=timeout_s)
         return RoleSet(done.unchanged, done.warning)
 
+    def reset_cache(self, name: str, timeout_s: float) -> int:
+        with status.translated(self._address):
+            done = self._stub.ResetNodeCache(operator_pb2.ResetNodeCacheRequest(node=name), timeout=timeout_s)
+        return int(done.num_blocks)
+
     def drain(self, name: str, *, stop: bool, timeout_s: float | None) -> Iterator[DrainProgress]:
         call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)
         with self._ended(call):

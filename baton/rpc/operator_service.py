@@ -55,6 +55,10 @@ class Steers(Protocol):
         """Ends when the node is idle, or its process has ended if that is asked for."""
         ...
 
+    async def reset_cache(self, name: str) -> int:
+        """Have a node forget its prefix cache; returns how many blocks it was. Raises CacheInUse."""
+        ...
+
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]: ...
 
 
@@ -116,6 +120,11 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     ) -> AsyncIterator[operator_pb2.DrainNodeResponse]:
         async for progress in self._steering.drain(request.node, request.stop):
             yield progress_to_pb(progress)
+
+    async def ResetNodeCache(
+        self, request: operator_pb2.ResetNodeCacheRequest, context: _Context
+    ) -> operator_pb2.ResetNodeCacheResponse:
+        return operator_pb2.ResetNodeCacheResponse(num_blocks=await self._steering.reset_cache(request.node))
 
     async def WatchEvents(
         self, request: operator_pb2.WatchEventsRequest, context: _Context

@@ -40,6 +40,7 @@ RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Node", "Trace"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Drain"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "SetRole"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
+    ("baton.v1.Node", "ResetPrefixCache"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.KvLink", "Open"): frozenset({CallerRole.NODE}),
     ("grpc.health.v1.Health", _EVERY): frozenset({CallerRole.ANYONE}),
     ("grpc.reflection.v1.ServerReflection", _EVERY): _KNOWN,

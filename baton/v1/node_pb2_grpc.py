@@ -55,6 +55,11 @@ class NodeStub:
                 request_serializer=baton_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/baton.v1.Node/ResetPrefixCache',
+                request_serializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
         self.Trace = channel.unary_unary(
                 '/baton.v1.Node/Trace',
                 request_serializer=baton_dot_v1_dot_node__pb2.TraceRequest.SerializeToString,
@@ -94,6 +99,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """ResetPrefixCache forgets all KV that is kept for later prompts. FAILED_PRECONDITION while any block is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Trace(self, request, context):
         """Trace returns the node's latest events.
         """
@@ -123,6 +135,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=baton_dot_v1_dot_node__pb2.SetRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_node__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
             'Trace': grpc.unary_unary_rpc_method_handler(
                     servicer.Trace,
@@ -239,6 +256,33 @@ class Node:
             '/baton.v1.Node/SetRole',
             baton_dot_v1_dot_node__pb2.SetRoleRequest.SerializeToString,
             baton_dot_v1_dot_node__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Node/ResetPrefixCache',
+            baton_dot_v1_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+            baton_dot_v1_dot_node__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

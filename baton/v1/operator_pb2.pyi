@@ -318,6 +318,18 @@ class SetNodeRoleResponse(_message.Message):
     warning: str
     def __init__(self, unchanged: _Optional[bool] = ..., warning: _Optional[str] = ...) -> None: ...
 
+class ResetNodeCacheRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class ResetNodeCacheResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
 class WatchEventsRequest(_message.Message):
     __slots__ = ("after", "follow")
     AFTER_FIELD_NUMBER: _ClassVar[int]

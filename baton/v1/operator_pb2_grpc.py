@@ -75,6 +75,11 @@ class OperatorStub:
                 request_serializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.FromString,
                 _registered_method=True)
+        self.ResetNodeCache = channel.unary_unary(
+                '/baton.v1.Operator/ResetNodeCache',
+                request_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/baton.v1.Operator/WatchEvents',
                 request_serializer=baton_dot_v1_dot_operator__pb2.WatchEventsRequest.SerializeToString,
@@ -141,6 +146,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetNodeCache(self, request, context):
+        """ResetNodeCache makes a node forget its prefix cache. FAILED_PRECONDITION while any block there is in use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """WatchEvents tells what became of the cluster, as this router saw it.
         """
@@ -190,6 +202,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.SetNodeRole,
                     request_deserializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.FromString,
                     response_serializer=baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.SerializeToString,
+            ),
+            'ResetNodeCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetNodeCache,
+                    request_deserializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -414,6 +431,33 @@ class Operator:
             '/baton.v1.Operator/SetNodeRole',
             baton_dot_v1_dot_operator__pb2.SetNodeRoleRequest.SerializeToString,
             baton_dot_v1_dot_operator__pb2.SetNodeRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetNodeCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Operator/ResetNodeCache',
+            baton_dot_v1_dot_operator__pb2.ResetNodeCacheRequest.SerializeToString,
+            baton_dot_v1_dot_operator__pb2.ResetNodeCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

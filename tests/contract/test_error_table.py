@@ -37,6 +37,7 @@ CODES = {
     "DuplicateRequest": "ALREADY_EXISTS",
     "RequestNotFound": "NOT_FOUND",
     "NodeNotFound": "NOT_FOUND",
+    "CacheInUse": "FAILED_PRECONDITION",
     "Overloaded": "UNAVAILABLE",
     "NoCapacity": "UNAVAILABLE",
     "QueueFull": "UNAVAILABLE",

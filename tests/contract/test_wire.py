@@ -26,6 +26,7 @@ from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import (
     BatonError,
+    CacheInUse,
     ConfigError,
     EngineFault,
     InvalidRequest,
@@ -414,6 +415,11 @@ class NodeHandler:
     def set_role(self, incarnation: str, role: Role) -> None:
         self.roles.append((incarnation, role))
 
+    async def reset_prefix_cache(self, incarnation: str) -> int:
+        if incarnation == "busy":
+            raise CacheInUse("blocks are in use: 3 offered to decode nodes")
+        return 7
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return [TraceEvent(after + 1, 10, "queued", KEY, 3, "x")]
 
@@ -666,6 +672,9 @@ async def test_questions_are_answered(node: Node) -> None:
     await node.client.drain()
     await node.client.set_role(Role.DECODE, "p1.a")
     assert node.handler.roles == [("p1.a", Role.DECODE)]
+    assert await node.client.reset_prefix_cache("p1.a") == 7
+    with pytest.raises(CacheInUse, match="3 offered to decode nodes"):
+        await node.client.reset_prefix_cache("busy")
     async with grpc.aio.insecure_channel(node.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await node_pb2_grpc.NodeStub(channel).SetRole(node_pb2.SetRoleRequest())

@@ -123,6 +123,9 @@ class ServedNode:
     def set_role(self, incarnation: str, role: Role) -> None:
         raise NotImplementedError
 
+    async def reset_prefix_cache(self, incarnation: str) -> int:
+        raise NotImplementedError
+
     def trace(self, after: int) -> Sequence[TraceEvent]:
         return ()
 

@@ -14,6 +14,7 @@ from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
+from baton.engine.kv_events import AllBlocksCleared, KVEventBatch
 from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner import SimulatedSpec
@@ -21,7 +22,7 @@ from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.errors import TransferCause
+from baton.errors import CacheInUse, TransferCause
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
@@ -305,3 +306,38 @@ def test_stop_waits_for_the_step_in_flight_and_for_nothing_else() -> None:
     stopping.join(LONG_S)
     assert not stopping.is_alive()
     check_no_thread_is_left()
+
+
+def test_the_prefix_cache_is_forgotten_between_two_steps(rig: DriverRig) -> None:
+    answers: queue.SimpleQueue[int | CacheInUse] = queue.SimpleQueue()
+    rig.driver.watch_kv_cache()
+    rig.driver.submit(request("r"))
+    rig.until_end("r")
+    rig.driver.reset_prefix_cache(answers.put)
+    assert answers.get(timeout=LONG_S) == 2
+    cleared: list[object] = []
+    while AllBlocksCleared() not in cleared:
+        told = rig.news.get(timeout=LONG_S).kv_cache
+        cleared += told.events if isinstance(told, KVEventBatch) else ()
+
+
+def test_a_cache_in_use_is_not_forgotten_and_says_whose_it_is(rig: DriverRig) -> None:
+    answers: queue.SimpleQueue[int | CacheInUse] = queue.SimpleQueue()
+    rig.driver.submit(request("p", leg=Leg.PREFILL))
+    rig.until_end("p")
+    rig.driver.submit(Request("d", prompt_of(6, 9), SamplingParams(max_tokens=3), leg=Leg.DECODE, kv_source=SOURCE))
+    while "d" not in rig.engine.connector.loads:
+        rig.news.get(timeout=LONG_S)
+    rig.driver.reset_prefix_cache(answers.put)
+    refused = answers.get(timeout=LONG_S)
+    assert isinstance(refused, CacheInUse)
+    assert str(refused).endswith(
+        "blocks are in use: 2 held by requests or a step that has not ended, 2 offered to decode nodes"
+    )
+    rig.driver.abort(["d"])
+    rig.until_end("d")
+    rig.driver.reset_prefix_cache(answers.put)
+    assert str(answers.get(timeout=LONG_S)).endswith("2 offered to decode nodes, 2 that a transfer may still write to")
+    rig.driver.tell_transfer(KVTransferOutput(released=frozenset({"p", "d"})))
+    rig.driver.reset_prefix_cache(answers.put)
+    assert answers.get(timeout=LONG_S) == 1

@@ -13,7 +13,7 @@ from baton.cli.drain import left
 from baton.cli.events import row
 from baton.cli.usage import ClientUsageError
 from baton.cli.wait import chosen, parse_condition
-from baton.errors import BatonError, ConfigError, InvalidRequest, NodeNotFound, Unreachable
+from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.ids import AttemptKey
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus, Role
@@ -40,6 +40,12 @@ class AskedNode:
         if self._rig.refusal is not None:
             raise self._rig.refusal
 
+    async def reset_prefix_cache(self, incarnation: str = "", timeout_s: float | None = None) -> int:
+        self._rig.resets.append((self._address, incarnation))
+        if self._rig.in_use:
+            raise CacheInUse(self._rig.in_use)
+        return 12
+
     async def drain(self, timeout_s: float | None = None) -> None:
         self._rig.drained.put_nowait(self._address)
 
@@ -60,6 +66,8 @@ class Rig:
         self.drained: asyncio.Queue[str] = asyncio.Queue()
         self.closed: asyncio.Queue[str] = asyncio.Queue()
         self.refusal: ConfigError | None = None
+        self.resets: list[tuple[str, str]] = []
+        self.in_use = ""
         self.steering = Steering(
             self.view,
             self.registry,
@@ -116,6 +124,27 @@ async def test_a_cordon_is_kept_and_obeyed_by_every_router() -> None:
         await rig.steering.uncordon(["d1"])
         assert rig.placeable() == {"p1", "d1", "d2"}
         await other.registry.close()
+
+
+async def test_a_node_forgets_its_cache_and_everybody_hears_of_it() -> None:
+    async with steering() as rig:
+        assert await rig.steering.reset_cache("d1") == 12
+        assert rig.resets == [(decode().address, "d1.1")]
+        told = rig.events.after(0)[-1]
+        assert (told.reason, told.subject, told.incarnation, told.detail) == (
+            "CacheReset",
+            "d1",
+            "d1.1",
+            "12 blocks forgotten",
+        )
+        rig.in_use = "blocks are in use: 3 held by requests"
+        before = rig.reasons()
+        with pytest.raises(CacheInUse, match="d1: blocks are in use: 3 held by requests"):
+            await rig.steering.reset_cache("d1")
+        assert rig.reasons() == before, "nothing became of it"
+        with pytest.raises(NodeNotFound, match="no node is called d7"):
+            await rig.steering.reset_cache("d7")
+        assert rig.closed.qsize() == 2
 
 
 async def test_whoever_takes_the_last_one_away_is_warned() -> None:

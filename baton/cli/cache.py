@@ -1,0 +1,68 @@
+"""`baton cache reset`: nodes forget the KV that they keep for later prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.ask_routers import at_a_router
+from baton.cli.output import VERSION, Format, note, print_json, print_yaml, say
+from baton.cli.steer import NodesArgument
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.errors import CacheInUse, ExitCode
+
+if TYPE_CHECKING:
+    from baton.client import OperatorClient
+
+_ASK_S = 6.0
+"""A node may first have to end its step."""
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the commands."""
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+
+    @group.callback()
+    def cache() -> None:
+        """Forget what nodes keep for later prompts."""
+
+    group.command("reset")(reset)
+    app.add_typer(group, name=name)
+
+
+def reset(
+    nodes: NodesArgument,
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each node.", metavar="SECONDS", min=0)] = _ASK_S,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> int:
+    """Have these nodes forget their prefix caches, on the device and in the host tier.
+
+    A node refuses while any of its blocks is in use: `baton drain` it first, and `baton uncordon` it afterwards. Exit
+    code 1 when a node refused; the others have forgotten theirs.
+    """
+    forgotten: dict[str, int] = {}
+    refused: dict[str, str] = {}
+    for node in nodes:
+        try:
+            forgotten[node] = at_a_router(address, run_dir, partial(_reset, node, timeout))
+        except CacheInUse as error:
+            refused[node] = str(error)
+    found = {"version": VERSION, "forgotten_blocks": forgotten, "refused": refused}
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        for node, num_blocks in forgotten.items():
+            say(f"{node} has forgotten {num_blocks} blocks")
+        for why in refused.values():
+            note(f"baton: {why}")
+    return int(ExitCode.FAILED if refused else ExitCode.OK)
+
+
+def _reset(node: str, timeout: float, router: OperatorClient) -> int:
+    return router.reset_cache(node, timeout)

@@ -1,0 +1,80 @@
+"""Operators have a node forget its prefix cache, and the router knows that nothing is there any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.client import OperatorClient
+from baton.engine.runner import SimulatedSpec, StepTime
+from baton.engine.runner.simulated import SimulatedRunner
+from baton.errors import CacheInUse
+from baton.rpc.messages import GenerateRequest
+from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
+
+SPEC = SimulatedSpec(num_blocks=64, vocab_size=256, max_model_len=512)
+PROMPT = [7] * 70
+
+
+async def baton(cluster: MiniCluster, *words: str) -> tuple[int, str, str]:
+    """A command's exit code and what it says."""
+    command = (sys.executable, "-m", "baton.cli.main", *words, "--address", cluster.router.operator)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    out, err = await process.communicate()
+    return process.returncode or 0, out.decode(), err.decode()
+
+
+async def cached(cluster: MiniCluster, request_id: str) -> int:
+    """How many tokens of the prompt were cached when it was asked for once more."""
+    answer = await cluster.generate(GenerateRequest(PROMPT, request_id, temperature=0.0, max_tokens=4))
+    assert answer.finished is not None
+    await cluster.idle()
+    return answer.finished.cached_tokens
+
+
+async def test_a_cache_that_was_reset_has_nothing_and_everybody_knows(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    async with mini_cluster(lambda _: SimulatedRunner(SPEC), tmp_path, token_ids_only=True) as cluster:
+        assert [await cached(cluster, f"r{number}") for number in range(2)] == [0, 64]
+        nodes = ("prefill-0", "decode-0")
+        code, out, err = await baton(cluster, "cache", "reset", *nodes, "-o", "json")
+        assert (code, err) == (0, "")
+        forgotten = json.loads(out)["forgotten_blocks"]
+        assert set(forgotten) == set(nodes)
+        assert all(count >= 4 for count in forgotten.values())
+        for node in nodes:
+            assert cluster.nodes[node].node.scheduler.kv_cache_manager.num_cached_blocks == 0
+        assert await cached(cluster, "again") == 0
+
+        code, _, err = await baton(cluster, "cache", "reset", "decode-7")
+        assert code == 3
+        assert "no node is called decode-7" in err
+        _, events, _ = await baton(cluster, "events", "-o", "json")
+        assert events.count('"CacheReset"') == 2
+
+
+async def test_a_cache_in_use_stays_and_the_operator_hears_whose_blocks_they_are(tmp_path: Path) -> None:
+    simulated_model_dir(tmp_path, 256, 512)
+    slow = replace(SPEC, step_time=StepTime(per_step=0.05), sleep=time.sleep)
+    async with mini_cluster(lambda _: SimulatedRunner(slow), tmp_path, token_ids_only=True) as cluster:
+        operator = OperatorClient(cluster.router.operator)
+        call = cluster.call(GenerateRequest(PROMPT, "long", temperature=0.0, max_tokens=400), 60.0)
+        try:
+            # Accepted, and the first tokens: the decode node has its blocks.
+            for _ in range(3):
+                await call.read()
+            with pytest.raises(CacheInUse, match="decode-0: the prefix cache stays as it is, since blocks are in use"):
+                await asyncio.to_thread(operator.reset_cache, "decode-0")
+            call.cancel()
+            await cluster.idle()
+            assert await asyncio.to_thread(operator.reset_cache, "decode-0") > 0
+        finally:
+            call.cancel()
+            operator.close()

@@ -46,6 +46,7 @@ from baton.rpc.operator_client import OperatorStub
 from baton.rpc.operator_service import OperatorServicer
 from baton.rpc.server import RpcServer, join_address, reached_as, streaming_server
 from baton.security.binds import check_bind
+from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageDoor
@@ -190,7 +191,8 @@ class _Router:
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(door=Door(keys))
         own = config.has_own_grpc_server
-        self._public = streaming_server(public, barrier, config.tls) if own else RpcServer(public, barrier, tls)
+        limit = ConnectionLimit()
+        self._public = streaming_server(public, barrier, config.tls, limit) if own else RpcServer(public, barrier, tls)
         # With certificates an operator shows his own, and without them a key.
         operators = Door(keys) if tls is None else Door(cluster=config.cluster)
         private = FaultBarrier(door=operators)
@@ -211,6 +213,7 @@ class _Router:
             ),
             config.limits.stall_s,
             config.tls,
+            limit=limit,
         )
         host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(

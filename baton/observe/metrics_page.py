@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 
 from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticated
+from baton.observe.listener import Listener, listening_socket
 from baton.observe.metrics import CONTENT_TYPE
+from baton.security.connection_limit import ConnectionLimit, Place
 from baton.security.pages import PageDoor
 from baton.security.tls_files import TlsFiles
 
@@ -24,30 +27,39 @@ class MetricsPage:
         door: PageDoor | None = None,
         tls: TlsFiles | None = None,
         is_ready: Callable[[], bool] = lambda: True,
+        limit: ConnectionLimit | None = None,
     ) -> None:
-        """Without a door it stands open."""
+        """Without a door it stands open. `limit`: of all connections of the process; without one it has its own."""
+        self._limit = limit or ConnectionLimit()
+        self._socket: socket.socket | None = None
         self._text = text
         self._is_ready = is_ready
         self._door = door or PageDoor()
         self._tls = tls
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen (port 0: take a free one) and return the port; raises ConfigError when it can't be had."""
         try:
             context = self._tls.server_context() if self._tls is not None else None
-            self._server = await asyncio.start_server(self._answer, host, port, limit=_MAX_HEAD_BYTES, ssl=context)
+            self._socket = listening_socket(host, port)
         except OSError as error:
             story = f"can't listen on {host}:{port} for metrics: the port is taken or not ours; choose another one"
             raise ConfigError(story) from error
-        bound: int = self._server.sockets[0].getsockname()[1]
+        bound: int = self._socket.getsockname()[1]
+        self._listener = Listener(f"metrics {bound}", self._socket, self._connection, self._limit, context)
+        self._listener.start()
         return bound
 
     async def stop(self) -> None:
         """Listen no more; answers that are under way are cut. Idempotent."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        if self._listener is not None and self._socket is not None:
+            self._listener.close()
+            self._socket.close()
+            self._listener = self._socket = None
+
+    def _connection(self, place: Place) -> asyncio.StreamReaderProtocol:
+        return _Connection(place, asyncio.StreamReader(_MAX_HEAD_BYTES), self._answer)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -80,6 +92,23 @@ class MetricsPage:
         if path == b"/livez" or self._is_ready():
             return _http("200 OK", "text/plain", b"ok\n")
         return _http("503 Service Unavailable", "text/plain", b"not ready\n")
+
+
+class _Connection(asyncio.StreamReaderProtocol):
+    """asyncio's, which gives its place back."""
+
+    def __init__(
+        self,
+        place: Place,
+        reader: asyncio.StreamReader,
+        answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    ) -> None:
+        super().__init__(reader, answer)
+        self._place = place
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._place.release()
+        super().connection_lost(exc)
 
 
 def _headers(head: bytes) -> list[tuple[bytes, bytes]]:

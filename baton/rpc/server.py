@@ -13,6 +13,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.http2.server import Http2Server
 from baton.rpc.reflection import add_reflection
+from baton.security.connection_limit import ConnectionLimit, Limits
 from baton.security.tls_files import TlsFiles
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -36,6 +37,11 @@ _OPTIONS = (
 )
 
 
+def _options() -> tuple[tuple[str, int], ...]:
+    """grpcio counts the connections of a port, not those of an address. What comes beyond it closes."""
+    return (*_OPTIONS, ("grpc.max_allowed_incoming_connections", Limits.of_this_process().listener))
+
+
 class RpcServer:
     """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
 
@@ -54,7 +60,7 @@ class RpcServer:
         self._tls = tls
         self._asks_certificates = asks_certificates
         self._ours = ours
-        self.server = ours or grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_OPTIONS)
+        self.server = ours or grpc.aio.server(interceptors=(barrier or FaultBarrier(),), options=_options())
         self._services = service_names
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -104,13 +110,18 @@ def reached_as(host: str) -> str:
     return socket.gethostname() if host in _WILDCARDS else host
 
 
-def streaming_server(service_names: tuple[str, ...], barrier: FaultBarrier, tls: TlsFiles | None) -> RpcServer:
-    """One that thousands of clients may stream from; see `baton.rpc.http2`. Raises ConfigError."""
+def streaming_server(
+    service_names: tuple[str, ...], barrier: FaultBarrier, tls: TlsFiles | None, limit: ConnectionLimit | None = None
+) -> RpcServer:
+    """One that thousands of clients may stream from; see `baton.rpc.http2`. `limit`: of the process's connections.
+    Raises ConfigError.
+    """
     ours = Http2Server(
         (barrier,),
         tls.server_context("h2") if tls is not None else None,
         max_message_bytes=MAX_MESSAGE_BYTES,
         max_metadata_bytes=MAX_METADATA_BYTES,
+        limit=limit,
     )
     return RpcServer(service_names, ours=ours)
 

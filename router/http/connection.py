@@ -20,6 +20,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.rpc.turn_budget import TurnBudget
+from baton.security.connection_limit import Place
 from router.http.body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from router.http.errors import HttpError, Kind, error_body, error_headers
 
@@ -43,9 +44,10 @@ _OWS = b" \t"
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One for each connection; what they share comes from `budget` and `read_buffer`."""
 
-    def __init__(self, head_s: float, budget: TurnBudget, read_buffer: memoryview, **parts: Any) -> None:
+    def __init__(self, head_s: float, budget: TurnBudget, read_buffer: memoryview, place: Place, **parts: Any) -> None:
         """`read_buffer`: what is read is copied out of it before anything else is read. `parts` are uvicorn's."""
         super().__init__(**parts)
+        self._place = place
         self._head_s = head_s
         self._budget = budget
         self._read_buffer = read_buffer
@@ -87,6 +89,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._read_or_pause()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._place.release()
         self._head_is_there()
         if self._linger_due is not None:
             self._linger_due.cancel()

@@ -14,7 +14,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton.errors import ConfigError
+from baton.observe.listener import Listener, listening_socket
 from baton.rpc.turn_budget import TurnBudget
+from baton.security.connection_limit import ConnectionLimit, Place
 from baton.security.tls_files import TlsFiles
 from router.http.connection import HEAD_S, READ_BYTES, Connection
 
@@ -22,17 +24,21 @@ _log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 64 << 10
 _IDLE_CONNECTION_S = 75
-_BACKLOG = 2048
 
 
 class HttpServer:
     """Serves an ASGI application: bind, start, stop."""
 
     def __init__(
-        self, app: ASGIApp, stall_s: float = 30.0, tls: TlsFiles | None = None, head_s: float = HEAD_S
+        self,
+        app: ASGIApp,
+        stall_s: float = 30.0,
+        tls: TlsFiles | None = None,
+        head_s: float = HEAD_S,
+        limit: ConnectionLimit | None = None,
     ) -> None:
         """`stall_s`: how long a connection may take nothing of what waits for it before it is cut; `head_s`: and how
-        long to say what it wants.
+        long to say what it wants. `limit`: of all connections of the process; without one the server has its own.
         """
         self._stall_s = stall_s
         self._head_s = head_s
@@ -52,10 +58,10 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=_IDLE_CONNECTION_S,
-                backlog=_BACKLOG,
                 ssl_certfile=tls.cert if tls is not None else None,
                 ssl_keyfile=tls.key if tls is not None else None,
-            )
+            ),
+            limit or ConnectionLimit(),
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -67,21 +73,16 @@ class HttpServer:
     def bind(self, host: str, port: int) -> int:
         """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            listener = socket.socket(family, kind, protocol)
-            self._socket = listener
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _watch_over(listener, self._stall_s)
-            listener.bind(address)
+            listener = listening_socket(host, port)
         except OSError as error:
-            self._close_socket()
             story = (
                 f"can't listen on {host}:{port} for HTTP: the port is taken or not ours; choose another one"
                 " with --http-port, 0 takes a free one"
             )
             raise ConfigError(story) from error
+        # The kernel hands these on to every connection.
+        _watch_over(listener, self._stall_s)
+        self._socket = listener
         bound: int = listener.getsockname()[1]
         return bound
 
@@ -106,9 +107,9 @@ class HttpServer:
                 await serving
         self._close_socket()
 
-    def _connection(self, **parts: Any) -> Connection:
+    def _connection(self, place: Place, **parts: Any) -> Connection:
         assert self._budget is not None
-        return Connection(self._head_s, self._budget, self._read_buffer, **parts)
+        return Connection(self._head_s, self._budget, self._read_buffer, place, **parts)
 
     def _close_socket(self) -> None:
         if self._socket is not None:
@@ -119,13 +120,28 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn's, without its signal handlers, and with an event for its start."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limit: ConnectionLimit) -> None:
         super().__init__(config)
+        self._limit = limit
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        assert sockets is not None
+        await self.lifespan.startup()
+        self.servers = []
+        for one in sockets:
+            name = f"http {one.getsockname()[1]}"
+            listener = Listener(name, one, self._protocol, self._limit, self.config.ssl)
+            self.servers.append(listener)  # type: ignore[arg-type]  # it is closed like asyncio's
+            listener.start()
+        self.started = True
         self.is_up.set()
+
+    def _protocol(self, place: Place) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            place=place, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from baton.rpc.turn_budget import TurnBudget
+from baton.security.connection_limit import ConnectionLimit
 from router.http.connection import HEAD_S, READ_BYTES, Connection
 
 
@@ -64,6 +65,7 @@ class Client:
             HEAD_S,
             budget or TurnBudget(loop),
             memoryview(bytearray(READ_BYTES)),
+            ConnectionLimit().take("http", ""),  # type: ignore[arg-type]
             config=config,
             server_state=ServerState(),
             app_state={},

@@ -18,13 +18,14 @@ from typing import Any
 
 import grpc
 
+from baton.observe.listener import Listener, listening_socket
 from baton.rpc.http2.call import BadCall, Call, CallDetails, trailers_only
 from baton.rpc.http2.connection import Connection, Opened, Received, WasReset, Writable
 from baton.rpc.http2.frames import ConnectionFault
+from baton.security.connection_limit import ConnectionLimit, Place
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10
 _READ_BYTES = 32 << 10
 """In one turn of the loop: what a stranger sends may be costly to look at, and others' turns come between."""
@@ -52,10 +53,12 @@ class Http2Server(grpc.aio.Server):
         max_metadata_bytes: int,
         quiet_s: float = 10.0,
         answer_s: float = 5.0,
+        limit: ConnectionLimit | None = None,
     ) -> None:
         """A peer that says nothing for `quiet_s` is asked whether it is there; who does not answer within `answer_s` is
-        gone.
+        gone. `limit`: of all connections of the process; without one the server has its own.
         """
+        self._limit = limit or ConnectionLimit()
         self.max_message_bytes = max_message_bytes
         self.max_metadata_bytes = max_metadata_bytes
         self.max_unread_bytes = _MESSAGES_UNREAD * max_message_bytes
@@ -64,7 +67,7 @@ class Http2Server(grpc.aio.Server):
         self._tls = tls
         self._generic: list[grpc.GenericRpcHandler[Any, Any]] = []
         self._sockets: list[socket.socket] = []
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
         self.connections: set[_Link] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         """Of all connections: what is read is looked at before anything else is."""
@@ -85,7 +88,7 @@ class Http2Server(grpc.aio.Server):
         """HOST:PORT; port 0 is picked. With TLS if the server was given any. Raises RuntimeError."""
         host, _, port = address.rpartition(":")
         try:
-            listener = _bound(host.strip("[]"), int(port))
+            listener = listening_socket(host.strip("[]"), int(port))
         except OSError as error:
             raise RuntimeError(f"can't listen on {address}: {error}") from error
         self._sockets.append(listener)
@@ -112,11 +115,11 @@ class Http2Server(grpc.aio.Server):
         return sum(link.num_calls for link in self.connections)
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
         for one in self._sockets:
-            self._listeners.append(
-                await loop.create_server(lambda: _Link(self), sock=one, backlog=_BACKLOG, ssl=self._tls)
-            )
+            name = f"grpc {one.getsockname()[1]}"
+            listener = Listener(name, one, lambda place: _Link(self, place), self._limit, self._tls)
+            self._listeners.append(listener)
+            listener.start()
 
     async def stop(self, grace: float | None = None) -> None:
         """Take no new calls, let running ones end within the grace, then cancel them. Idempotent."""
@@ -185,8 +188,9 @@ class Http2Server(grpc.aio.Server):
 class _Link(asyncio.BufferedProtocol):
     """One client's connection."""
 
-    def __init__(self, server: Http2Server) -> None:
+    def __init__(self, server: Http2Server, place: Place) -> None:
         self._server = server
+        self._place = place
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(server.max_metadata_bytes)
         self._calls: dict[int, Call] = {}
@@ -259,6 +263,7 @@ class _Link(asyncio.BufferedProtocol):
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._place.release()
         self._server.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
@@ -412,20 +417,3 @@ class _Link(asyncio.BufferedProtocol):
             self._look()
         elif self._transport is not None:
             self._transport.abort()
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # At once: two may be bound to one port as long as neither listens.
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener

@@ -1,0 +1,163 @@
+"""Accepts the connections of a listening socket, within limits, and says in one line what it can't accept.
+
+It takes the place of asyncio's own loop of accepting, which on a process without free descriptors tries as often as the
+backlog is long, writes a traceback each time, and begins again a second later: 157,606 of them in eight seconds, and a
+full disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+
+from baton.observe.log_limit import LimitedLog
+from baton.security.connection_limit import ConnectionLimit, Place, Refusal
+
+_log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+"""Connections that wait in the kernel, where they take no descriptor of this process."""
+ACCEPTED_AT_ONCE = 32
+"""In one turn of the loop."""
+PAUSE_S = 1.0
+"""After the kernel had no connection to give: it will not have one in the next turn either."""
+HANDSHAKE_S = 10.0
+"""For TLS: until then nobody knows who is there."""
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER: to close is to reset, so that a refused connection leaves nothing behind."""
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens there (port 0: on a free one; no host: on every address); raises OSError.
+
+    It listens at once: two may be bound to one port as long as neither listens.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    made.setblocking(False)
+    return made
+
+
+class Listener:
+    """One port. Belongs to the running loop; it does not close the socket that it was given."""
+
+    def __init__(
+        self,
+        name: str,
+        listening: socket.socket,
+        protocol: Callable[[Place], asyncio.BaseProtocol],
+        limit: ConnectionLimit,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`name` is what logs call it, and no other listener of the process has it. `listening`: from
+        `listening_socket`. The protocol gives its place back when its connection is lost.
+        """
+        self._name = name
+        self._listening = listening
+        self._protocol = protocol
+        self._limit = limit
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_open = False
+        self._full = LimitedLog(_log)
+        self._failing = LimitedLog(_log)
+
+    def start(self) -> None:
+        """Accept from now on."""
+        self._is_open = True
+        self._go_on()
+
+    def close(self) -> None:
+        """Accept no more, and drop connections in the middle of their handshakes. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._listening)
+        if self._pause is not None:
+            self._pause.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of what `close` dropped."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._wait(error)
+                return
+            self._failing.is_over("the port %s accepts connections again", self._name)
+            self._take(accepted, address[0] if isinstance(address, tuple) else "")
+
+    def _wait(self, error: OSError) -> None:
+        """Out of descriptors or of memory: whoever waits in the kernel goes on waiting."""
+        self._failing.happened(
+            "the port %s can't accept connections (%s): those who connect wait until others leave; a higher limit of"
+            " open files (ulimit -n) allows more",
+            self._name,
+            error,
+        )
+        self._loop.remove_reader(self._listening)
+        self._pause = self._loop.call_later(PAUSE_S, self._go_on)
+
+    def _take(self, accepted: socket.socket, peer: str) -> None:
+        place = self._limit.take(self._name, peer)
+        if isinstance(place, Refusal):
+            limits = self._limit.limits
+            self._full.happened(
+                "the port %s closes new connections, like one from %s: the limit %s is reached (%d in all, %d at one"
+                " port, %d from one address at one port; half of `ulimit -n` is the first of them)",
+                self._name,
+                peer,
+                place.value,
+                limits.process,
+                limits.listener,
+                limits.peer,
+            )
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        task = self._loop.create_task(self._connect(accepted, place), name=f"accept-{self._name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, accepted: socket.socket, place: Place) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._protocol(place),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_S if self._tls is not None else None,
+            )
+        except BaseException as error:
+            # Its protocol has heard of no connection, and so of no end of one.
+            place.release()
+            accepted.close()
+            if not isinstance(error, Exception):
+                raise
+            _log.debug("a connection to the port %s failed in its handshake: %s", self._name, error)

@@ -1,0 +1,157 @@
+"""Every port of ours that strangers reach: how many connections it takes, and what it does when there can't be more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.observe.listener import Listener, listening_socket
+from baton.observe.metrics_page import MetricsPage
+from baton.rpc.http2.frames import PREFACE
+from baton.rpc.http2.server import Http2Server
+from baton.security.connection_limit import ConnectionLimit, Limits
+from router.http.server import HttpServer
+from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
+
+LIMITS = Limits(process=4, listener=3, peer=2)
+PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+"""What each server is asked, and the begin of its answer: an HTTP/2 server begins with its settings."""
+ASKED = {"http": (PAGE, b"HTTP/1.1 200 "), "metrics": (PAGE, b"HTTP/1.1 200 "), "grpc": (PREFACE, b"\0\0")}
+
+
+@asynccontextmanager
+async def http(limit: ConnectionLimit) -> AsyncIterator[int]:
+    rig = HttpRig()
+    server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), limit=limit)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    yield port
+    await server.stop(0.1)
+
+
+@asynccontextmanager
+async def grpc(limit: ConnectionLimit) -> AsyncIterator[int]:
+    server = Http2Server(max_message_bytes=1 << 20, max_metadata_bytes=8192, limit=limit)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield port
+    await server.stop()
+
+
+@asynccontextmanager
+async def metrics(limit: ConnectionLimit) -> AsyncIterator[int]:
+    page = MetricsPage(lambda: b"", limit=limit)
+    yield await page.start("127.0.0.1", 0)
+    await page.stop()
+
+
+SERVERS = {"http": http, "grpc": grpc, "metrics": metrics}
+
+
+async def is_served(port: int, kind: str) -> bool:
+    """Whether a new connection is answered, as opposed to closed."""
+    question, begin = ASKED[kind]
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(question)
+        found = await reader.readexactly(len(begin))
+        writer.close()
+        return found == begin
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return False
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    while not await holds():  # noqa: ASYNC110  # the other end of a socket is what is waited for
+        await asyncio.sleep(0)
+
+
+async def until_open(limit: ConnectionLimit, count: int) -> None:
+    while limit.num_open != count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_port_takes_so_many_connections_and_others_when_those_have_left(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = ConnectionLimit(LIMITS)
+    async with SERVERS[kind](limit) as port:
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.peer)]
+        await until_open(limit, LIMITS.peer)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(50):
+                assert not await is_served(port, kind)
+        assert limit.num_open == LIMITS.peer
+        told = [record for record in caplog.records if "closes new connections" in record.getMessage()]
+        assert len(told) == 1
+        assert "from one address at one port is reached" in told[0].getMessage()
+        for _, writer in idle:
+            writer.close()
+        await until(lambda: is_served(port, kind))
+        await until_open(limit, 0)
+
+
+async def test_ports_share_what_the_process_has() -> None:
+    limit = ConnectionLimit(Limits(process=2, listener=2, peer=2))
+    async with http(limit) as one, grpc(limit) as other:
+        idle = [await asyncio.open_connection("127.0.0.1", one) for _ in range(2)]
+        await until_open(limit, 2)
+        assert not await is_served(other, "grpc")
+        idle[0][1].close()
+        await until(lambda: is_served(other, "grpc"))
+        idle[1][1].close()
+
+
+class Taken(asyncio.Protocol):
+    def __init__(self, taken: asyncio.Event) -> None:
+        self._taken = taken
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._taken.set()
+        transport.close()
+
+
+async def test_without_descriptors_a_port_waits_says_so_once_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    taken = asyncio.Event()
+    listening = listening_socket("127.0.0.1", 0)
+    listener = Listener("test", listening, lambda _place: Taken(taken), ConnectionLimit(LIMITS))
+    clients = [socket.socket() for _ in range(20)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with caplog.at_level(logging.INFO):
+        try:
+            # Everything that is free below the highest one in use, too.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(free_descriptor(), before[0]), before[1]))
+            listener.start()
+            for client in clients:
+                client.connect(listening.getsockname())
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert not taken.is_set()
+            told = [record.getMessage() for record in caplog.records]
+            assert len(told) == 1
+            assert "the port test can't accept connections ([Errno 24]" in told[0]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        await taken.wait()
+    assert "accepts connections again" in caplog.records[1].getMessage()
+    assert len([record for record in caplog.records if "accept" in record.getMessage()]) == 2
+    listener.close()
+    await listener.wait_closed()
+    listening.close()
+    for client in clients:
+        client.close()
+
+
+def free_descriptor() -> int:
+    """The lowest that is free: with this limit none can be had."""
+    found = os.open(os.devnull, os.O_RDONLY)
+    os.close(found)
+    return found

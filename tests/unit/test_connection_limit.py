@@ -1,0 +1,48 @@
+"""Who gets one of the connections that a process can have."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.security.connection_limit import MAX_CONNECTIONS, ConnectionLimit, Limits, Place, Refusal
+
+
+def taken(found: Place | Refusal) -> Place:
+    assert isinstance(found, Place)
+    return found
+
+
+def test_each_limit_is_kept_and_said() -> None:
+    limit = ConnectionLimit(Limits(process=5, listener=4, peer=2))
+    a = [taken(limit.take("http", "a")) for _ in range(2)]
+    assert limit.take("http", "a") is Refusal.PEER
+    b = [taken(limit.take("http", "b")) for _ in range(2)]
+    assert limit.take("http", "c") is Refusal.LISTENER
+    taken(limit.take("grpc", "a"))
+    assert limit.take("grpc", "b") is Refusal.PROCESS
+    assert limit.num_open == 5
+    b[0].release()
+    b[0].release()
+    assert limit.num_open == 4
+    assert limit.take("http", "a") is Refusal.PEER
+    a[0].release()
+    taken(limit.take("http", "a"))
+    assert limit.refused == {
+        ("http", Refusal.PEER): 2,
+        ("http", Refusal.LISTENER): 1,
+        ("grpc", Refusal.PROCESS): 1,
+    }
+
+
+def test_addresses_that_have_left_are_forgotten() -> None:
+    limit = ConnectionLimit(Limits(process=2, listener=2, peer=1))
+    for number in range(1000):
+        taken(limit.take("http", str(number))).release()
+    assert limit.num_open == 0
+    assert not limit._by_peer
+
+
+@pytest.mark.parametrize("descriptors", [64, 256, 1024, 20_000, 1 << 20])
+def test_most_descriptors_are_kept_for_the_process_itself_and_some_connections_for_others(descriptors: int) -> None:
+    limits = Limits.of_descriptors(descriptors)
+    assert limits.peer < limits.listener < limits.process <= min(descriptors // 2, MAX_CONNECTIONS)

@@ -196,6 +196,8 @@ class TransferCause(enum.Enum):
     """One side does not want to, or what it was asked for makes no sense."""
     CANCELLED = "cancelled"
     """Nobody wanted it any more."""
+    STALLED = "stalled"
+    """Both sides live, and its bytes don't come."""
 
 
 class TransferFailed(BatonError):

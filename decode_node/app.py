@@ -42,7 +42,9 @@ class DecodeRole:
         digests = block_digests(runner.memory) if every else None
 
         def make_mover(deliver: Callable[[MoverEvent], None]) -> Mover:
-            return Mover(lambda: make_backend(context), deliver, context.clock, digests=digests)
+            return Mover(
+                lambda: make_backend(context), deliver, context.clock, digests=digests, stall_s=config.kv_stall_s
+            )
 
         self.intake = Intake(
             identity,

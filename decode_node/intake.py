@@ -52,6 +52,7 @@ from kv_transfer.mover_events import (
     NotDigested,
     ReadDone,
     ReadFailed,
+    ReadStalled,
 )
 from kv_transfer.refused_links import RefusedLinks
 from kv_transfer.transfer import (
@@ -260,6 +261,11 @@ class Intake:
                 self._carry_out(self._book.read_done(read_id, num_bytes, total_s, post_s, num_ranges))
             case ReadFailed(read_id, cause, story):
                 self._carry_out(self._book.read_failed(read_id, cause, story))
+            case ReadStalled(read_id, story):
+                effects = self._book.read_stalled(read_id, story)
+                if effects:
+                    _log.warning("a hand-off has stalled: %s", story)
+                self._carry_out(effects)
 
     def _note_handshake(self, incarnation: str) -> None:
         opened_at, link = self._opened_at.pop(incarnation, None), self._links.get(incarnation)

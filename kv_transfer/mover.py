@@ -5,6 +5,8 @@ The rules it keeps:
 1. Every read is answered once, by ReadDone or ReadFailed, and the answer means that nothing of it writes any more. A
    peer that neither answers nor dies (SIGSTOP) leaves its reads in flight: they stay polled and counted, and their
    blocks stay the owner's to quarantine. So do those of a read that failed and may still write, until its peer is gone.
+   Of such reads the owner hears ReadStalled once: of one of which no piece has arrived for `stall_s`, or, while it is
+   queued behind others of its peer, none of theirs. Only time in which this thread looked counts.
 2. A handle is released only when its read is over; a peer is dropped only when its reads are.
 3. No CPU without work: the thread sleeps on its inbox when no read is in flight and no lease is out, looks every
    millisecond while a lease is out (peers' reads need it), and all the time while a read is in flight, with pauses
@@ -51,6 +53,7 @@ from kv_transfer.mover_events import (
     NotDigested,
     ReadDone,
     ReadFailed,
+    ReadStalled,
 )
 from kv_transfer.stuck_reads import StuckReads
 from kv_transfer.window import FairWindow, Piece, WindowLimits
@@ -62,11 +65,16 @@ __all__ = [
     "MoverEvent",
     "ReadDone",
     "ReadFailed",
+    "ReadStalled",
     "pause",
 ]
 
 LEASE_PUMP_S = 0.001
 STUCK_AFTER_S = 1.0
+STALL_S = 10.0
+"""A piece of the longest kind (`WindowLimits`) takes so long at 2 MB/s, which is of no use for KV."""
+_LONGEST_LOOK_S = 0.5
+"""No more counts of the time between two looks at what is in flight: the thread was held up, or its process stopped."""
 STOP_WITHIN_S = 2.0
 SHORTEST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 0.001
@@ -97,6 +105,10 @@ class _Read:
     called_at: float
     moved_at: float
     to_digest: frozenset[int]
+    progress_at: float
+    """As `_Peer.progress_at`."""
+    is_stalled: bool = False
+    """Its owner was told so."""
     post_s: float = 0.0
     num_ranges: int = 0
     pieces: int = 0
@@ -106,6 +118,8 @@ class _Read:
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    progress_at: float
+    """When something of it was posted or arrived, in seconds for which the mover has looked at reads (`_looked_s`)."""
     pieces: int = 0
     closing: TransferFailed | None = None
     """Why no read is taken any more; the peer is dropped when its last piece has ended."""
@@ -130,9 +144,16 @@ class Mover:
         window: WindowLimits | None = None,
         digests: BlockDigests | None = None,
         helper: Executor | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
-        """`digests`: of this node's blocks. `helper` computes them in times of plenty; default: a thread of its own."""
+        """`digests`: of this node's blocks. `helper` computes them in times of plenty; default: a thread of its own.
+
+        `stall_s`: how long a read may make no progress before its owner hears that it is stalled.
+        """
         self.agent_metadata = b""
+        self.bytes_arrived = 0
+        """Of all reads. With `arrived_at`, on the mover's clock, it tells whether anything moves."""
+        self.arrived_at: float | None = None
         self.reads_in_flight = 0
         """Reads that may still write to their local blocks, queued ones not counted."""
         self.stuck = 0
@@ -167,6 +188,10 @@ class Mover:
         """Something was posted or finished in this turn: more may be possible at once."""
         self._moved_at = 0.0
         self._counted_at = 0.0
+        self._stall_s = stall_s
+        self._looked_s = 0.0
+        """For how long reads in flight were looked at."""
+        self._looked_at = 0.0
         self._stop_by: float | None = None
 
     # Called from any thread.
@@ -292,15 +317,16 @@ class Mover:
         until_poll_s = pause(quiet_s, self._open_leases)
         return until_probe_s if until_poll_s is None else until_poll_s
 
-    def _note_move(self, read: _Read) -> None:
+    def _note_move(self, read: _Read, peer: _Peer) -> None:
         self._moved_at = read.moved_at = self._clock.monotonic()
+        read.progress_at = peer.progress_at = self._looked_s
 
     def _connect(self, peer: PeerMemory) -> None:
         known = self._peers.get(peer.incarnation)
         try:
             if known is None:
                 self._backend.connect(peer)
-                self._peers[peer.incarnation] = _Peer(peer)
+                self._peers[peer.incarnation] = _Peer(peer, self._looked_s)
             elif known.memory != peer:
                 raise TransferFailed(TransferCause.REFUSED, f"{peer.incarnation} changed its memory")
             elif known.lost:
@@ -331,7 +357,7 @@ class Mover:
         num_blocks = sum(r.count for r in ranges)
         num_bytes = num_blocks * self._backend.memory.block_bytes
         self._reads[read_id] = _Read(
-            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest)
+            read_id, incarnation, num_blocks, num_bytes, called_at, called_at, frozenset(to_digest), self._looked_s
         )
         self._moved = True
         self._window.submit(read_id, incarnation, ranges)
@@ -385,13 +411,16 @@ class Mover:
     def _post(self, piece: Piece) -> None:
         read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
         before = self._clock.monotonic()
+        if not self._in_flight:
+            # There was nothing to look at.
+            self._looked_at = before
         try:
             handle = self._backend.post_read(piece.incarnation, piece.ranges)
         except TransferFailed as error:
             self._window.finished(piece)
             self._lose(read, peer, error)
             return
-        self._note_move(read)
+        self._note_move(read, peer)
         read.post_s += self._moved_at - before
         read.num_ranges += len(piece.ranges)
         self.reads_in_flight += not read.pieces
@@ -404,6 +433,8 @@ class Mover:
         if not self._in_flight:
             return
         now = self._clock.monotonic()
+        self._looked_s += min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
         for handle, piece in list(self._in_flight.items()):
             read, peer = self._reads[piece.read_id], self._peers[piece.incarnation]
             try:
@@ -416,20 +447,40 @@ class Mover:
             except ReadStuck as error:
                 self._stuck.add(handle, self._in_flight.pop(handle), now)
                 read.failure = error
+                self._tell_stalled(read, str(error))
                 self._close_peer(piece.incarnation, error)
             else:
                 failure = let_go(self._backend, handle)
                 self._retire(self._in_flight.pop(handle), read, peer)
-                self._note_move(read)
+                self._note_move(read, peer)
                 if failure is not None:
                     self._lose(read, peer, failure)
                 else:
                     read.blocks_left -= piece.num_blocks
+                    self.bytes_arrived += piece.num_blocks * self._backend.memory.block_bytes
+                    self.arrived_at = now
                     self._note_blocks(read, piece)
                     self._settle(read)
                 self._drop_idle(peer)
         if now - self._counted_at > STUCK_AFTER_S / 10 or not self._in_flight:
             self._count_stuck(now)
+            self._look_for_stalled()
+
+    def _look_for_stalled(self) -> None:
+        for read in list(self._reads.values()):
+            peer = self._peers.get(read.incarnation)
+            # What is queued waits for its turn as long as those before it get on.
+            is_queued = peer is not None and not read.pieces
+            progress_at = max(read.progress_at, peer.progress_at) if peer and is_queued else read.progress_at
+            if self._looked_s - progress_at >= self._stall_s:
+                self._tell_stalled(
+                    read, f"nothing arrived for {self._stall_s:g} s, {read.blocks_left} blocks are missing"
+                )
+
+    def _tell_stalled(self, read: _Read, story: str) -> None:
+        if not read.is_stalled:
+            read.is_stalled = True
+            self._deliver(ReadStalled(read.read_id, f"{read.incarnation}: {story}"))
 
     def _note_blocks(self, read: _Read, piece: Piece) -> None:
         blocks = [block for r in piece.ranges for block in range(r.local_block, r.local_block + r.count)]

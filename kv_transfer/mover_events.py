@@ -47,6 +47,14 @@ class ReadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadStalled:
+    """Nothing of a read has arrived for too long. It may still write: ReadDone or ReadFailed answers it, if ever."""
+
+    read_id: int
+    story: str
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksDigested:
     """Of some blocks of a read, as they were when it had filled them; may come before or after ReadDone."""
 
@@ -64,4 +72,4 @@ class NotDigested:
 
 
 DigestEvent = BlocksDigested | NotDigested
-MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | DigestEvent
+MoverEvent = Connected | ConnectFailed | ReadDone | ReadFailed | ReadStalled | DigestEvent

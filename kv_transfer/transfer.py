@@ -10,7 +10,8 @@ Rules that it keeps:
 3. Numbers that a peer sent are checked against the peer's pool and against the plan before anything is read.
 4. Whoever gives up tells the sender in the same breath, and tells it again on a new link while its reads go on: a
    sender that believes nobody reads lets its transfer agent sleep, and then the reads never end.
-5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end.
+5. A wait for an offer has no deadline of its own: the life of the link is its bound, and `peer_lost` its end. A wait
+   for bytes ends when none come (`read_stalled`), though both sides live; the blocks stay in quarantine (rule 2).
 6. Blocks are planned for an attempt only when its sender has said that it has begun (`MayPlan`). Otherwise a prompt
    that has its blocks there and none here, and one that has them here and none there, would wait for each other.
 7. Late, duplicate and unknown messages change nothing and are counted.
@@ -427,6 +428,14 @@ class TransferBook:
         if cause is TransferCause.PEER_GONE and transfer.peer in self._peers:
             effects.append(CutLink(transfer.peer, story))
         return effects
+
+    def read_stalled(self, read_id: int, story: str) -> list[TransferEffect]:
+        """Nothing of a read arrives any more, and it may still write: `read_done` or `read_failed` follows, if ever."""
+        transfer = self._reads.get(read_id)
+        if transfer is None or transfer.machine.state is TransferState.QUARANTINED:
+            self.counters["read_stalled_unwanted"] += 1
+            return []
+        return self._fail(transfer, TransferCause.STALLED, story)
 
     # What others may know.
 

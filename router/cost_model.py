@@ -296,6 +296,9 @@ def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: S
     able = [cost for cost in prefills if cost.kv in kinds]
     if not able:
         return None
+    if question.pairs_passed_over:
+        # One prefill node whose data path is dead for all decode nodes, say: its pairs fail, and it does not.
+        able = [cost for cost in able if _has_partner(question, cost, decodes)] or able
     prefill = _best(able, _prefill_keys(question, able))
     partners = [decode for decode in decodes if decode.kv == prefill.kv] if len(kinds) > 1 else decodes
     if question.pairs_passed_over:
@@ -305,6 +308,12 @@ def _cheapest_pair(question: Question, prefills: Sequence[NodeCosts], decodes: S
     prefill_ms, last_chunk = prefill.prefill_ms(left), min(left, prefill.chunk)
     decode = _best(partners, _decode_keys(question, partners, last_chunk, prefill_ms))
     return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
+
+
+def _has_partner(question: Question, prefill: NodeCosts, decodes: Sequence[NodeCosts]) -> bool:
+    """Whether a pair with it is not passed over."""
+    name, bad = prefill.node.node_id, question.pairs_passed_over
+    return any(decode.kv == prefill.kv and (name, decode.node.node_id) not in bad for decode in decodes)
 
 
 def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bool) -> Found | None:

@@ -105,6 +105,10 @@ MAX_RUNNING_HELP = "Requests of one router that may be on nodes at once; more wa
 ORPHAN_GRACE_HELP = (
     "Seconds that requests run on, and what ended is kept, when their router is lost; another one can adopt them."
 )
+KV_STALL_HELP = (
+    "Seconds without a byte of a prompt's KV, from a prefill node that lives, after which a decode node gives the "
+    "transfer up."
+)
 MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
 
@@ -188,6 +192,7 @@ class NodeConfig(_Process):
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
+    kv_stall_s: Annotated[float, Field(ge=1, le=3600)] = Field(10.0, description=KV_STALL_HELP)
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
@@ -292,6 +297,7 @@ class UpConfig(_Config):
     async_scheduling: Switch = Field("off", description=ASYNC_HELP)
     kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
     on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
+    kv_stall_s: Annotated[float, Field(ge=1, le=3600)] = Field(10.0, description=KV_STALL_HELP)
     orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
     max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
     max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")

@@ -59,6 +59,7 @@ _TRANSFER_CAUSES = {
     TransferCause.DEADLINE: node.TRANSFER_CAUSE_DEADLINE,
     TransferCause.REFUSED: node.TRANSFER_CAUSE_REFUSED,
     TransferCause.CANCELLED: node.TRANSFER_CAUSE_CANCELLED,
+    TransferCause.STALLED: node.TRANSFER_CAUSE_STALLED,
 }
 _TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
 

@@ -53,6 +53,7 @@ class TransferCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFER_CAUSE_DEADLINE: _ClassVar[TransferCause]
     TRANSFER_CAUSE_REFUSED: _ClassVar[TransferCause]
     TRANSFER_CAUSE_CANCELLED: _ClassVar[TransferCause]
+    TRANSFER_CAUSE_STALLED: _ClassVar[TransferCause]
 
 class HandoffSide(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -90,6 +91,7 @@ TRANSFER_CAUSE_LAYOUT_MISMATCH: TransferCause
 TRANSFER_CAUSE_DEADLINE: TransferCause
 TRANSFER_CAUSE_REFUSED: TransferCause
 TRANSFER_CAUSE_CANCELLED: TransferCause
+TRANSFER_CAUSE_STALLED: TransferCause
 HANDOFF_SIDE_UNSPECIFIED: HandoffSide
 HANDOFF_SIDE_SENDER: HandoffSide
 HANDOFF_SIDE_READER: HandoffSide

@@ -11,12 +11,14 @@ import pytest
 
 from baton.engine.request import KVSource, SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.errors import Cancelled
+from baton.errors import Cancelled, TransferCause
 from baton.failpoints import strike_by
 from baton.rpc.messages import Finished, GenerateRequest
 from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
+from kv_transfer.mover import STALL_S
 from prefill_node.handoff import HandOff
+from router.breaker import PAIR_FAILURES
 from tests.support.handoff_places import PLACES
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually
@@ -259,6 +261,28 @@ def test_a_node_whose_reads_never_end_is_asked_for_nothing_more() -> None:
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster, AT_ONCE_S)
             assert (await ask(cluster, prompt_of(20, seed=2), "later")).kv_bytes > 0
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_bytes_that_stop_while_both_nodes_live_are_pulled_from_another_node() -> None:
+    """A dead data path under living links: nobody is lost, so nothing else would ever end the wait."""
+
+    async def main() -> None:
+        async with simulated_cluster(Random(1), prefill=2, limits=replace(SMALL, num_blocks=96)) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            stalled = [prompt_of(30, seed) for seed in range(4)]
+            asked_at = asyncio.get_running_loop().time()
+            answers = await asyncio.gather(*(ask(cluster, prompt, f"r{n}") for n, prompt in enumerate(stalled)))
+            assert asyncio.get_running_loop().time() - asked_at < 3 * STALL_S
+            assert {answer.path.prefill_node for answer in answers} == {"prefill-1"}
+            causes = {detail for _, _, detail in events(cluster, "decode-0", "kv_failed")}
+            assert causes == {TransferCause.STALLED.value}
+            assert sum(answer.path.attempts > 1 for answer in answers) >= PAIR_FAILURES
+            assert cluster.dispatcher.placer.open_breakers(cluster.clock.monotonic()) == {"prefill-0->decode-0"}
+            assert cluster.nodes["decode-0"].scheduler.make_stats().quarantined_blocks
+            cluster.fabric.thaw("prefill-0.1")
             await idle(cluster)
 
     run_virtually(main())

@@ -10,7 +10,7 @@ A file begins with why it is told. Lines with `>` are what happens, the lines af
   > abandon                     the decode node does
   > link up                     it is open and the sender's blocks are connected; `link down` is its end, for both
   > link down sender            only that one knows of its end
-  > read 1 done                 (or `failed`)
+  > read 1 done                 (or `failed`, or `stalled`: nothing of it arrives, and it may still write)
   > reopen                      the while after a ReopenLink is over
   > wait 10                     seconds; the receiver's heartbeats come every second while the link is up
   > hold                        from now on messages are on their way; `arrive` lets them
@@ -116,6 +116,8 @@ class Pair:
                 self._receiver(self._transfers.read_done(int(number), 64))
             case ["read", number, "failed"]:
                 self._receiver(self._transfers.read_failed(int(number), TransferCause.PEER_GONE, "gone"))
+            case ["read", number, "stalled"]:
+                self._receiver(self._transfers.read_stalled(int(number), "nothing arrives"))
             case ["reopen"]:
                 self._receiver(self._transfers.reopen(SOURCE))
             case ["wait", seconds]:

@@ -16,6 +16,7 @@ from baton.errors import BackgroundFault, ConfigError, TransferCause
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
+from kv_transfer.manual_mover import ManualMover
 from kv_transfer.mover import (
     LEASE_PUMP_S,
     LONGEST_PAUSE_S,
@@ -28,6 +29,7 @@ from kv_transfer.mover import (
     MoverEvent,
     ReadDone,
     ReadFailed,
+    ReadStalled,
     pause,
 )
 from kv_transfer.mover_events import BlocksDigested, NotDigested
@@ -367,6 +369,7 @@ class StuckBench(Bench):
         self.mover.read(1, "sender", [ReadRange(0, 0, 1)])
         until(lambda: len(self.backend.posted) == 1)
         self.backend.break_reads = True
+        assert self.next() == ReadStalled(1, "sender: KV transfer failed: peer_gone (broken)")
         until(lambda: self.mover.stuck == 1)
 
     def probe(self) -> None:
@@ -470,6 +473,85 @@ def test_stuck_is_a_matter_of_the_clock() -> None:
     assert isinstance(done, ReadDone)
     assert done.total_s == STUCK_AFTER_S
     mover.stop()
+
+
+# Bytes that stop
+
+
+class SlowBench(Bench):
+    """A mover that takes turns by hand; each turn takes `turn_s`, and one block is in flight at once."""
+
+    def __init__(self, *senders: str, turn_s: float = 0.25) -> None:
+        super().__init__()
+        self.manual = ManualClock()
+        self.turn_s = turn_s
+        one_block = WindowLimits(bytes_in_flight=BLOCK_BYTES, posts_in_flight=1, piece_bytes=BLOCK_BYTES)
+        self.mover = ManualMover(lambda: self.backend, self.events.put, self.manual, one_block, stall_s=10.0)
+        self.mover.start()
+        for name in senders:
+            self.mover.connect(self.add_sender(name))
+            self.turn()
+            assert self.next() == Connected(name)
+
+    def turn(self) -> None:
+        assert isinstance(self.mover, ManualMover)
+        self.manual.advance(self.turn_s)
+        self.mover.turn()
+
+    def pass_s(self, seconds: float) -> list[MoverEvent]:
+        """What is said meanwhile."""
+        for _ in range(int(seconds / self.turn_s)):
+            self.turn()
+        said = []
+        while not self.events.empty():
+            said.append(self.events.get())
+        return said
+
+
+def test_a_read_of_which_nothing_arrives_is_said_to_be_stalled_once_and_may_still_end() -> None:
+    bench = SlowBench("sender", "other")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 2)])
+    bench.mover.read(2, "sender", [ReadRange(4, 4, 1)])
+    bench.mover.read(3, "other", [ReadRange(8, 0, 1)])
+    assert [type(event) for event in bench.pass_s(9.5)] == [ReadDone], "the other sender's"
+    stalled = [
+        ReadStalled(n, f"sender: nothing arrived for 10 s, {left} blocks are missing") for n, left in [(1, 2), (2, 1)]
+    ]
+    assert bench.pass_s(1000) == stalled
+    assert (bench.mover.reads_in_flight, bench.mover.bytes_arrived) == (1, BLOCK_BYTES)
+    bench.fabric.thaw("sender")
+    assert {event.read_id for event in bench.pass_s(5) if isinstance(event, ReadDone)} == {1, 2}
+    bench.mover.stop()
+
+
+def test_a_read_that_is_queued_behind_others_which_get_on_is_not_stalled() -> None:
+    """A block takes six seconds, and each of twenty reads has to wait for those before it."""
+    bench = SlowBench("sender")
+    for read_id in range(1, 21):
+        bench.mover.read(read_id, "sender", [ReadRange(2 * read_id, 0, 1)])
+    said = []
+    for _ in range(20):
+        bench.fabric.freeze("sender")
+        said += bench.pass_s(6)
+        bench.fabric.thaw("sender")
+        bench.turn()
+    said += bench.pass_s(5)
+    assert [type(event) for event in said] == [ReadDone] * 20
+    bench.mover.stop()
+
+
+def test_a_mover_that_was_held_up_takes_nothing_for_stalled() -> None:
+    bench = SlowBench("sender")
+    bench.fabric.freeze("sender")
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    assert bench.pass_s(5) == []
+    bench.manual.advance(1000)
+    assert bench.pass_s(4) == []
+    assert [type(event) for event in bench.pass_s(2)] == [ReadStalled]
+    bench.fabric.thaw("sender")
+    bench.pass_s(1)
+    bench.mover.stop()
 
 
 # Digests

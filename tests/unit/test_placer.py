@@ -302,6 +302,17 @@ def test_a_pair_that_loses_kv_is_parted_and_both_serve_others() -> None:
     assert "router_breakers_open" in {figure.name for figure in fleet.placer.figures(fleet.now)}
 
 
+def test_a_prefill_node_that_no_decode_node_gets_kv_from_is_passed_over_while_there_is_another() -> None:
+    fleet = Fleet(*prefills("p1", "p2"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
+    fleet.load("p2", uncomputed=4000)
+    for _ in range(2):
+        choice = fleet.place()
+        assert names(choice) == ("p1", "d1")
+        fleet.ended("d1", choice, Outcome.KV_LOST)
+        fleet.placer.over(choice.request.request_id)
+    assert names(fleet.choose()) == ("p2", "d1")
+
+
 def test_kv_that_did_not_come_is_held_against_no_node() -> None:
     fleet = Fleet(*prefills("p1"), *decodes("d1"), settings=PlacementSettings(alone_tokens=0))
     for _ in range(5):

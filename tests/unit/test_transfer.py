@@ -252,6 +252,21 @@ def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: Transfe
     ]
 
 
+def test_a_stalled_read_fails_its_transfer_and_keeps_its_blocks_until_it_has_ended(book: TransferBook) -> None:
+    _reading(book)
+    assert lines(book.read_stalled(1, "nothing arrived")) == [
+        "Failed a#1 STALLED nothing arrived",
+        "TellSender p0.x (Abandon a#1 True)",
+        "CancelRead 1",
+    ]
+    assert book.state(A) is S.QUARANTINED
+    assert lines(book.ended(A)) == []
+    assert book.read_stalled(1, "nothing arrived") == []
+    assert book.read_stalled(99, "nothing arrived") == []
+    assert lines(book.read_done(1, 320)) == ["TellSender p0.x (Abandon a#1 False)", "Released a#1"]
+    assert book.failures == {("p0", TransferCause.STALLED): 1}
+
+
 def test_one_of_two_sibling_reads_fails(book: TransferBook) -> None:
     book.plan(PLAN)
     book.peer_ready("p0.x", 100)

@@ -66,6 +66,7 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
         "--async-scheduling": config.async_scheduling,
         "--kv-digests": config.kv_digests,
         "--on-transfer-failure": config.on_transfer_failure,
+        "--kv-stall-s": f"{config.kv_stall_s:g}",
         "--max-num-batched-tokens": str(config.max_num_batched_tokens),
         "--max-num-seqs": str(config.max_num_seqs),
         "--long-prefill-token-threshold": str(config.long_prefill_token_threshold),

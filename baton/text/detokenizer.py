@@ -74,6 +74,9 @@ class WindowDetokenizer:
     """
 
     CONTEXT_TOKENS = 4
+    MAX_UNFINISHED_TOKENS = 3
+    """A character has at most four bytes (RFC 3629) and a visible token at least one, so no more than these can belong
+    to a character that is not finished: a text that ends in U+FFFD before them means that character itself."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -89,10 +92,23 @@ class WindowDetokenizer:
             return ""
         window = self._settled + self._held
         text = self._vocabulary.decode_visible(window)
-        if text.endswith("\ufffd") or not text.startswith(self._settled_text):
+        if not text.startswith(self._settled_text):
             return ""
+        last = len(window)
+        if text.endswith("\ufffd"):
+            last -= self.MAX_UNFINISHED_TOKENS
+            is_byte = self._vocabulary.is_byte_fallback
+            while last > len(self._settled) and is_byte(window[last - 1]) and is_byte(window[last]):
+                last -= 1  # a run of bytes is not cut in two
+            if last <= len(self._settled):
+                return ""
+            certain = self._vocabulary.decode_visible(window[:last])
+            if not text.startswith(certain) or not certain.startswith(self._settled_text):
+                return ""
+            text = certain
         piece = text[len(self._settled_text) :]
-        self._settle(window)
+        self._settle(window[:last])
+        self._held = window[last:]
         return piece
 
     def finish(self) -> str:

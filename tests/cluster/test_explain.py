@@ -12,6 +12,7 @@ from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.rpc.messages import GenerateRequest
 from router.placer import PlacementSettings
+from tests.support.metrics_page import samples_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
 SPEC = SimulatedSpec(
@@ -41,6 +42,16 @@ async def ask(cluster: MiniCluster, request_id: str, prompt: list[int]) -> int:
     return answer.finished.cached_tokens
 
 
+async def told_of(cluster: MiniCluster, num_blocks: int) -> None:
+    """Wait until the router has heard of so many cached blocks, over all nodes: nodes tell it in their own time."""
+    port = int(cluster.router.http.rpartition(":")[2])
+    known = 0.0
+    while known < num_blocks:
+        # Each look is a round trip, so nothing spins.
+        samples = await samples_at(port)
+        known = sum(value for name, value in samples.items() if name.startswith("baton_router_cached_blocks"))
+
+
 async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_why(tmp_path: Path) -> None:
     simulated_model_dir(tmp_path, 256, 512)
     placement = PlacementSettings(alone_tokens=0)
@@ -51,8 +62,11 @@ async def test_the_second_request_goes_where_the_first_one_is_cached_and_says_wh
     async with mini_cluster(
         make_runner, tmp_path, prefill=2, decode=2, token_ids_only=True, placement=placement
     ) as cluster:
+        on_both_nodes = 2 * (len(PROMPT) // SPEC.block_size)
         assert await ask(cluster, "first", [*PROMPT, 1]) == 0
+        await told_of(cluster, on_both_nodes)
         assert await ask(cluster, "other", [8, *PROMPT]) == 0
+        await told_of(cluster, 2 * on_both_nodes)
         assert await ask(cluster, "second", [*PROMPT, 2]) == 192
         first, second = [json.loads(await baton(cluster, "explain", r, "-o", "json")) for r in ("first", "second")]
         (before,), (after,) = first["decisions"], second["decisions"]

@@ -23,6 +23,7 @@ from baton.observe.metrics import render
 from baton.rpc.event_loop import RpcEventLoop
 from baton.rpc.messages import GenerateRequest
 from kv_transfer.figures import failure_figures
+from tests.support.metrics_page import samples_at, text_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
@@ -32,20 +33,9 @@ SPEC = SimulatedSpec(num_blocks=96, vocab_size=256, max_model_len=512)
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 
 
-async def text_at(port: int) -> str:
-    """The page of a process."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    body = (await reader.read()).decode().partition("\r\n\r\n")[2]
-    writer.close()
-    return body
-
-
 async def page(cluster: MiniCluster, node_id: str) -> dict[str, float]:
     """A node's samples."""
-    body = await text_at(cluster.nodes[node_id].node.metrics_port or 0)
-    lines = (line.rpartition(" ") for line in body.splitlines() if not line.startswith("#"))
-    return {sample: float(value) for sample, _, value in lines}
+    return await samples_at(cluster.nodes[node_id].node.metrics_port or 0)
 
 
 async def test_a_prompt_on_its_way_is_seen_on_both_sides(tmp_path: Path) -> None:

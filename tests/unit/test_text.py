@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from baton.errors import ConfigError
+from baton.text.detokenizer import WindowDetokenizer
 from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 def byte_fallback() -> tokenizers.Tokenizer:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256))]
-    words += ["▁", "▁the", "▁a", "the", "ab", "é", "▁▁", "x", "中"]
+    words += ["▁", "▁the", "▁a", "the", "ab", "é", "▁▁", "x", "中", "\ufffd"]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
     )
@@ -47,6 +48,13 @@ def byte_fallback() -> tokenizers.Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def byte_level_in_sequence() -> tokenizers.Tokenizer:
+    """A byte-level vocabulary that is not recognised as one: its decoder is a sequence."""
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return backend
 
 
@@ -58,7 +66,12 @@ def wordpiece() -> tokenizers.Tokenizer:
     return backend
 
 
-MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "wordpiece": wordpiece}
+MAKERS = {
+    "byte_level": byte_level,
+    "byte_level_in_sequence": byte_level_in_sequence,
+    "byte_fallback": byte_fallback,
+    "wordpiece": wordpiece,
+}
 TOKENIZERS = {name: Tokenizer(make()) for name, make in MAKERS.items()}
 
 
@@ -115,6 +128,39 @@ def test_a_character_over_several_tokens_comes_with_its_last() -> None:
     ids = [3 + value for value in "😀".encode()]
     assert [detokenizer.push(token) for token in ids] == ["", "", "", ""]
     assert detokenizer.push(3 + 256 + 3) == "😀the"
+
+
+class Counting:
+    """A vocabulary that counts how many tokens are decoded at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.longest = 0
+        self._tokenizer = tokenizer
+        for name in ("is_visible", "is_byte_fallback", "token_bytes", "whole_text"):
+            setattr(self, name, getattr(tokenizer, name))
+
+    def decode_visible(self, token_ids: list[int]) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return self._tokenizer.decode_visible(token_ids)
+
+
+LITERAL = TOKENIZERS["byte_fallback"].vocab_size - 1
+BYTE_A = 3 + ord("A")
+
+
+@pytest.mark.parametrize("repeated", [(LITERAL,), (LITERAL, BYTE_A), (BYTE_A, LITERAL)])
+def test_a_text_that_keeps_ending_in_a_replacement_character_is_not_held_back(repeated: tuple[int, ...]) -> None:
+    tokenizer = TOKENIZERS["byte_fallback"]
+    ids = [*(repeated * 250), LITERAL]
+    assert tokenizer.decode(ids).endswith("\ufffd")
+    counting = Counting(tokenizer)
+    detokenizer = WindowDetokenizer(counting)  # type: ignore[arg-type]
+    pieces = [detokenizer.push(token) for token in ids]
+    assert sum(map(len, pieces)) >= len(tokenizer.decode(ids)) - WindowDetokenizer.MAX_UNFINISHED_TOKENS
+    assert "".join(pieces) + detokenizer.finish() == tokenizer.decode(ids)
+    assert counting.longest <= WindowDetokenizer.CONTEXT_TOKENS + WindowDetokenizer.MAX_UNFINISHED_TOKENS + len(
+        repeated
+    )
 
 
 def test_text_flows_token_by_token() -> None:

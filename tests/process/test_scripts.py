@@ -147,3 +147,40 @@ def test_what_is_new_on_the_wire_is_no_harm(shell: Shell, copy: Path) -> None:
     assert shell.run([str(copy / "scripts/wire"), "--release"]).returncode == 0
     replace(copy / "proto/baton/v1/kv_link.proto", "bool new = 99;", "bool renewed = 99;")
     assert shell.run([str(copy / "scripts/wire"), "--check"]).returncode == 100
+
+
+def failing_project(place: Path) -> Path:
+    """Three tests, of which one fails at its first run and one at each."""
+    (place / "test_it.py").write_text(
+        "from pathlib import Path\n"
+        "def test_well(): pass\n"
+        "def test_now_and_then():\n"
+        "    ran = Path('ran')\n"
+        "    was_there = ran.exists()\n"
+        "    ran.touch()\n"
+        "    assert was_there\n"
+        "def test_always():\n"
+        "    assert Path('mended').exists()\n"
+    )
+    return place
+
+
+def test_a_failed_test_runs_once_more_by_itself(shell: Shell, tmp_path: Path) -> None:
+    place = failing_project(tmp_path)
+    again = [sys.executable, str(ROOT / "scripts/rerun_failed.py")]
+    first = shell.run([sys.executable, "-m", "pytest", "-q"], cwd=place)
+    assert "2 failed, 1 passed" in first.stdout
+    rerun = shell.run(again, cwd=place)
+    assert rerun.returncode == 1
+    assert "flaky: test_it.py::test_now_and_then" in rerun.stdout
+    assert "failed twice: test_it.py::test_always" in rerun.stdout
+    (place / "mended").touch()
+    assert shell.run(again, cwd=place).returncode == 0
+
+
+def test_nothing_to_run_again_is_no_success(shell: Shell, tmp_path: Path) -> None:
+    """pytest may fail without a failed test; a run that left no list has not passed."""
+    again = [sys.executable, str(ROOT / "scripts/rerun_failed.py")]
+    rerun = shell.run(again, cwd=tmp_path)
+    assert rerun.returncode == 1
+    assert "no list of failed tests" in rerun.stderr

@@ -49,6 +49,8 @@ class ModelFacts:
     bit_exact: bool = False
     bit_exact_reason: str = ""
     weight_bytes: int = 0
+    compute_paths: Sequence[tuple[str, str, str]] = ()
+    """Part, what computes it, and why nothing faster does (empty: it is the fastest)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ def examine(facts: Facts) -> list[Finding]:
         _bfloat16(facts),
         _model(facts),
         _bit_exact(facts),
+        _compute_paths(facts),
         _threads(facts),
         _memory(facts),
         _redis(facts),
@@ -170,6 +173,22 @@ def _bit_exact(facts: Facts) -> Finding:
         Level.WARNING,
         f"no: {model.bit_exact_reason}. A request's tokens may depend on its batch, and a failover may change them",
         "choose another model or dtype, or live with it: nodes publish it and streams that diverge end with an error",
+    )
+
+
+def _compute_paths(facts: Facts) -> Finding:
+    model = facts.model
+    if model.error:
+        return Finding("compute", Level.UNKNOWN, "the model does not load", "see the line above")
+    says = "; ".join(f"{part}: {runs}" for part, runs, _ in model.compute_paths)
+    slow = [f"{part} is not faster because {why}" for part, _, why in model.compute_paths if why]
+    if not slow:
+        return Finding("compute", Level.OK, says)
+    return Finding(
+        "compute",
+        Level.WARNING,
+        f"{says}. {'; '.join(slow)}",
+        "mend what the reason names if you can; tokens are right either way, only slower",
     )
 
 

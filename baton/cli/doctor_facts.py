@@ -94,7 +94,8 @@ def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
         info = load(TorchSpec(directory, dtype, num_blocks=_CHECK_BLOCKS, num_threads=threads, name=name)).model
     except BatonError as error:
         return ModelFacts(name, " ".join(str(error).split()))
-    return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes)
+    paths = [(path.part, path.runs, path.why_not_faster) for path in info.compute_paths]
+    return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes, paths)
 
 
 def _redis_server() -> tuple[str, str]:

@@ -21,6 +21,7 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
         return lines
     sections = {
         "Model": _fields(_model(report.description)),
+        **({"Computed by": _fields(_compute_paths(report))} if report.compute_paths else {}),
         "KV cache": _fields(_kv_cache(report)),
         "Load": _fields(_load(report.load, report.waiting_by_reason)),
         **_handoff_sections(report),
@@ -40,6 +41,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
         | {"role": description.role.value, "eos_token_ids": sorted(description.eos_token_ids)},
         "load": asdict(report.load),
         "waiting_by_reason": dict(report.waiting_by_reason),
+        "compute_paths": [asdict(path) for path in report.compute_paths],
         "layout": handoff.layout,
         "leases": [lease_json(report, one) for one in oldest_first(report)],
         "leases_by_state": _by_state(handoff),
@@ -73,6 +75,13 @@ def _model(description: NodeDescription) -> list[Field]:
         ("Bit-exact", "yes" if description.bit_exact else "no"),
         ("Longest", f"{description.max_model_len} tokens"),
         ("Vocabulary", f"{description.vocab_size} tokens"),
+    ]
+
+
+def _compute_paths(report: NodeReport) -> list[Field]:
+    return [
+        (path.part, f"{path.runs} (not faster: {path.why_not_faster})" if path.why_not_faster else path.runs)
+        for path in report.compute_paths
     ]
 
 

@@ -183,6 +183,7 @@ class Node:
             config.orphan_grace_s,
             stop.change_role,
             self._trace(cleanup),
+            self._runner.model.compute_paths,
         )
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)

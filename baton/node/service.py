@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.clock import Clock
+from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
 from baton.engine.outputs import (
     EngineCoreEvent,
@@ -80,12 +81,14 @@ class NodeService:
         orphan_grace_s: float = 0.0,
         on_set_role: Callable[[Role], None] = lambda role: None,
         spans: AttemptSpans | None = None,
+        compute_paths: Sequence[ComputePath] = (),
     ) -> None:
         """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
 
         `spans`: of attempts that are traced; None: none are.
         """
         self._description = description
+        self._compute_paths = compute_paths
         self._role = role
         self._driver = driver
         self._log = log
@@ -112,7 +115,8 @@ class NodeService:
         return self._description
 
     def report(self) -> NodeReport:
-        return NodeReport(self._description, self._load, self._waiting_by_reason, self._role.handoff_report())
+        handoff = self._role.handoff_report()
+        return NodeReport(self._description, self._load, self._waiting_by_reason, handoff, self._compute_paths)
 
     def open_port(self, router_id: str, router_incarnation: str = "") -> Port:
         """A router attached; raises Draining once the node has closed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from baton.engine.compute_path import ComputePath
 from baton.rpc.codec_node import (
     attempt_from_pb,
     attempt_to_pb,
@@ -23,6 +24,10 @@ def node_report_to_pb(report: NodeReport) -> node.DescribeResponse:
         load=load_to_pb(report.load),
         handoff=_handoff_to_pb(report.handoff),
         waiting_by_reason=report.waiting_by_reason,
+        compute_paths=[
+            node.ComputePath(part=path.part, runs=path.runs, why_not_faster=path.why_not_faster)
+            for path in report.compute_paths
+        ],
     )
 
 
@@ -33,6 +38,7 @@ def node_report_from_pb(pb: node.DescribeResponse) -> NodeReport:
         load=load_from_pb(pb.load),
         waiting_by_reason=dict(pb.waiting_by_reason),
         handoff=_handoff_from_pb(pb.handoff),
+        compute_paths=[ComputePath(path.part, path.runs, path.why_not_faster) for path in pb.compute_paths],
     )
 
 

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import KVCacheEvent
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
@@ -349,6 +350,8 @@ class NodeReport:
     load: LoadReport
     waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
     handoff: HandoffReport = field(default_factory=HandoffReport)
+    compute_paths: Sequence[ComputePath] = ()
+    """What computes the model's steps there, part by part."""
 
 
 # Generation: what clients and the router's front say.

@@ -393,7 +393,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("node", "load", "handoff", "waiting_by_reason")
+    __slots__ = ("node", "load", "handoff", "waiting_by_reason", "compute_paths")
     class WaitingByReasonEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -405,11 +405,23 @@ class DescribeResponse(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     WAITING_BY_REASON_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_PATHS_FIELD_NUMBER: _ClassVar[int]
     node: NodeDescription
     load: LoadReport
     handoff: HandoffReport
     waiting_by_reason: _containers.ScalarMap[str, int]
-    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    compute_paths: _containers.RepeatedCompositeFieldContainer[ComputePath]
+    def __init__(self, node: _Optional[_Union[NodeDescription, _Mapping]] = ..., load: _Optional[_Union[LoadReport, _Mapping]] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., waiting_by_reason: _Optional[_Mapping[str, int]] = ..., compute_paths: _Optional[_Iterable[_Union[ComputePath, _Mapping]]] = ...) -> None: ...
+
+class ComputePath(_message.Message):
+    __slots__ = ("part", "runs", "why_not_faster")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FASTER_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    runs: str
+    why_not_faster: str
+    def __init__(self, part: _Optional[str] = ..., runs: _Optional[str] = ..., why_not_faster: _Optional[str] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
     __slots__ = ("layout", "open", "ended", "refused_links")

@@ -7,8 +7,20 @@ from pathlib import Path
 
 from tests.process.shell import Shell
 
-CHECKS = ["kernels", "bfloat16", "model", "bit-exact", "threads", "memory", "redis", "nixl", "shm", "memlock", "port"]
-CHECKS += ["disk", "clock", "versions"]
+CHECKS = [
+    "kernels",
+    "bfloat16",
+    "model",
+    "bit-exact",
+    "compute",
+    "threads",
+    "memory",
+    "redis",
+    "nixl",
+    "shm",
+    "memlock",
+]
+CHECKS += ["port", "disk", "clock", "versions"]
 LEVELS = ["OK", "WARNING", "CRITICAL", "UNKNOWN"]
 
 
@@ -18,7 +30,7 @@ def test_the_doctor_looks_at_everything(shell: Shell, model: Path) -> None:
     assert [one["check"] for one in report["checks"]] == CHECKS
     assert LEVELS[done.returncode] == report["status"]
     by_name = {one["check"]: one for one in report["checks"]}
-    for name in ("kernels", "model", "bit-exact", "redis", "nixl", "clock", "versions"):
+    for name in ("kernels", "model", "bit-exact", "compute", "redis", "nixl", "clock", "versions"):
         assert by_name[name]["status"] == "OK", by_name[name]
     for one in report["checks"]:
         assert bool(one["fix"]) == (one["status"] != "OK"), one

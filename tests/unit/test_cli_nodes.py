@@ -18,6 +18,7 @@ from baton.cli.node_page import node_json, node_lines
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState
+from baton.engine.compute_path import ComputePath
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.ids import AttemptKey
 from baton.rpc import node_service
@@ -128,6 +129,18 @@ def test_a_decode_node_in_words() -> None:
         "  p3: layout_mismatch, 4 times, last 12s ago",
         "    KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]",
     ]
+
+
+def test_what_computes_the_model_is_said_with_why_nothing_faster_does() -> None:
+    paths = [ComputePath("products", "C kernels, avx2"), ComputePath("decoder", "transformers' loop", "no part model")]
+    report = replace(SENDER, compute_paths=paths)
+    lines = node_lines(status_of(report), report)
+    assert lines[lines.index("Computed by:") + 1 :][:2] == [
+        "  products:  C kernels, avx2",
+        "  decoder:   transformers' loop (not faster: no part model)",
+    ]
+    said = node_json(status_of(report), report)["report"]["compute_paths"]
+    assert said[1] == {"part": "decoder", "runs": "transformers' loop", "why_not_faster": "no part model"}
 
 
 def test_a_node_that_says_nothing_is_described_as_far_as_it_is_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import KVSource, Leg, SamplingParams
@@ -181,6 +182,7 @@ def test_what_a_node_says_of_itself_keeps_every_field() -> None:
         LoadReport(1, 2, 3, 4, 5, 6, 7, True),
         {"capacity": 2, "remote_kv": 1},
         HandoffReport("dtype=float32", handoffs, ended, refused),
+        [ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")],
     )
     pb = codec_node_report.node_report_to_pb(report)
     assert codec_node_report.node_report_from_pb(pb) == report

@@ -9,7 +9,8 @@ import pytest
 
 from baton.cli.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
 
-HEALTHY_MODEL = ModelFacts("m", "", "bfloat16", "kernels-1/torch-2", True, "", 1 << 30)
+FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]
+HEALTHY_MODEL = ModelFacts("m", "", "bfloat16", "kernels-1/torch-2", True, "", 1 << 30, FASTEST)
 HEALTHY = Facts(
     kernel_path="avx512_bf16",
     kernel_paths=("avx512_bf16", "avx2", "portable"),
@@ -70,6 +71,18 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
             "no: its rope",
             "choose another model",
         ),
+        (
+            {
+                "model": replace(
+                    HEALTHY_MODEL, compute_paths=[("decoder", "transformers' loop", "GPT2 has no part model")]
+                )
+            },
+            "compute",
+            Level.WARNING,
+            "decoder is not faster because GPT2 has no part model",
+            "only slower",
+        ),
+        ({"model": ModelFacts("m", "broken")}, "compute", Level.UNKNOWN, "does not load", "line above"),
         ({"cores": 1, "threads_per_node": 1}, "threads", Level.WARNING, "take turns", "more cores"),
         ({"available_memory": 0}, "memory", Level.UNKNOWN, "unknown", "look"),
         ({"available_memory": 3 << 30}, "memory", Level.WARNING, "2 nodes need", "--kv-cache-memory"),

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.compute_path import ComputePath
+from baton.engine.runner.decoder import RotaryTable
 from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, FusedNorm
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
@@ -87,3 +89,59 @@ def test_a_loop_that_does_something_else_stays_transformers_own(tmp_path: Path) 
 def test_mlps_with_biases_are_left_to_transformers(tmp_path: Path) -> None:
     runner = loaded(tmp_path, {**TINY_MODELS["llama"], "mlp_bias": True})
     assert fused(runner) == (3, 0, 7)
+
+
+def paths_of(runner: TorchModelRunner) -> dict[str, ComputePath]:
+    return {path.part: path for path in runner.model.compute_paths}
+
+
+def test_a_model_on_the_fastest_path_says_so(tmp_path: Path) -> None:
+    paths = paths_of(loaded(tmp_path, TINY_MODELS["llama"]))
+    assert list(paths) == ["products", "attention", "decoder", "step"]
+    assert paths["decoder"] == ComputePath("decoder", "Baton's loop over the layers")
+    assert paths["step"] == ComputePath("step", "one call for all layers")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"model_type": "granite", "residual_multiplier": 0.5}, "its logits are not those of transformers' loop"),
+        ({"hidden_act": "sigmoid"}, ""),
+        ({"model_type": "gpt2"}, "GPT2LMHeadModel has no part model"),
+    ],
+)
+def test_a_slower_decoder_is_named_with_its_reason(
+    tmp_path: Path, changed: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = TINY_MODELS["gpt2"] if changed.get("model_type") == "gpt2" else TINY_MODELS["llama"]
+    paths = paths_of(loaded(tmp_path, {**base, **changed}))
+    assert why in paths["decoder"].why_not_faster
+    assert bool(why) == bool(paths["decoder"].why_not_faster)
+    assert paths["step"].why_not_faster
+    told = [record.getMessage() for record in caplog.records if "runs, because" in record.getMessage()]
+    assert any(paths["step"].why_not_faster in line for line in told)
+
+
+def test_attention_that_is_not_recognised_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaAttention.forward
+
+    def strict(self: Any, *arguments: Any, **named: Any) -> Any:
+        if "past_key_values" not in named:
+            raise TypeError("it wants past_key_values")
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", strict)
+    why = paths_of(loaded(tmp_path, TINY_MODELS["llama"]))["decoder"].why_not_faster
+    assert "self_attn of LlamaDecoderLayer is a LlamaAttention, no FusedAttention" in why
+    assert "it raised TypeError: it wants past_key_values" in why
+
+
+def test_a_fault_in_our_own_loop_is_no_slow_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that would be served slower without a word is not served."""
+    monkeypatch.setattr(RotaryTable, "__init__", lambda self, *_arguments: self.mispelled)
+    with pytest.raises(AttributeError, match="mispelled"):
+        loaded(tmp_path, TINY_MODELS["llama"])

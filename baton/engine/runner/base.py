@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
+from baton.engine.compute_path import ComputePath
 from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 
@@ -30,6 +31,7 @@ class ModelInfo:
     """Why not, when it is not."""
     embedding_size: int = 0
     """Numbers in an embedding."""
+    compute_paths: tuple[ComputePath, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

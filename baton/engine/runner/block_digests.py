@@ -6,6 +6,7 @@ They find accidents (a torn read, a block that was overwritten, a fault of memor
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
 
 BlockDigests = Callable[[Sequence[int]], Sequence[int]]
 """The digests of these blocks' bytes as they are now, each 0 to 2**64 - 1; from any thread."""
+
+_log = logging.getLogger(__name__)
 
 _COPIED_AT_ONCE = 16
 _SHORT = 240
@@ -31,14 +34,17 @@ def block_digests(memory: KVMemory) -> BlockDigests:
     if memory.block_bytes > _SHORT:
         try:
             return _by_kernels(memory)
-        except (KernelsUnavailable, AttributeError):
-            pass  # not built, or from an older source
+        except KernelsUnavailable as reason:
+            _log.warning("digests of KV blocks keep the interpreter to themselves (the xxhash package): %s", reason)
     return _by_library(memory)
 
 
 def _by_kernels(memory: KVMemory) -> BlockDigests:
     """Without the interpreter: the thread that has to answer at once does not wait for it."""
-    compute = open_kernels().baton_digest_blocks
+    kernels = open_kernels()
+    if not hasattr(kernels, "baton_digest_blocks"):
+        raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
+    compute = kernels.baton_digest_blocks
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     compute.argtypes, compute.restype = [pointer, size, pointer, size, pointer], None
 

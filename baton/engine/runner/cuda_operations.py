@@ -79,7 +79,13 @@ class CudaOperations(TorchOperations):
         self.record = GpuRecorder() if record is None and device.type == "cuda" else record
         """How decode steps are recorded; None: they aren't."""
         self._ways: dict[_Kind, str] = {}
+        self.why_plain = ""
+        """Why the layer that chose last attends in the plain way, if it does."""
         self._batch: _Batch | None = None
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
 
     @property
     def ways(self) -> set[str]:
@@ -100,9 +106,8 @@ class CudaOperations(TorchOperations):
         values[blocks, :, offsets] = value
 
     def numerics(self) -> str:
-        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
         ways = "+".join(sorted(self.ways))
-        return f"torch-{name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}"
+        return f"torch-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}"
 
     def paged_attention(
         self,
@@ -165,7 +170,9 @@ class CudaOperations(TorchOperations):
 
     def _choose(self, kind: _Kind) -> str:
         if kind.softcap or kind.has_sinks or kind.key_dim != kind.value_dim:
+            self.why_plain = "torch's fused attention has no soft caps, no sinks and one width for keys and values"
             return "plain"
+        reasons = []
         sample = _sample(kind, self._device)
         expected = super().paged_attention(*sample, scale=0.3, window=kind.window)
         query, cache, query_start, seq_lens, block_tables = sample
@@ -174,10 +181,13 @@ class CudaOperations(TorchOperations):
         for name, attend in ways:
             try:
                 out = attend(self._flash, query, cache, batch, block_tables, 0.3, kind.window)
-            except (RuntimeError, NotImplementedError, ValueError):
-                continue  # not on this device, or not for this shape
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                reasons.append(f"{name}: {error}")  # not on this device, or not for this shape
+                continue
             if torch.allclose(out.float(), expected.float(), atol=_TOLERANCE[kind.dtype], rtol=_TOLERANCE[kind.dtype]):
                 return name
+            reasons.append(f"{name}: its result differs from the plain one's")
+        self.why_plain = "; ".join(reasons)
         return "plain"
 
 

@@ -53,6 +53,8 @@ class DecodeGraphs:
         self._record: Record | None = operations.record
         self._sized: dict[int, _Sized] = {}
         self.num_replays = 0
+        self.why_not = "" if self._record is not None else "nothing here records them"
+        """Why decode steps are started kernel by kernel; empty when they are not."""
 
     @property
     def sizes(self) -> list[int]:
@@ -95,6 +97,7 @@ class DecodeGraphs:
             sized.graph, sized.logits = self._record(lambda: self._run(sized))
         except RuntimeError as error:
             self._record = None
+            self.why_not = str(error)
             _log.warning("decode steps run without a CUDA graph: %s", error)
             return False
         finally:

@@ -7,7 +7,7 @@ loop only records one; then a step is a single call, of the same kernels in the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from baton.engine.runner.layers import PackedLinear
 from baton.engine.runner.operations import Operations
 
 _PIECE = 1024
+_Part = TypeVar("_Part", bound=nn.Module)
 
 
 class RotaryTable:
@@ -62,39 +63,40 @@ class Ends(NamedTuple):
     """[rows, vocabulary]"""
 
 
+class NotAPlainDecoder(Exception):
+    """The model has parts that Baton's loop over the layers does not know; the message names one."""
+
+
 class Decoder:
     """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
 
-    def __init__(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises AttributeError or TypeError for a model that has other parts."""
-        base = module.model
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises NotAPlainDecoder for a model that has other parts."""
+        base = _part(module, "model")
         self._dtype = dtype
         self._device = device
-        self._embed: nn.Module = base.embed_tokens
-        self._head: PackedLinear = module.lm_head
-        self._layers = [_Layer(layer) for layer in base.layers]
+        self._embed = _part(base, "embed_tokens")
+        self._head = _part_as(PackedLinear, module, "lm_head")
+        layers = list(_part(base, "layers").children())
+        self._layers = [_Layer(layer) for layer in layers]
         # The norm that follows each MLP: the next layer's first, at last the model's own.
-        self._next_norms = [*[_norm(layer.input_layernorm) for layer in base.layers][1:], _norm(base.norm)]
-        if not isinstance(self._head, PackedLinear):
-            raise TypeError("the head is not a product of its own")
+        next_norms = [_part_as(FusedNorm, layer, "input_layernorm") for layer in layers[1:]]
+        self._next_norms = [*next_norms, _part_as(FusedNorm, base, "norm")]
         self._rotary = RotaryTable(
-            base.rotary_emb,
+            _part(base, "rotary_emb"),
             torch.empty(1, dtype=dtype, device=device),
             all(layer.attention.half_angles for layer in self._layers),
         )
         self._programs: dict[bool, Program] = {}
         """Of steps whose logits are those of the rows that sample (True), and of any rows."""
         self._paged: PagedAttention | None = None
+        self.why_no_programs = "nothing was recorded"
+        """Why a step is not one call; empty when it is."""
 
     @property
     def is_fused(self) -> bool:
         """Whether torch does nothing here but copying."""
         return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
-
-    @property
-    def has_programs(self) -> bool:
-        """Whether a step is one call."""
-        return bool(self._programs)
 
     def compute(
         self,
@@ -138,18 +140,21 @@ class Decoder:
     def record(self, operations: Operations, paged: PagedAttention) -> None:
         """From now on compute a step over this cache in one call, if the operations and the layers allow it."""
         if not self.is_fused:
+            self.why_no_programs = "an MLP is not of a kind that Baton's kernels fuse"
             return
         programs: dict[bool, Program] = {}
         for sampling in (False, True):
             program = operations.program(self._dtype)
             if program is None:
+                self.why_no_programs = "these operations have no programs"
                 return
             try:
                 self._record(program, paged, sampling)
-            except KernelArgumentError:
-                return  # a shape that single calls pad
+            except KernelArgumentError as error:
+                self.why_no_programs = f"single calls pad what a program can't: {error}"
+                return
             programs[sampling] = program
-        self._programs, self._paged = programs, paged
+        self._programs, self._paged, self.why_no_programs = programs, paged, ""
 
     def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
         """What `compute` does after the embedding, with `x` in one place from the first layer to the last."""
@@ -190,16 +195,14 @@ class Decoder:
 class _Layer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         names = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
         if names != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
-            raise TypeError(f"a layer of {', '.join(sorted(names))}")
-        self.attention: FusedAttention = layer.self_attn
-        if not isinstance(self.attention, FusedAttention):
-            raise TypeError("attention that is not fused")
-        self.mlp: Any = layer.mlp
-        self.attention_norm = _norm(layer.input_layernorm)
-        self.mlp_norm = _norm(layer.post_attention_layernorm)
+            raise NotAPlainDecoder(f"{type(layer).__name__} has the parts {', '.join(sorted(names))}")
+        self.attention = _part_as(FusedAttention, layer, "self_attn")
+        self.mlp: Any = _part(layer, "mlp")
+        self.attention_norm = _part_as(FusedNorm, layer, "input_layernorm")
+        self.mlp_norm = _part_as(FusedNorm, layer, "post_attention_layernorm")
         self.mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
 
     def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +211,15 @@ class _Layer:
         return rows.view(x.shape)
 
 
-def _norm(module: nn.Module) -> FusedNorm:
-    if not isinstance(module, FusedNorm):
-        raise TypeError("a norm that is not fused")
-    return module
+def _part(module: nn.Module, name: str) -> nn.Module:
+    part = getattr(module, name, None)
+    if not isinstance(part, nn.Module):
+        raise NotAPlainDecoder(f"{type(module).__name__} has no part {name}")
+    return part
+
+
+def _part_as(kind: type[_Part], module: nn.Module, name: str) -> _Part:
+    part = _part(module, name)
+    if not isinstance(part, kind):
+        raise NotAPlainDecoder(f"{name} of {type(module).__name__} is a {type(part).__name__}, no {kind.__name__}")
+    return part

@@ -27,8 +27,12 @@ _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 Release = Callable[[nn.Module], None]
 
 
-def fuse(module: nn.Module, operations: Operations, release: Release) -> None:
-    """Replace in place what is recognised; `release` gets every module that was replaced."""
+def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
+    """Replace in place what is recognised; `release` gets every module that was replaced.
+
+    Returns why the last attention that was not recognised was not; empty when all that looked like one was.
+    """
+    why_not = ""
     generator = torch.Generator().manual_seed(0)
     widths = _angle_widths(module)
     with torch.inference_mode():
@@ -37,10 +41,17 @@ def fuse(module: nn.Module, operations: Operations, release: Release) -> None:
             if norm is not None:
                 setattr(parent, name, norm)
         for parent, name, child in children_of(module):
-            fused = _fused_mlp(child, operations, generator) or _fused_attention(child, operations, generator, widths)
+            try:
+                fused = _fused_mlp(child, operations, generator) or _fused_attention(
+                    child, operations, generator, widths
+                )
+            except _NotRecognised as reason:
+                why_not = f"{type(child).__name__}: {reason}"
+                continue
             if fused is not None:
                 setattr(parent, name, fused)
                 release(child)
+    return why_not
 
 
 def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
@@ -49,6 +60,10 @@ def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Acti
     gate, up = x.chunk(2, dim=-1)
     out = apply_gate(x)
     return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
+
+
+class _NotRecognised(Exception):
+    """A module looks like attention, and our own does not compute what it does; the message says what differs."""
 
 
 def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -113,9 +128,11 @@ def _gate_and_up(child: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 def _fused_attention(
     child: Any, operations: Operations, generator: torch.Generator, widths: list[int]
 ) -> FusedAttention | None:
+    """None for what is no attention; raises _NotRecognised for one that ours does not compute."""
     projections = _projections(child)
     if projections is None or getattr(child, "layer_idx", None) is None:
         return None
+    why = "it takes no rotary angles"
     first = projections[0].weight
     x = torch.randn(1, _ROWS, first.shape[1], generator=generator).to(first)
     for width in widths:
@@ -125,14 +142,17 @@ def _fused_attention(
         object.__setattr__(child, "baton_attend", echo)
         try:
             child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
-        except (RuntimeError, TypeError, ValueError, AttributeError):
-            continue  # it doesn't take angles of this width, or not like this at all
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            # It doesn't take angles of this width, or not like this at all.
+            why = f"called with {width} angles it raised {type(error).__name__}: {error}"
+            continue
         if echo.how is None:
+            why = "it calls attention in a way that is not known"
             continue
         query, key, value = echo.seen[0]
         heads = (query.shape[1], key.shape[1], key.shape[2])
         if value.shape != key.shape or query.shape[2] != key.shape[2]:
-            return None
+            raise _NotRecognised("keys and values have different shapes")
         for half in (False, True):
             # Both halves of real angles are equal.
             halves = width if half else width // 2
@@ -143,7 +163,8 @@ def _fused_attention(
             fused = _build_attention(child, projections, operations, heads, echo.how, half)
             if fused is not None and _same_attention(child, fused, x, cos, sin):
                 return fused
-    return None
+        why = "no kind of rotation gives what it computes"
+    raise _NotRecognised(why)
 
 
 def _projections(child: Any) -> tuple[nn.Linear, ...] | None:

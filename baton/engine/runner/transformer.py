@@ -20,7 +20,7 @@ from baton.engine.runner.attention import (
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.cuda_operations import CudaOperations
 from baton.engine.runner.decode_graphs import DecodeGraphs
-from baton.engine.runner.decoder import Decoder, Ends
+from baton.engine.runner.decoder import Decoder, Ends, NotAPlainDecoder
 from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import FlatBatch
 from baton.engine.runner.kernels.huge_pages import zeros_for_reading
@@ -91,7 +91,7 @@ class Transformer:
         self.device = model.device
         self.row_quantum = row_quantum(_widths(model), num_threads)
         mapped = MappedFiles(model.checkpoint.weight_files)
-        fuse(model.module, operations, mapped.release)
+        self._why_not_fused = fuse(model.module, operations, mapped.release)
         replace_products(model.module, operations, self.row_quantum, mapped.release)
         self._last_hidden: torch.Tensor | None = None
         """What transformers' own loop gave the head last, [1, rows, hidden size]."""
@@ -114,6 +114,7 @@ class Transformer:
         self.layout = KVLayout(block_size, layers, model.dtype, group_layers(layers, probe.windows))
         self.num_blocks = cache_size.blocks(self.layout.block_bytes)
         self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)
+        self._why_no_own_loop = ""
         self._decoder = self._own_loop(DTYPES[model.dtype])
         self._attention = PagedAttention(operations, self.kv_cache, self.layout)
         bind(model.module, self._attention)
@@ -124,14 +125,24 @@ class Transformer:
         """None where a step's kernels are started one by one."""
 
     @property
+    def why_no_own_loop(self) -> str:
+        """Why transformers' loop over the layers runs; empty when ours replaces it."""
+        return self._why_no_own_loop
+
+    @property
+    def why_no_programs(self) -> str:
+        """Why a step's layers are not computed in one call; empty when they are."""
+        return "transformers' loop runs" if self._decoder is None else self._decoder.why_no_programs
+
+    @property
     def has_own_loop(self) -> bool:
         """Whether transformers' loop over the layers is replaced too."""
-        return self._decoder is not None
+        return not self.why_no_own_loop
 
     @property
     def has_programs(self) -> bool:
         """Whether a step's layers are computed in one call."""
-        return self._decoder is not None and self._decoder.has_programs
+        return not self.why_no_programs
 
     def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
         """Compute a step: stores its keys and values, returns float32 logits [rows, vocabulary].
@@ -212,7 +223,8 @@ class Transformer:
         """Our loop over the layers, if the model has the parts and transformers' loop gives the same bits."""
         try:
             decoder = Decoder(self._module, dtype, self.device)
-        except (AttributeError, TypeError):
+        except NotAPlainDecoder as reason:
+            self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_fused)))
             return None
         bind(self._module, EchoAttention())
         token_ids, positions, rows = self._probe_rows()
@@ -220,8 +232,10 @@ class Transformer:
             expected = self._forward(token_ids, positions, rows).logits
             logits = decoder.compute(token_ids, positions, rows, False).logits
         # As bytes: NaN must equal NaN here.
-        same = torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8))
-        return decoder if same else None
+        if torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8)):
+            return decoder
+        self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
+        return None
 
     def _graphs_of(self, operations: Operations, max_model_len: int) -> DecodeGraphs | None:
         if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:

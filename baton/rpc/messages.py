@@ -350,7 +350,7 @@ class NodeReport:
     load: LoadReport
     waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
     handoff: HandoffReport = field(default_factory=HandoffReport)
-    compute_paths: Sequence[ComputePath] = ()
+    compute_paths: Sequence[ComputePath] = field(default_factory=list)
     """What computes the model's steps there, part by part."""
 
 

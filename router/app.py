@@ -23,7 +23,7 @@ from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import BackgroundFault, Draining, ExitCode
 from baton.ids import new_incarnation
-from baton.node.name_claim import Asks, require_first, require_free_name
+from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
 from baton.observe.metrics import render
 from baton.observe.process_figures import process_figures
@@ -264,6 +264,8 @@ class _Router:
             await self._private.set_ready(True)
             # Nodes may have come while the servers started, and starting says "not ready".
             self._dispatcher.changed.set()
+            number = await start_number(self._membership, record.name)
+            self._record = record = replace(record, start_number=number)
             self._lease = await self._membership.lease(record)
             await require_first(self._membership, record, self._asks)
             await asyncio.wait((awaited, stopping, fault), return_when=asyncio.FIRST_COMPLETED)

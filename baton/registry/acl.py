@@ -7,7 +7,7 @@ from collections.abc import Sequence
 USER = "baton"
 _COMMANDS = (
     ("connection", ("auth", "hello", "ping", "multi", "exec")),
-    ("records", ("get", "mget", "set", "del", "pexpire")),
+    ("records", ("get", "mget", "set", "del", "pexpire", "incrby")),
     ("sets", ("smembers", "sadd", "srem")),
     ("notices", ("publish", "subscribe", "unsubscribe")),
 )

@@ -72,6 +72,20 @@ class Membership(Protocol):
         """Every incarnation of this name that is in the registry now, the earliest first; raises Unreachable."""
         ...
 
+    async def next_start(self, name: str) -> int:
+        """The number of a start of this name: larger than that of each of its earlier incarnations. Raises Unreachable.
+
+        See `NodeRecord.start_number`.
+        """
+        ...
+
+    async def retract(self, record: NodeRecord) -> None:
+        """Take back the record of a process that is known to be gone; raises Unreachable.
+
+        Should it live after all, its lease writes the record again.
+        """
+        ...
+
     async def desired(self) -> DesiredState:
         """What operators want, read now; raises Unreachable."""
         ...

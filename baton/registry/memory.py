@@ -15,7 +15,7 @@ from baton.errors import Unreachable
 from baton.registry.desired import DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
 from baton.registry.outage import OutageGrace
-from baton.registry.records import NodeRecord, Snapshot, incarnations_of, read_records
+from baton.registry.records import NodeRecord, Snapshot, incarnations_of, number_of_start, read_records
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class MemoryStore:
         self._epochs = 0
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._desired: dict[str, DesiredState] = {}
+        self._starts: dict[str, int] = {}
         self._clients: set[MemoryRegistry] = set()
 
     @property
@@ -52,6 +53,7 @@ class MemoryStore:
                     entry.expiry.cancel()
             self._entries.clear()
             self._desired.clear()
+            self._starts.clear()
             self._epochs += 1
         self.up = True
         self._tell()
@@ -86,6 +88,11 @@ class MemoryStore:
         """Change that."""
         self._desired[cluster] = change.applied_to(self.desired(cluster))
         self._tell()
+
+    def count_start(self, cluster: str) -> int:
+        """One more process starts; how many did."""
+        self._starts[cluster] = self._starts.get(cluster, 0) + 1
+        return self._starts[cluster]
 
     def attach(self, client: MemoryRegistry) -> None:
         """Tell this client of every change."""
@@ -159,6 +166,15 @@ class MemoryRegistry:
         """Every incarnation of a name; see `Membership.namesakes`."""
         await self.ping()
         return incarnations_of(name, self._store.stored(self._cluster))
+
+    async def next_start(self, name: str) -> int:
+        """The number of a start; see `Membership.next_start`."""
+        return number_of_start(self._store.count_start(self._cluster), await self.namesakes(name))
+
+    async def retract(self, record: NodeRecord) -> None:
+        """Take back the record of a process that is gone; see `Membership.retract`."""
+        await self.ping()
+        self._store.remove(self._cluster, record.incarnation)
 
     async def desired(self) -> DesiredState:
         """What operators want, read now; raises Unreachable."""

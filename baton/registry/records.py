@@ -43,7 +43,7 @@ class NodeRecord:
     pid: int
     version: str
     started_at: float
-    """Seconds since the epoch. Among records of one name the latest stands."""
+    """Seconds since the epoch, by the clock of its host; see `start_number`."""
     lease_s: float
     """How long the record outlives its process, seconds."""
     state: NodeState = "ready"
@@ -61,6 +61,10 @@ class NodeRecord:
     block_size: int = 0
     num_blocks: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    start_number: int = 0
+    """Counts the starts of processes in this cluster (`Membership.next_start`). Among records of one name the one with
+    the largest number stands, whatever their hosts' clocks say. 0, from a process that could not ask or of an older
+    version: older than any other, and among those the latest `started_at` stands."""
 
     def __post_init__(self) -> None:
         """Raises BadRecord when a value has the wrong type or is out of range."""
@@ -134,8 +138,16 @@ def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[Node
     return sorted(found, key=_order)
 
 
-def _order(record: NodeRecord) -> tuple[float, str]:
-    return record.started_at, record.incarnation
+def number_of_start(counted: int, namesakes: Iterable[NodeRecord]) -> int:
+    """The number of one more start of a name: what the registry has counted, and more than what is left of the name.
+
+    A registry that lost its memory counts from 0 again, while records of before may be written again.
+    """
+    return max([counted, *(record.start_number + 1 for record in namesakes)])
+
+
+def _order(record: NodeRecord) -> tuple[int, float, str]:
+    return record.start_number, record.started_at, record.incarnation
 
 
 _TYPES: Mapping[str, Any] = {f.name: f.type for f in fields(NodeRecord)}
@@ -165,9 +177,9 @@ def _check(record: NodeRecord) -> None:
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
             raise BadRecord(f"{key}: {value!r:.80} is not a number of seconds")
     least = 0 if record.role == "router" else 1
-    for key in ("pid", "vocab_size", "max_model_len", "block_size", "num_blocks"):
+    for key in ("pid", "start_number", "vocab_size", "max_model_len", "block_size", "num_blocks"):
         value = getattr(record, key)
-        if type(value) is not int or not (0 if key == "pid" else least) <= value < 2**53:
+        if type(value) is not int or not (0 if key in ("pid", "start_number") else least) <= value < 2**53:
             raise BadRecord(f"{key}: {value!r:.80} is not a number from {least} on")
     if not all(type(token) is int and token >= 0 for token in record.eos_token_ids):
         raise BadRecord("eos_token_ids: not token ids")

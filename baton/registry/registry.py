@@ -3,11 +3,16 @@
     baton:CLUSTER:node:INCARNATION   one record as JSON, expires unless its process renews it
     baton:CLUSTER:nodes              set of the incarnations that ever published; readers prune it
     baton:CLUSTER:epoch              a random word; another word means that the store lost its memory
+    baton:CLUSTER:starts             counts the starts of processes, see `NodeRecord.start_number`
+    baton:CLUSTER:reserve:N          nothing of use: memory that is given up when a record finds Redis full
     baton:CLUSTER:desired:WORD       set of the nodes of which operators want this: cordoned, prefill, decode
     baton:CLUSTER:changes            pub/sub: somebody came, changed or left
     baton:CLUSTER:flight:REQUEST     one request under way, see `redis_flights`
 
 Records are stored per incarnation, so no two processes ever write the same key and nothing needs a compare-and-set.
+A full Redis takes no membership down. A renewal only moves the end of a record, which Redis never refuses for lack of
+memory; a record that has to be written in a full Redis takes the place of a reserve, which is made again later.
+
 Notices only make a watcher look sooner: every watcher reads everything once in `READ_EVERY_S` anyway.
 
 No operation on a connection that others share is ever cancelled in mid-reply, because the next user of the connection
@@ -29,7 +34,7 @@ from urllib.parse import quote
 from redis import asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
@@ -39,7 +44,13 @@ from baton.registry.base import require
 from baton.registry.desired import WORDS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed
 from baton.registry.outage import OutageGrace
-from baton.registry.records import NodeRecord, Snapshot, incarnations_of, read_records
+from baton.registry.records import (
+    NodeRecord,
+    Snapshot,
+    incarnations_of,
+    number_of_start,
+    read_records,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +58,13 @@ READ_EVERY_S = 2.0
 OPERATION_TIMEOUT_S = 3.0
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+RESERVES = 16
+RESERVE_BYTES = 128 << 10
+"""A record takes a tenth of that; the connections that a process brings along take the rest of it."""
+_RESERVE_MS = 10 * 365 * 86_400_000
+"""The reserves' lifetime, which nobody waits for. That they have one is what tells whether they are there."""
+_RESERVES_EVERY_S = 60.0
+"""How often a process sees to it that the reserves are there."""
 _PASSWORD = re.compile(r"(?<=password=)[^&]*")
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
@@ -66,7 +84,7 @@ class Registry:
 
     def __init__(self, client: redis.Redis, url: str, cluster: str, *, clock: Clock, rng: Random) -> None:
         self._client = client
-        self._where = _without_password(url)
+        self._where = redacted(url)
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
@@ -80,6 +98,7 @@ class Registry:
         self._leases: set[RedisLease] = set()
         self._follower: asyncio.Task[None] | None = None
         self._operations: set[asyncio.Task[Any]] = set()
+        self._reserves_seen_at = -_RESERVES_EVERY_S
 
     @classmethod
     def connect(cls, url: str, cluster: str, *, clock: Clock | None = None, rng: Random | None = None) -> Registry:
@@ -129,6 +148,18 @@ class Registry:
     async def namesakes(self, name: str) -> Sequence[NodeRecord]:
         """Every incarnation of a name; see `Membership.namesakes`."""
         return incarnations_of(name, (await self._checked(self._read())).records)
+
+    async def next_start(self, name: str) -> int:
+        """The number of a start; see `Membership.next_start`."""
+        return await self._checked(self._next_start(name))
+
+    async def _next_start(self, name: str) -> int:
+        try:
+            counted = int(await self._client.incr(self._key("starts")))
+        except ResponseError:
+            # It is full, or this user of an older version's rules may not count.
+            counted = 0
+        return number_of_start(counted, incarnations_of(name, (await self._read()).records))
 
     async def desired(self) -> DesiredState:
         """What operators want, read now; raises Unreachable."""
@@ -231,16 +262,69 @@ class Registry:
 
     async def _publish(self, record: NodeRecord) -> None:
         data = record.to_json()
+        if not await self._renew(record, data):
+            try:
+                await self._write(record, data)
+            except OutOfMemoryError:
+                await self._write_into_reserve(record, data)
+            await self._client.publish(self._key("changes"), record.incarnation)
+        await self._keep_reserves()
+
+    async def _renew(self, record: NodeRecord, data: bytes) -> bool:
+        """Let the record live on if it is there as it is to be. A full Redis does that, too."""
+        key = self._key("node", record.incarnation)
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.get(key)
+            pipe.pexpire(key, _lifetime_ms(record))
+            # A reader may have taken it for gone a moment before it was written. Only this one may find no memory.
+            pipe.sadd(self._key("nodes"), record.incarnation)
+            found, renewed, added = await pipe.execute(raise_on_error=False)
+        for answer in (found, renewed, added):
+            if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                raise answer
+        return bool(renewed) and found == data
+
+    async def _write(self, record: NodeRecord, data: bytes) -> None:
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
             pipe.sadd(self._key("nodes"), record.incarnation)
-            pipe.set(self._key("node", record.incarnation), data, px=max(1, int(record.lease_s * 1000)), get=True)
-            *_, before = await pipe.execute()
-        if before != data:
-            await self._client.publish(self._key("changes"), record.incarnation)
+            pipe.set(self._key("node", record.incarnation), data, px=_lifetime_ms(record))
+            await pipe.execute()
+
+    async def _write_into_reserve(self, record: NodeRecord, data: bytes) -> None:
+        """Redis is full: give up a reserve and write in the same breath; raises OutOfMemoryError when none is left."""
+        answers: list[Any] = []
+        for number in range(RESERVES):
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.delete(self._key("reserve", str(number)))
+                pipe.set(self._key("epoch"), random_token(self._rng), nx=True)
+                pipe.sadd(self._key("nodes"), record.incarnation)
+                pipe.set(self._key("node", record.incarnation), data, px=_lifetime_ms(record))
+                answers = await pipe.execute(raise_on_error=False)
+            if not any(isinstance(answer, Exception) for answer in answers):
+                return
+        raise next(answer for answer in answers if isinstance(answer, Exception))
+
+    async def _keep_reserves(self) -> None:
+        """Make those that are missing, now and then, if there is memory for them."""
+        now = self._clock.monotonic()
+        if now - self._reserves_seen_at < _RESERVES_EVERY_S:
+            return
+        self._reserves_seen_at = now
+        keys = [self._key("reserve", str(number)) for number in range(RESERVES)]
+        async with self._client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.pexpire(key, _RESERVE_MS)
+            found = await pipe.execute()
+        missing = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+        if missing:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for key in missing:
+                    pipe.set(key, bytes(RESERVE_BYTES), px=_RESERVE_MS)
+                await pipe.execute(raise_on_error=False)
 
     async def retract(self, record: NodeRecord) -> None:
-        """Take one record back. For leases; raises Unreachable."""
+        """Take one record back; see `Membership.retract`."""
         await self._checked(self._retract(record))
 
     async def _retract(self, record: NodeRecord) -> None:
@@ -343,6 +427,10 @@ class RedisLease:
         return True
 
 
+def _lifetime_ms(record: NodeRecord) -> int:
+    return max(1, int(record.lease_s * 1000))
+
+
 def retry_delay(failures: int, longest: float) -> float:
     """Seconds to wait after this many failures in a row before the next try."""
     return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
@@ -356,7 +444,7 @@ def connect_redis(url: str, timeout_s: float) -> redis.Redis:
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"registry {_without_password(url)!r}: {error}") from None
+        raise ConfigError(f"registry {redacted(url)!r}: {error}") from None
     return client
 
 
@@ -370,7 +458,7 @@ def with_authority(url: str, ca: Path | None) -> str:
 def check_registry_url(url: str) -> None:
     """Raises ConfigError for a URL that can't be a registry's."""
     if not url.startswith(_SCHEMES):
-        raise ConfigError(f"registry {_without_password(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
+        raise ConfigError(f"registry {redacted(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
 
 
 async def require_registry(url: str, cluster: str) -> None:
@@ -382,7 +470,8 @@ async def require_registry(url: str, cluster: str) -> None:
         await registry.close()
 
 
-def _without_password(url: str) -> str:
+def redacted(url: str) -> str:
+    """The URL without its password, for messages."""
     scheme, mark, rest = url.partition("://")
     credentials, at, host = rest.rpartition("@")
     return f"{scheme}{mark}{'***@' if at and credentials else ''}{_PASSWORD.sub('***', host)}"

@@ -12,12 +12,14 @@ from typing import Protocol
 
 import pytest
 from redis import asyncio as redis_client
+from redis.exceptions import OutOfMemoryError
 
 from baton.errors import ConfigError, Unreachable
 from baton.registry.embedded import embedded_redis
 from baton.registry.memory import MemoryLease, MemoryRegistry, MemoryStore
 from baton.registry.records import NodeRecord, Snapshot
-from baton.registry.registry import RedisLease, Registry
+from baton.registry.registry import RESERVES, RedisLease, Registry
+from baton.registry.server_memory import server_memory
 from tests.support.redis_server import RedisProcess
 
 AnyRegistry = Registry | MemoryRegistry
@@ -180,6 +182,38 @@ async def test_of_one_name_the_latest_incarnation_stands(server: Server) -> None
     assert dict(await registry.read()) == {}
 
 
+async def test_of_one_name_the_latest_start_stands_whatever_the_clocks_say(server: Server) -> None:
+    registry = server.connect()
+    first, second = await registry.next_start("prefill-0"), await server.connect().next_start("prefill-0")
+    assert first < second
+    await registry.lease(replace(node(run="old", started_at=1000.0), start_number=first))
+    new = replace(node(run="new", started_at=999.0), start_number=second)
+    await server.connect().lease(new)
+    assert (await registry.read())["prefill-0"] == new
+    assert [one.incarnation for one in await registry.namesakes("prefill-0")] == ["prefill-0.old", "prefill-0.new"]
+    # One of a version that counts no starts is older than any that does.
+    await server.connect().lease(node(run="of-an-old-version", started_at=2000.0))
+    assert (await registry.read())["prefill-0"] == new
+
+
+async def test_a_registry_that_lost_its_memory_counts_on_from_what_is_written_again(server: Server) -> None:
+    registry = server.connect()
+    for _ in range(5):
+        number = await registry.next_start("prefill-0")
+    await server.flush()
+    lease = await registry.lease(replace(node(), start_number=number))
+    assert await registry.next_start("prefill-0") > number
+    await lease.close()
+
+
+async def test_the_record_of_a_process_that_is_gone_is_taken_back(server: Server) -> None:
+    registry = server.connect()
+    lease = await server.connect().lease(node())
+    await lease.abandon()
+    await registry.retract(node())
+    assert dict(await registry.read()) == {}
+
+
 async def test_clusters_do_not_see_each_other(server: Server) -> None:
     await server.connect("one").lease(node("a"))
     await server.connect("two").lease(node("b"))
@@ -331,6 +365,86 @@ async def test_changes_are_told_and_renewals_are_not(redis_server: RedisServer) 
     assert heard == [b"prefill-0.a", b"prefill-0.a", b"prefill-0.a", b"end"]
 
 
+SMALL = 512
+"""Bytes that a stranger fills the server with at a time."""
+
+
+async def fill(client: redis_client.Redis, prefix: str) -> None:
+    """Use all of the server's memory for others."""
+    number = 0
+    while True:
+        number += 1
+        try:
+            await client.set(f"{prefix}:{number}", b"x" * SMALL)
+        except OutOfMemoryError:
+            return
+
+
+async def renewed(client: redis_client.Redis, key: str) -> None:
+    """Return once the record's end has moved; fails if the record ends instead."""
+    before = await client.pttl(key)
+    async with asyncio.timeout(BOUND_S):
+        while (left := await client.pttl(key)) <= before:
+            assert left > 0, "the record has ended"
+            before = left
+            await asyncio.sleep(0)
+
+
+async def test_members_stay_and_new_ones_come_while_redis_is_full(redis_server: RedisServer) -> None:
+    registry = redis_server.connect()
+    old = node("old", lease_s=1.0)
+    lease = await registry.lease(old)
+    async with redis_client.Redis.from_url(redis_server.url) as client:
+        used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", used + 3_000_000)
+        await fill(client, "stranger")
+        for _ in range(6):
+            await renewed(client, f"baton:c:node:{old.incarnation}")
+        for number in range(5):
+            await redis_server.connect().lease(node(f"new-{number}"))
+            await fill(client, f"again-{number}")
+        changed = replace(old, state="draining")
+        await lease.update(changed)
+        found = await registry.read()
+        assert sorted(found) == ["new-0", "new-1", "new-2", "new-3", "new-4", "old"]
+        assert found["old"] == changed
+
+        # What membership gave up is there again when there is memory.
+        await client.config_set("maxmemory", 0)
+        assert await client.exists(*RESERVE_KEYS) < len(RESERVE_KEYS)
+        await redis_server.connect().lease(node("later"))
+        assert await client.exists(*RESERVE_KEYS) == len(RESERVE_KEYS)
+
+
+RESERVE_KEYS = [f"baton:c:reserve:{number}" for number in range(RESERVES)]
+
+
+async def test_a_record_that_somebody_changed_is_written_again(redis_server: RedisServer) -> None:
+    registry = redis_server.connect()
+    await registry.lease(node(lease_s=30.0))
+    await redis_server.put("prefill-0.a", b"not a record")
+    await registry.publish(node())
+    assert (await registry.read())["prefill-0"] == node()
+
+
+async def test_starts_are_counted_by_what_is_there_where_the_user_may_not_count(redis_server: RedisServer) -> None:
+    registry = redis_server.connect()
+    async with redis_client.Redis.from_url(redis_server.url) as client:
+        await client.execute_command("ACL", "SETUSER", "c", "-incrby")
+    assert await registry.next_start("prefill-0") == 0
+    await registry.lease(replace(node(), start_number=7))
+    assert await registry.next_start("prefill-0") == 8
+
+
+async def test_what_a_redis_says_of_its_memory(redis_server: RedisServer) -> None:
+    found = await server_memory(redis_server.url)
+    assert (found.policy, found.max_bytes, found.error) == ("noeviction", 256 << 20, "")
+    assert 0 < found.used_bytes < found.max_bytes
+    refused = await server_memory(redis_server.url_of("c"))
+    assert "no permissions" in refused.error.lower()
+    assert "secret" not in refused.error
+
+
 async def test_the_embedded_server_is_private(redis_server: RedisServer, tmp_path: Path) -> None:
     assert redis_server.socket_mode() == 0o700
     async with redis_client.Redis.from_url(redis_server.url) as client:
@@ -339,6 +453,7 @@ async def test_the_embedded_server_is_private(redis_server: RedisServer, tmp_pat
     assert config["save"] == ""
     assert config["appendonly"] == "no"
     assert int(config["maxmemory"]) > 0
+    assert config["maxmemory-policy"] == "noeviction"
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     assert len(str(embedded_redis(deep).socket)) <= 107

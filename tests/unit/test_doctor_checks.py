@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.cli.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
+from baton.registry.server_memory import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]
 HEALTHY_MODEL = ModelFacts("m", "", "bfloat16", "kernels-1/torch-2", True, "", 1 << 30, FASTEST)
@@ -61,6 +62,21 @@ def test_a_healthy_machine_has_nothing_to_fix() -> None:
         ({"disk_free": None}, "disk", Level.UNKNOWN, "unknown", "look"),
         ({"seconds_since_installed": -5.0}, "clock", Level.CRITICAL, "no certificate", "chrony"),
         ({"unmet": ["torch>=9 (2 is here)"]}, "versions", Level.WARNING, "wants torch>=9 (2 is here)", "pip install"),
+        ({"registry": ServerMemory(error="no")}, "registry", Level.UNKNOWN, "can't be looked at: no", "INFO"),
+        (
+            {"registry": ServerMemory(1 << 20, 1 << 28, "allkeys-lru")},
+            "registry",
+            Level.WARNING,
+            "allkeys-lru, 1.0 MiB of 256.0 MiB used: a full Redis drops records of nodes that live",
+            "noeviction",
+        ),
+        (
+            {"registry": ServerMemory(250 << 20, 1 << 28, "noeviction")},
+            "registry",
+            Level.WARNING,
+            "250.0 MiB of 256.0 MiB used",
+            "raise maxmemory",
+        ),
         ({"native_bfloat16": False}, "bfloat16", Level.WARNING, "float32 is the default", "processor"),
         ({"model": ModelFacts("m", "no config.json")}, "model", Level.CRITICAL, "no config.json", "--model"),
         ({"model": ModelFacts("m", "broken")}, "bit-exact", Level.UNKNOWN, "does not load", "line above"),
@@ -107,9 +123,14 @@ def test_each_trouble_is_named_with_its_way_out(
 
 @pytest.mark.parametrize(
     "changed",
-    [{"memlock": None, "rdma_devices": ("mlx5_0",)}, {"memlock": 1 << 30, "rdma_devices": ("mlx5_0",)}],
+    [
+        {"memlock": None, "rdma_devices": ("mlx5_0",)},
+        {"memlock": 1 << 30, "rdma_devices": ("mlx5_0",)},
+        {"registry": ServerMemory(1 << 20, 1 << 28, "noeviction")},
+        {"registry": ServerMemory(1 << 30, 0, "allkeys-lru")},
+    ],
 )
-def test_enough_locked_memory_is_no_trouble(changed: dict[str, Any]) -> None:
+def test_enough_memory_is_no_trouble(changed: dict[str, Any]) -> None:
     assert worst(examine(replace(HEALTHY, **changed))) is Level.OK
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDenied, Unreachable
-from baton.node.name_claim import Asks, require_first, require_free_name
+from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from tests.support.router_parts import prefill, record_of
@@ -68,6 +68,25 @@ async def test_who_does_not_say_lives_if_it_renews_its_record(store: MemoryStore
         await require_free_name(registry, "p1", asks)
     await lease.abandon()
     await require_free_name(registry, "p1", asks)
+    await registry.close()
+
+
+async def test_what_an_earlier_process_left_is_taken_back_when_its_heir_is_there(store: MemoryStore) -> None:
+    registry = MemoryRegistry(store, "c")
+    await (await registry.lease(OLD)).abandon()
+    silent = replace(record_of(prefill(run=3), started_at=1.5), lease_s=LEASE_S)
+    await registry.lease(silent)
+    await registry.lease(NEW)
+    await require_first(registry, NEW, answers({silent.address: DeadlineExceeded("silent"), NEW.address: "p1.2"}))
+    assert await registry.namesakes("p1") == [silent, NEW]
+    await registry.close()
+
+
+async def test_a_start_has_no_number_while_the_registry_is_away(store: MemoryStore) -> None:
+    registry = MemoryRegistry(store, "c")
+    assert await start_number(registry, "p1") == 1
+    store.stop()
+    assert await start_number(registry, "p1") == 0
     await registry.close()
 
 

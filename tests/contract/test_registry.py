@@ -400,6 +400,7 @@ async def test_members_stay_and_new_ones_come_while_redis_is_full(redis_server: 
         await fill(client, "stranger")
         for _ in range(6):
             await renewed(client, f"baton:c:node:{old.incarnation}")
+        assert await client.exists(*RESERVE_KEYS) == len(RESERVE_KEYS)
         for number in range(5):
             await redis_server.connect().lease(node(f"new-{number}"))
             await fill(client, f"again-{number}")

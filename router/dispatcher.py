@@ -28,6 +28,7 @@ from baton.errors import (
     RequestNotFound,
     SlowReader,
 )
+from baton.fair_executor import FairExecutor
 from baton.ids import SCOPED_ID_PATTERN, unscoped
 from baton.observe.logs import of_attempt
 from baton.rpc.messages import (
@@ -66,7 +67,7 @@ from router.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.limits import DispatchCounters, DispatchLimits
+from router.limits import NUM_TEXT_THREADS, DispatchCounters, DispatchLimits
 from router.losses import NodeLosses
 from router.node_links import NodeLinks
 from router.placement import Placement
@@ -136,7 +137,7 @@ class Dispatcher:
         )
         self._room_came = False
         """A node has less to do, or there is a new one."""
-        self._num_tokenizing = 0
+        self._texts = FairExecutor("router-texts", NUM_TEXT_THREADS, limits.max_tokenizing)
         self._runs: dict[str, Run] = {}
         self._adopting: set[Run] = set()
         """Those whose nodes have yet to tell what they brought for another router."""
@@ -320,6 +321,7 @@ class Dispatcher:
     def close(self) -> None:
         """End its threads and processes; waits for them. No request may be live. Idempotent."""
         self._schemas.close()
+        self._texts.close()
 
     def end_all(self, error: BatonError) -> None:
         """End every live request with this error, on its nodes too."""
@@ -378,23 +380,22 @@ class Dispatcher:
     async def _validated(self, raw: GenerateRequest) -> ValidRequest:
         encode = self._codec.encode if self._codec is not None else None
         card = self._card()
-        if isinstance(raw.prompt, str) and len(raw.prompt) > self._limits.thread_text_chars:
-            request = await self.in_thread(validate, raw, card, encode, self._rng, self._limits.min_priority)
+        args = raw, card, encode, self._rng, self._limits.min_priority
+        if raw.prompt is not None and len(raw.prompt) > self._limits.thread_text_chars:
+            request = await self.in_thread(raw.tenant, validate, *args)
         else:
-            request = validate(raw, card, encode, self._rng, self._limits.min_priority)
+            request = validate(*args)
         if request.sampling_params.has_grammar:
             await self._schemas.check(request.sampling_params.json_schema, raw.tenant)
         return request
 
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Do what takes long without keeping the loop from others. Raises QueueFull when too much is under way."""
-        if self._num_tokenizing >= self._limits.max_tokenizing:
-            raise QueueFull(f"{self._num_tokenizing} long texts are being tokenized", self._rng.uniform(0.75, 1.25))
-        self._num_tokenizing += 1
+    async def in_thread(self, tenant: str, work: Callable[..., T], *args: object) -> T:
+        """Do what takes long without keeping the loop from others; raises QueueFull when too much of it waits."""
         try:
-            return await asyncio.to_thread(work, *args)
-        finally:
-            self._num_tokenizing -= 1
+            return await asyncio.get_running_loop().run_in_executor(self._texts.of(tenant), work, *args)
+        except QueueFull as error:
+            error.retry_after_s = self._rng.uniform(0.75, 1.25)
+            raise
 
     def _closing(self) -> Draining:
         return Draining("this router is shutting down", self._rng.uniform(0.75, 1.25))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
@@ -12,6 +13,7 @@ from baton.ids import scoped
 from baton.registry import Membership, NodeRecord
 from baton.rpc.explanations import PlacementDecision
 from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role, TakeChunk
+from baton.rpc.request_limits import MAX_PROMPT_BYTES
 from baton.rpc.request_rows import RequestRow
 from baton.rpc.timelines import Timeline
 from baton.security.callers import current_caller
@@ -21,9 +23,10 @@ from router.request_rows import ended_rows, running_rows
 from router.tenants import Tenants
 from router.text_stream import TextCodec
 from router.timeline import timeline
-from router.validation import MAX_PROMPT_BYTES, check_model, check_text, check_token_ids
+from router.validation import check_model, check_text, check_token_ids
 from router.view import ClusterView
 
+T = TypeVar("T")
 _STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining"}
 
 
@@ -75,18 +78,27 @@ class GenerationHandler:
         check_model(model, self._card())
         check_text("text", text, MAX_PROMPT_BYTES)
         # In a thread: a long text takes a second, in which nobody else would hear anything.
-        return await self._dispatcher.in_thread(self._text_codec().encode, text)
+        return await self.in_thread(self._text_codec().encode, text)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids; raises InvalidRequest."""
         card, codec = self._card(), self._text_codec()
         check_model(model, card)
+        if len(token_ids) > card.max_model_len:
+            story = (
+                f"has {len(token_ids)} entries; at most {card.max_model_len} are taken, as many as {card.name} reads"
+            )
+            raise InvalidRequest("token_ids", story)
 
         def decode() -> str:
             check_token_ids("token_ids", token_ids, card.vocab_size)
             return codec.decode(token_ids)
 
-        return await self._dispatcher.in_thread(decode)
+        return await self.in_thread(decode)
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Do what takes long without keeping the loop from others; raises Overloaded when too much of it waits."""
+        return await self._dispatcher.in_thread(current_caller.get().tenant, work, *args)
 
     def list_models(self) -> Sequence[ModelCard]:
         return [self._card()]

@@ -10,6 +10,9 @@ from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
 from router.flight_table import AttemptCause
 from router.served import Served
 
+NUM_TEXT_THREADS = 2
+"""More of them would keep the loop from Python's lock, 5 ms each at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchLimits:
@@ -28,14 +31,14 @@ class DispatchLimits:
     priority_ageing_s: float = 60.0
     """Seconds of waiting that weigh as much as one step of priority; 0: none ever do."""
     max_tokenizing: int = 64
-    """Long texts that may be on their way through the tokenizer."""
+    """Long requests that may wait for a thread that parses, renders and tokenizes them."""
     max_backlog_tokens: int = 256
     stall_s: float = 30.0
     """How long a client may leave more than the backlog unread."""
     min_priority: int = MIN_PRIORITY
     """Requests with a smaller one are refused."""
-    thread_text_chars: int = 16_384
-    """Longer prompts are tokenized in a thread, so that nobody else waits."""
+    thread_text_chars: int = 8192
+    """Longer prompts are tokenized, and checked, in a thread, so that nobody else waits."""
 
 
 @dataclass(slots=True)

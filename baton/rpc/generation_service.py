@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence, Sized
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,11 +15,19 @@ from baton.errors import BatonError, InvalidRequest
 from baton.rpc.codec_generation import chunk_to_pb, event_to_pb, path_to_metadata, request_from_pb
 from baton.rpc.http2.call import Call
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.rpc.request_limits import (
+    MAX_LOGIT_BIAS,
+    MAX_POSITIONS,
+    MAX_REQUEST_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKEN_IDS,
+)
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 
 SERVICE_NAME = "baton.v1.Generation"
-MAX_REQUEST_BYTES = 1 << 20
+_SMALL_BYTES = 16 << 10
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -68,6 +76,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         _check(request)
+        _check_counts(request)
         answer = _Answer(request.request_id, context)
         with answer.counted():
             # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
@@ -82,6 +91,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation.ResumeRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
         _check(request)
+        check_count("next_token_index", request.next_token_index, MAX_POSITIONS)
         answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
         with answer.counted():
             async with aclosing(
@@ -98,12 +108,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Tokenize(self, request: generation.TokenizeRequest, context: _Context) -> generation.TokenizeResponse:
         _check(request)
         token_ids = await self._handler.tokenize(request.model, request.text)
+        check_count("text", token_ids, MAX_TOKEN_IDS, "tokens")
         return generation.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
         _check(request)
+        check_count("token_ids", request.token_ids, MAX_TOKEN_IDS)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
 
@@ -171,7 +183,34 @@ def _check(request: Message) -> None:
     num_bytes = request.ByteSize()
     if num_bytes > MAX_REQUEST_BYTES:
         raise InvalidRequest("request", f"has {num_bytes} bytes; at most {MAX_REQUEST_BYTES} are taken")
-    _refuse_unknown_fields(request, "")
+    if num_bytes <= _SMALL_BYTES or _may_have_unknown_fields(request, num_bytes):
+        _refuse_unknown_fields(request, "")
+
+
+def _check_counts(request: generation.GenerateRequest) -> None:
+    """Before anything is copied from it: a message of 1 MiB has room for half a million of some of these."""
+    params = request.sampling_params
+    check_count("prompt", request.token_ids.ids, MAX_TOKEN_IDS)
+    check_count("stop", params.stop, MAX_STOP_STRINGS)
+    check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    check_count("logit_bias", params.logit_bias, MAX_LOGIT_BIAS)
+
+
+def check_count(field: str, values: Sized, most: int, what: str = "entries") -> None:
+    """Raises InvalidRequest for a field with too many values."""
+    if len(values) > most:
+        raise InvalidRequest(field, f"has {len(values)} {what}; at most {most} are taken")
+
+
+def _may_have_unknown_fields(request: Message, num_bytes: int) -> bool:
+    """Of a large message. Raises InvalidRequest where they are too many to be named: listing them takes a second."""
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    num_unknown_bytes = num_bytes - known.ByteSize()
+    if num_unknown_bytes > _SMALL_BYTES:
+        raise InvalidRequest("request", f"has {num_unknown_bytes} bytes in fields that this version does not know")
+    return num_unknown_bytes > 0
 
 
 def _refuse_unknown_fields(message: Message, path: str) -> None:

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 VERSION = 1
 LOOK_EVERY_S = 1.0
+MAX_KEY_CHARS = 256
+"""What is longer is no key, and is not hashed: ours have 49 characters."""
 _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
@@ -127,6 +129,10 @@ class KeyRing:
             self._look()
         if not key:
             raise Unauthenticated("no key: send it as `authorization: Bearer KEY` (BATON_API_KEY does for `baton`)")
+        if len(key) > MAX_KEY_CHARS:
+            raise Unauthenticated(
+                f"the key has {len(key)} characters; none that is known here has over {MAX_KEY_CHARS}"
+            )
         digest = _digest(key)
         found = self._by_digest.get(digest)
         if found is None or not hmac.compare_digest(bytes.fromhex(found.sha256), digest):

@@ -11,15 +11,24 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.rpc.messages import GenerateRequest
+from baton.rpc.request_limits import (
+    MAX_INPUTS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_VARIABLES,
+    MAX_TOKEN_IDS,
+)
 
-MAX_PROMPTS = 32
 _ANY_OBJECT = '{"type": "object"}'
-MAX_INPUTS = 256
-"""Of one call for embeddings."""
+_MAX_NAME_CHARS = 80
+"""Of a field, in a refusal. Longer ones are compared with no known name, which would take seconds."""
 B = TypeVar("B", bound="Body")
 M = TypeVar("M", bound="_Strict")
 
@@ -27,10 +36,10 @@ M = TypeVar("M", bound="_Strict")
 def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and _is_ids(value)):
         return (value,)
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
     if not isinstance(value, list) or not value or not all(isinstance(p, str) or _is_ids(p) for p in value):
         raise ValueError("must be a string, a list of token ids, or a list of such")
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
     return tuple(value)
 
 
@@ -39,18 +48,33 @@ def _inputs(value: Any) -> Sequence[str | Sequence[int]]:
         raise ValueError("is empty")
     if isinstance(value, str) or _is_ids(value):
         return (value,)
+    if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
+        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken")
     is_alike = isinstance(value, list) and (all(isinstance(one, str) for one in value) or all(map(_is_ids, value)))
     if not is_alike:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
-    if len(value) > MAX_INPUTS:
-        raise ValueError(f"has {len(value)} inputs; at most {MAX_INPUTS} are taken")
     if not all(value):
         raise ValueError(f"has an input that is empty: number {next(n for n, one in enumerate(value) if not one)}")
     return tuple(value)
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    """Raises ValueError for more than any request may have."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return False
+    if len(value) > MAX_TOKEN_IDS:
+        raise ValueError(f"has {len(value)} token ids; at most {MAX_TOKEN_IDS} are taken")
+    return True
+
+
+def _stop_token_ids(value: Any) -> Sequence[int]:
+    if value is None:
+        return ()
+    if isinstance(value, list) and len(value) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_STOP_TOKEN_IDS} are taken")
+    if not _is_ids(value):
+        raise ValueError("must be a list of token ids")
+    return list(value)
 
 
 def _stop(value: Any) -> Sequence[str]:
@@ -58,6 +82,8 @@ def _stop(value: Any) -> Sequence[str]:
         return ()
     if isinstance(value, str):
         return (value,)
+    if isinstance(value, list) and len(value) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(value)} strings; at most {MAX_STOP_STRINGS} are taken")
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise ValueError("must be a string or a list of strings")
     return tuple(value)
@@ -66,6 +92,8 @@ def _stop(value: Any) -> Sequence[str]:
 def _logit_bias(value: Any) -> Mapping[int, float]:
     if value is None:
         return {}
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are taken")
     if not isinstance(value, dict) or not all(type(bias) in (int, float) for bias in value.values()):
         raise ValueError("must be an object from token ids to numbers")
     if bad := next((key for key in value if not (key.isascii() and key.isdigit() and len(key) < 16)), None):
@@ -91,6 +119,19 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
+def _messages(value: Any) -> Any:
+    """Counted, and nothing else: each is looked at afterwards."""
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are taken")
+    return value
+
+
+def _template_variables(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_TEMPLATE_VARIABLES:
+        raise ValueError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are taken")
+    return value
+
+
 def _not_served(value: Any) -> None:
     if value not in (None, "", [], {}):
         raise ValueError("is not served here")
@@ -99,6 +140,7 @@ def _not_served(value: Any) -> None:
 Prompts = Annotated[Sequence[str | Sequence[int]], PlainValidator(_prompts)]
 Inputs = Annotated[Sequence[str | Sequence[int]], PlainValidator(_inputs)]
 Stop = Annotated[Sequence[str], PlainValidator(_stop)]
+StopTokenIds = Annotated[Sequence[int], PlainValidator(_stop_token_ids)]
 LogitBias = Annotated[Mapping[int, float], PlainValidator(_logit_bias)]
 Content = Annotated[str, PlainValidator(_content)]
 NotServed = Annotated[None, PlainValidator(_not_served)]
@@ -160,7 +202,7 @@ class Body(_Strict):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Stop = ()
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: StopTokenIds = ()
     ignore_eos: bool | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -235,7 +277,7 @@ class Body(_Strict):
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             stop=self.stop,
-            stop_token_ids=self.stop_token_ids or (),
+            stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             n=self.n,
@@ -277,11 +319,11 @@ class Message(_Strict):
 class ChatBody(Body):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_messages)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template_variables)] = None
     add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
     continue_final_message: Literal[False] | None = None
@@ -365,7 +407,8 @@ def _refusal(kind: type[_Strict], error: ValidationError) -> InvalidRequest:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     match first["type"]:
         case "extra_forbidden":
-            close = get_close_matches(str(place[0]), kind.model_fields, n=1) if len(place) == 1 else ()
+            is_name = len(place) == 1 and len(str(place[0])) <= _MAX_NAME_CHARS
+            close = get_close_matches(str(place[0]), kind.model_fields, n=1) if is_name else ()
             return InvalidRequest(_shown(field), "is unknown" + (f" (did you mean {close[0]}?)" if close else ""))
         case "missing":
             return InvalidRequest(field, "is required")
@@ -376,4 +419,4 @@ def _refusal(kind: type[_Strict], error: ValidationError) -> InvalidRequest:
 
 
 def _shown(field: str) -> str:
-    return field if len(field) <= 80 else field[:80] + "..."
+    return field if len(field) <= _MAX_NAME_CHARS else field[:_MAX_NAME_CHARS] + "..."

@@ -18,7 +18,7 @@ from router.http.answers import accepted_of, path_headers
 from router.http.bodies import EmbeddingBody, read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
-from router.http.endpoints import Handler, all_of, check_request_id, ids_of_parts, renamed, timeout_of
+from router.http.endpoints import Handler, all_of, check_request_id, ids_of_parts, off_loop, renamed, timeout_of
 from router.http.model import ServedModel
 from router.validation import check_model
 
@@ -45,11 +45,12 @@ class Embeddings:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, request_id = dict(scope["headers"]), scope["state"]["request_id"]
-        found = parse_json(await read_body(scope, receive))
+        content = await read_body(scope, receive)
+        found = await off_loop(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         traceparent = headers.get(b"traceparent", b"").decode("latin-1")
         with renamed(_NAMES, found):
-            body = read_as(EmbeddingBody, found)
+            body = await off_loop(self._handler, content, read_as, EmbeddingBody, found)
             check_request_id(body.request_id, request_id)
             self._check_dimensions(body)
             async with Client(receive, send, _NO_COMMENTS_S) as client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.ids import REQUEST_ID_PATTERN, new_request_id
-from baton.rpc.messages import GenerateEvent, GenerateRequest
+from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from router.http.answers import (
     Collected,
     Events,
@@ -26,7 +26,7 @@ from router.http.answers import (
     whole,
 )
 from router.http.bodies import Body, ChatBody, CompletionBody, read
-from router.http.body import parse_json, read_body
+from router.http.body import is_small, parse_json, read_body
 from router.http.client import Client
 from router.http.events import EventWriter, Label, Wishes
 from router.http.model import ServedModel
@@ -53,6 +53,10 @@ class Handler(Protocol):
         self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, what lies behind these positions, Finished; raises RequestNotFound."""
+        ...
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Do what takes long without keeping the loop from others; raises Overloaded when too much of it waits."""
         ...
 
 
@@ -92,12 +96,14 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        found = parse_json(await read_body(scope, receive))
+        content = await read_body(scope, receive)
+        found = await off_loop(self._handler, content, parse_json, content)
         timeout_s = timeout_of(headers.get(b"x-request-timeout-ms"))
         last_event_id = headers.get(b"last-event-id")
         with renamed(self.names, found):
             async with Client(receive, send, self._keep_alive_s) as client:
-                question = await self._question(found, scope["state"]["request_id"], timeout_s)
+                about = found, scope["state"]["request_id"], timeout_s, self._model.card
+                question = await off_loop(self._handler, content, self._question, *about)
                 if (traceparent := headers.get(b"traceparent")) is not None:
                     question = question.traced(traceparent.decode("latin-1"))
                 if last_event_id is not None:
@@ -108,7 +114,10 @@ class Endpoint:
                 else:
                     await self._whole(client, question)
 
-    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+    def _question(
+        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
+    ) -> Question:
+        """May be called in a thread. Raises InvalidRequest."""
         raise NotImplementedError
 
     async def _stream(self, client: Client, question: Question) -> None:
@@ -175,7 +184,9 @@ class Completions(Endpoint):
         "beam_width": ("beam_width", "use_beam_search"),
     }
 
-    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+    def _question(
+        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
+    ) -> Question:
         body = read(CompletionBody, found)
         check_request_id(body.request_id, request_id)
         ids = ids_of_parts(request_id, len(body.prompts))
@@ -194,18 +205,24 @@ class ChatCompletions(Endpoint):
         "max_tokens": ("max_completion_tokens", "max_tokens"),
     }
 
-    async def _question(self, found: Mapping[str, Any], request_id: str, timeout_s: float | None) -> Question:
+    def _question(
+        self, found: Mapping[str, Any], request_id: str, timeout_s: float | None, card: ModelCard
+    ) -> Question:
         body = read(ChatBody, found)
         check_request_id(body.request_id, request_id)
-        card = self._model.card
         check_model(body.model or "", card)
-        prompt = await self._model.chat_prompt(body)
+        prompt = self._model.chat_prompt(body)
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if max_tokens is None:
             # As far as the model goes; of completions 16 are the default.
             max_tokens = max(1, card.max_model_len - len(prompt))
         request = replace(body.request(prompt, request_id, body.num_logprobs), max_tokens=max_tokens)
         return Question(request_id, body, [request], _wishes(body, bool(body.logprobs)), timeout_s)
+
+
+async def off_loop(handler: Handler, content: bytes, work: Callable[..., T], *args: object) -> T:
+    """What `work` makes of a body, in a thread if that may take long."""
+    return work(*args) if is_small(content) else await handler.in_thread(work, *args)
 
 
 def request_id_of(scope: Scope, rng: Random) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TypeVar
 
 from baton.rpc.messages import Accepted, Finished, GenerateEvent, GenerateRequest
+
+T = TypeVar("T")
 
 
 class FakeCall:
@@ -52,6 +55,7 @@ class FakeHandler:
         self.calls: asyncio.Queue[FakeCall] = asyncio.Queue()
         self.most: int | None = None
         """What `most_at_once` says."""
+        self.num_in_threads = 0
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         call = FakeCall(request.request_id, (), timeout_s)
@@ -65,6 +69,10 @@ class FakeHandler:
         self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         return self._begin(FakeCall(request_id, tuple(next_token_index), timeout_s))
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        self.num_in_threads += 1
+        return await asyncio.to_thread(work, *args)
 
     def _begin(self, call: FakeCall) -> AsyncGenerator[GenerateEvent, None]:
         self.calls.put_nowait(call)

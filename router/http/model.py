@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Protocol
@@ -13,8 +12,6 @@ from baton.text.chat_template import ChatTemplate
 from router.http.bodies import ChatBody
 from router.validation import check_text
 
-THREAD_TEXT_CHARS = 16_384
-"""Longer chats are rendered and tokenized in a thread, so that nobody else waits."""
 _MAX_RENDERED_BYTES = 2 << 20
 
 
@@ -46,20 +43,14 @@ class ServedModel:
         """What it can do now."""
         return self._card()
 
-    async def chat_prompt(self, body: ChatBody) -> list[int]:
-        """The token ids of a chat; raises InvalidRequest naming the field that is wrong."""
-        num_chars = sum(len(message.content) for message in body.messages)
-        if num_chars > THREAD_TEXT_CHARS:
-            return await asyncio.to_thread(self._encode_chat, body)
-        return self._encode_chat(body)
-
     def spelling(self, token_id: int) -> bytes:
         """The bytes that a token stands for; without a tokenizer `token_id:ID`."""
         if self._vocabulary is None:
             return b"token_id:%d" % token_id
         return self._vocabulary.spelling(token_id)
 
-    def _encode_chat(self, body: ChatBody) -> list[int]:
+    def chat_prompt(self, body: ChatBody) -> list[int]:
+        """The token ids of a chat; raises InvalidRequest naming the field that is wrong. May be called in a thread."""
         if self._vocabulary is None or self._template is None:
             story = "this model is served without a tokenizer; send token ids to /v1/completions"
             raise InvalidRequest("messages", story)

@@ -270,6 +270,44 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
         assert await ask(stub) == handler.events
 
 
+async def test_too_many_of_anything_are_refused_by_name_before_the_handler_hears_of_them() -> None:
+    pb, handler = generation_pb2, Handler()
+    params = pb.SamplingParams
+    unknown_field = b"\xf8\x7f\x01"
+    cases: list[tuple[str, bytes, str]] = [
+        ("Generate", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 262_145)).SerializeToString(), "prompt"),
+        ("Generate", pb.GenerateRequest(sampling_params=params(stop=[""] * 17)).SerializeToString(), "stop"),
+        (
+            "Generate",
+            pb.GenerateRequest(sampling_params=params(stop_token_ids=[1] * 257)).SerializeToString(),
+            "stop_token_ids",
+        ),
+        (
+            "Generate",
+            pb.GenerateRequest(sampling_params=params(logit_bias=dict.fromkeys(range(301), 1.0))).SerializeToString(),
+            "logit_bias",
+        ),
+        ("Generate", pb.GenerateRequest(text="x").SerializeToString() + unknown_field * 100_000, "request"),
+        ("Generate", pb.GenerateRequest(text="x" * 100_000).SerializeToString() + unknown_field, "2047"),
+        ("Resume", pb.ResumeRequest(next_token_index=[0] * 9).SerializeToString(), "next_token_index"),
+        ("Detokenize", pb.DetokenizeRequest(token_ids=[1] * 262_145).SerializeToString(), "token_ids"),
+    ]
+    async with served(handler) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        for method, message, field in cases:
+            path = f"/{generation_service.SERVICE_NAME}/{method}"
+            is_unary = method == "Detokenize"
+            answer: Awaitable[object] = (
+                channel.unary_unary(path, None, None)(message)
+                if is_unary
+                else channel.unary_stream(path, None, None)(message).read()
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert (caught.value.details() or "").startswith(f"{field}: "), caught.value.details()
+    assert handler.asked == []
+
+
 async def test_a_client_that_leaves_closes_the_handlers_generator() -> None:
     handler = Handler()
     handler.endless = True

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Sequence
 from random import Random
 
 import pytest
 
-from baton.errors import InvalidRequest, UnknownModel
+from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.rpc.messages import ModelCard
+from baton.security.callers import Caller, current_caller
+from baton.security.matrix import CallerRole
 from baton.text.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fake_node import FakeNodes
 from router.front import GenerationHandler
+from router.limits import DispatchLimits
 from router.node_links import NodeLinks
 from router.text_stream import TextCodec
 from router.timers import ManualTimers
@@ -46,10 +50,12 @@ class SlowCodec:
         raise NotImplementedError
 
 
-def handler(codec: TextCodec | None) -> GenerationHandler:
+def handler(codec: TextCodec | None, limits: DispatchLimits | None = None) -> GenerationHandler:
     timers, view, card = ManualTimers(), ClusterView(), ModelCard(MODEL, 64, 300)
     links = NodeLinks(FakeNodes().connect, "router-1", timers, Random(1))
-    return GenerationHandler(Dispatcher(view, links, codec, lambda: card, timers, Random(1)), codec, lambda: card)
+    return GenerationHandler(
+        Dispatcher(view, links, codec, lambda: card, timers, Random(1), limits), codec, lambda: card
+    )
 
 
 async def test_a_long_text_stops_nobody_else() -> None:
@@ -59,6 +65,38 @@ async def test_a_long_text_stops_nobody_else() -> None:
     await asyncio.wait(waiting, timeout=0)
     codec.may_go_on.set()
     assert await asyncio.gather(*waiting) == [[4], "[4, 5]"]
+
+
+async def test_texts_wait_for_few_threads_and_no_tenants_for_anothers() -> None:
+    codec = SlowCodec()
+    front = handler(codec, DispatchLimits(max_tokenizing=8))
+    begun: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def work(name: str) -> str:
+        begun.put(name)
+        codec.encode("")
+        return name
+
+    async def ask(tenant: str, name: str) -> str:
+        current_caller.set(Caller(CallerRole.CLIENT, tenant))
+        return await front.in_thread(work, name)
+
+    flood = [asyncio.create_task(ask("a", f"a{number}")) for number in range(1)]
+    assert await asyncio.to_thread(begun.get, timeout=LONG_S) == "a0"
+    flood += [asyncio.create_task(ask("a", f"a{number}")) for number in range(1, 3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="2 jobs of this tenant wait, and at most 2 may"):
+        await ask("a", "a3")
+    other = asyncio.create_task(ask("b", "b0"))
+    assert await asyncio.to_thread(begun.get, timeout=LONG_S) == "b0"
+    codec.may_go_on.set()
+    assert await other == "b0"
+    assert await asyncio.gather(*flood) == ["a0", "a1", "a2"]
+
+
+async def test_more_tokens_than_the_model_reads_are_no_text_of_it() -> None:
+    with pytest.raises(InvalidRequest, match="token_ids: has 65 entries; at most 64 are taken"):
+        await handler(SlowCodec()).detokenize("", [1] * 65)
 
 
 async def test_what_can_t_be_a_text_is_refused_by_name() -> None:

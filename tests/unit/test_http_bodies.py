@@ -9,9 +9,10 @@ import pytest
 
 from baton.errors import InvalidRequest
 from baton.rpc.messages import GenerateRequest
+from baton.rpc.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
 from router.http.bodies import Body, ChatBody, CompletionBody, read
-from router.http.body import MAX_BODY_BYTES, MAX_DEPTH, parse_json
-from tests.support.http_rig import HttpRig
+from router.http.body import MAX_BODY_BYTES, parse_json
+from tests.support.http_rig import HttpRig, finished
 
 PROMPT = {"prompt": "ab"}
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -237,9 +238,9 @@ def test_a_format_that_is_half_said(sent: dict[str, object]) -> None:
         (b'{"a": ' + b"1" * 5000 + b"}", "body", "too long"),
         (b'{"a": 1, "a": 2}', "a", "twice"),
         (b'{"x": {"b": 1, "b": 1}}', "b", "twice"),
-        (b'{"a": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "body", "nested"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "body", "nested"),
-        (b"[" * 500_000, "body", "nested"),
+        (b'{"a": ' + b"[" * MAX_BODY_DEPTH + b"]" * MAX_BODY_DEPTH + b"}", "body", "nested"),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "body", "nested"),
+        (b"[" * MAX_BODY_CONTAINERS, "body", "nested"),
     ],
 )
 def test_what_two_readers_could_understand_differently(body: bytes, field: str, says: str) -> None:
@@ -249,8 +250,107 @@ def test_what_two_readers_could_understand_differently(body: bytes, field: str, 
 
 
 def test_depth_that_is_just_right() -> None:
-    inside = MAX_DEPTH - 1
+    inside = MAX_BODY_DEPTH - 1
     assert parse_json(b'{"a": ' + b"[" * inside + b"]" * inside + b"}").keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[" * 500_000, "500000 objects and arrays; at most 16384"),
+        (b'{"prompt": [' + b"{}," * 300_000 + b"{}]}", "300003 objects and arrays; at most 16384"),
+        (b'{"prompt": [' + b"[]," * 300_000 + b"[]]}", "300003 objects and arrays; at most 16384"),
+        (b'{"stop": [' + b'"",' * 300_000 + b'""]}', "300002 strings; at most 65536"),
+        (b'{"messages": [' + b'{"role":"user"},' * 65_522 + b'{"role":"user"}]}', "131047 strings; at most 65536"),
+        (b'{"prompt": [' + b"1," * 500_000 + b"1]}", "500000 values; at most 262144"),
+        (b"{" + b",".join(b'"%x": 1' % number for number in range(129)) + b"}", "129 fields; at most 128"),
+    ],
+)
+def test_a_body_of_too_many_things_is_counted_before_it_is_parsed(body: bytes, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        parse_json(body)
+    assert caught.value.field == "body"
+
+
+def test_what_is_inside_a_string_is_not_counted() -> None:
+    text = '[{,"\\' * 30_000
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+USER = {"role": "user"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "refusal"),
+    [
+        (ChatBody, {"messages": [USER] * 4097}, "messages: has 4097 messages; at most 4096 are taken"),
+        (ChatBody, {"messages": [{"role": "nobody"}] * 5000}, "messages: has 5000 messages; at most 4096 are taken"),
+        (CompletionBody, {"prompt": [1] * 262_145}, "prompt: has 262145 token ids; at most 262144 are taken"),
+        (CompletionBody, {"prompt": ["a"] * 33}, "prompt: has 33 prompts; at most 32 are taken"),
+        (CompletionBody, {"prompt": [[]] * 100}, "prompt: has 100 prompts; at most 32 are taken"),
+        (CompletionBody, PROMPT | {"stop": ["a"] * 17}, "stop: has 17 strings; at most 16 are taken"),
+        (
+            CompletionBody,
+            PROMPT | {"stop_token_ids": [1.5] * 257},
+            "stop_token_ids: has 257 entries; at most 256 are taken",
+        ),
+        (
+            CompletionBody,
+            PROMPT | {"logit_bias": dict.fromkeys(map(str, range(301)), 1)},
+            "logit_bias: has 301 entries; at most 300 are taken",
+        ),
+        (
+            ChatBody,
+            HELLO | {"chat_template_kwargs": dict.fromkeys(map(str, range(65)))},
+            "chat_template_kwargs: has 65 variables; at most 64 are taken",
+        ),
+    ],
+)
+def test_a_field_of_too_many_things(kind: type[Body], fields: dict[str, object], refusal: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(kind, fields)
+    assert str(caught.value) == refusal
+
+
+def test_a_name_too_long_to_be_compared_is_refused_all_the_same() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(CompletionBody, PROMPT | {"stop_tokens" + "s" * 1000: 1})
+    assert caught.value.reason == "is unknown"
+    assert len(caught.value.field) < 100
+
+
+def test_the_most_messages_are_taken() -> None:
+    assert len(read(ChatBody, {"messages": [USER] * 4096}).messages) == 4096
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_large"),
+    [
+        (PROMPT, False),
+        ({"prompt": "a" * 10_000}, True),
+        ({"prompt": [1] * 600}, True),
+    ],
+)
+async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
+    rig = HttpRig()
+    exchange = rig.ask("POST", COMPLETIONS, json.dumps(fields).encode(), {"content-type": "application/json"})
+    call = await rig.called()
+    assert (rig.handler.num_in_threads > 0) == is_large
+    call.tell(finished())
+    assert (await exchange.end()).status == 200
+
+
+async def test_a_large_chat_and_large_embeddings_are_too() -> None:
+    rig = HttpRig()
+    kind = {"content-type": "application/json"}
+    chat = {"messages": [{"role": "user", "content": "a" * 10_000}]}
+    exchange = rig.ask("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
+    (await rig.called()).tell(finished())
+    assert (await exchange.end()).status == 200
+    assert rig.handler.num_in_threads == 2
+    refused = await rig.ask("POST", "/v1/embeddings", json.dumps({"input": [""] * 5000}).encode(), kind).end()
+    assert refused.error["message"].startswith("input: has 5000 inputs; at most 256")
+    assert rig.handler.num_in_threads == 4
 
 
 async def test_bounds_of_size_and_type() -> None:

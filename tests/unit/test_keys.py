@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, Unauthenticated
-from baton.security.keys import KeyRing, bearer, new_key, read_keys, write_keys
+from baton.security.keys import MAX_KEY_CHARS, KeyRing, bearer, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
 from baton.security.pages import key_in
 
@@ -45,6 +45,16 @@ def test_a_key_is_its_tenant_and_its_role(file: Path) -> None:
     for wrong in ("", client[:-1], client + "x", client.upper(), read_keys(file)[0].sha256, "\ud800", "ß"):
         with pytest.raises(Unauthenticated):
             ring.caller(wrong, 0.0)
+
+
+def test_a_key_that_is_too_long_for_one_is_not_even_hashed(file: Path) -> None:
+    key = add(file)
+    ring = KeyRing(file)
+    assert len(key) <= MAX_KEY_CHARS
+    with pytest.raises(Unauthenticated, match="not known"):
+        ring.caller("x" * MAX_KEY_CHARS, 0.0)
+    with pytest.raises(Unauthenticated, match="the key has 1048576 characters"):
+        ring.caller("x" * (1 << 20), 0.0)
 
 
 def test_a_change_of_the_file_is_seen_within_a_second(file: Path) -> None:

@@ -175,6 +175,10 @@ class EngineFault(BatonError):
     status = Status.INTERNAL
 
 
+class RepetitiveOutput(EngineFault):
+    """The output repeats itself in the way that the request wants to end with an error; tokens sent so far stand."""
+
+
 class BackgroundFault(BatonError):
     """Work that a process can't go on without has failed: the process ends. `__cause__` is what was raised."""
 

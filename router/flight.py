@@ -33,6 +33,7 @@ from baton.errors import (
     Cancelled,
     EngineFault,
     InvalidRequest,
+    RepetitiveOutput,
     StreamDiverged,
     TransferCause,
     TransferFailed,
@@ -363,6 +364,8 @@ class Flight:
             case Outcome.INVALID:
                 field, _, reason = delta.error.partition(": ")
                 return self._give_up(InvalidRequest(field, reason))
+            case Outcome.REPETITION:
+                return self._give_up(RepetitiveOutput(delta.error))
             case Outcome.UNKNOWN:
                 return self._on_unknown(leg)
             case Outcome.MOVED:

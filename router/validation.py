@@ -9,6 +9,7 @@ from random import Random
 
 from baton.config import MIN_PRIORITY
 from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.repetition import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection
 from baton.engine.request import SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
@@ -41,6 +42,7 @@ _NOT_WITH_BEAMS = (
     "stop",
     "logprobs",
     "json_schema",
+    "repetition_detection",
 )
 _SEED_BITS = 53
 """Of a drawn seed: few enough for every JSON reader to keep them."""
@@ -195,6 +197,17 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         logprobs=None if raw.logprobs is None else _integer("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
         stop_token_ids=frozenset(raw.stop_token_ids),
         ignore_eos=bool(raw.ignore_eos),
+        repetition_detection=_repetition(raw.repetition_detection),
+    )
+
+
+def _repetition(rule: RepetitionDetection | None) -> RepetitionDetection | None:
+    if rule is None or rule.is_sound:
+        return rule
+    bounds = f"1 <= min_pattern_size <= max_pattern_size <= {MAX_PATTERN_SIZE} and 2 <= min_count <= {MAX_REPETITIONS}"
+    raise InvalidRequest(
+        "repetition_detection",
+        f"must have {bounds}, not {rule.min_pattern_size}, {rule.max_pattern_size} and {rule.min_count}",
     )
 
 

@@ -235,7 +235,7 @@ class Admission:
             request.num_unreported += bool(has_all)
             stop = check_stop(request, ledger.max_model_len)
             if stop is not None:
-                ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason)
+                ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason, error=stop.error)
                 return
         if not arrived.first_token_ids:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED

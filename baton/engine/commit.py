@@ -81,7 +81,12 @@ class Commit:
                     request.attention_at = self.next_attention(request)
 
     def next_attention(self, request: Request) -> int:
-        """The output index whose token fills a block, reaches a limit, or still carries first figures."""
+        """The output index whose token fills a block, reaches a limit, or still carries first figures.
+
+        0: each token needs attention, since a repetition may end with any.
+        """
+        if request.repetition is not None:
+            return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
         limit = min(most_outputs(request, self._ledger.max_model_len), num_output_tokens + to_full_block) - 1
@@ -179,6 +184,7 @@ class Commit:
             stop.status if stop is not None else RequestStatus.HANDED_OFF,
             outputs,
             stop_reason=stop.stop_reason if stop is not None else None,
+            error=stop.error if stop is not None else None,
             first_index=first_index,
             logprobs=logprobs,
         )

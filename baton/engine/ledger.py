@@ -236,6 +236,7 @@ class Ledger:
             error=request.error,
             kv_lost=kv_lost,
             transfer_cause=transfer_cause,
+            repeats_itself=request.repeats_itself,
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_external_tokens=request.num_external_tokens,
             embedding=embedding,

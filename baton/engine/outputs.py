@@ -178,6 +178,8 @@ class EngineCoreOutput(NamedTuple):
     num_external_tokens: int = 0
     embedding: bytes = b""
     """Float32, little-endian; of a request that embeds, with its end."""
+    repeats_itself: bool = False
+    """The error is that the output does: it would be the same elsewhere."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.engine.repetition import RepetitionDetection, RepetitionDetector
+
 if TYPE_CHECKING:
     from baton.engine.beam_group import BeamGroup
     from baton.engine.grammar import TokenMatcher
@@ -103,6 +105,8 @@ class SamplingParams:
     early_stopping: bool = False
     json_schema: str = ""
     """What the output must fit, as text (see grammar.py); empty: anything."""
+    repetition_detection: RepetitionDetection | None = None
+    """An output that repeats itself so ends with an error; None: it may."""
 
     @property
     def is_greedy(self) -> bool:
@@ -202,6 +206,10 @@ class Request:
         """Tokens at which it may stop."""
         if not sampling_params.ignore_eos:
             self.stop_ids |= eos_token_ids
+        rule = sampling_params.repetition_detection
+        self.repetition = RepetitionDetector(rule) if rule is not None else None
+        self.repeats_itself = False
+        """Its error is that its output does."""
         self.group: SequenceGroup | None = None
         """The request's sequences when there are several; this is one of them."""
         self.beams: BeamGroup | None = None

@@ -280,6 +280,10 @@ class Scheduler:
             if first.status is RequestStatus.INVALID:
                 # Not the node's fault in any of them: a router that read ERROR would hold it against the node.
                 status, error = first.status, first.error or error
+            elif first.repeats_itself:
+                error = first.error or error
+                for member in group.members:
+                    member.repeats_itself = True
             self._finish(list(group.members), status, error, outputs)
 
     # --- deciding a step ---

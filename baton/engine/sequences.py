@@ -23,6 +23,11 @@ def check_sequences(params: SamplingParams) -> None:
         raise InvalidRequest("n", f"must be 1 to {most}, not {params.n}")
     if width and params.has_grammar:
         raise InvalidRequest("json_schema", "does not go with beam_width")
+    if params.repetition_detection is not None:
+        if width:
+            raise InvalidRequest("repetition_detection", "does not go with beam_width")
+        if not params.repetition_detection.is_sound:
+            raise InvalidRequest("repetition_detection", f"{params.repetition_detection} is out of bounds")
 
 
 def open_group(request: Request, ledger: Ledger) -> None:

@@ -9,10 +9,14 @@ from baton.engine.request import Request, RequestStatus
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How a request ended at its last token. `stop_reason`: the stop token id that did it, None for EOS and length."""
+    """How a request ended at its last token. `stop_reason`: the stop token id that did it, None for EOS and length.
+
+    `error`: of one whose output repeats itself.
+    """
 
     status: RequestStatus
     stop_reason: int | None = None
+    error: str | None = None
 
 
 _AT_EOS = Stop(RequestStatus.STOPPED)
@@ -25,15 +29,26 @@ def most_outputs(request: Request, max_model_len: int) -> int:
 
 
 def check_stop(request: Request, max_model_len: int) -> Stop | None:
-    """Judge the last output token. Below min_tokens only length can end a request."""
+    """Judge the last output token. Below min_tokens only length and repetition can end a request."""
     params = request.sampling_params
     num_output_tokens = len(request.output_token_ids)
+    pattern_size = request.repetition.repeated(request.output_token_ids) if request.repetition is not None else 0
     if num_output_tokens >= params.min_tokens:
         token_id = request.output_token_ids[-1]
         if not params.ignore_eos and token_id in request.eos_token_ids:
             return _AT_EOS
         if token_id in params.stop_token_ids:
             return Stop(RequestStatus.STOPPED, token_id)
+    if pattern_size:
+        return _at_repetition(request, pattern_size)
     if num_output_tokens >= params.max_tokens or request.num_tokens >= max_model_len:
         return _AT_LENGTH
     return None
+
+
+def _at_repetition(request: Request, pattern_size: int) -> Stop:
+    rule = request.sampling_params.repetition_detection
+    request.repeats_itself = True
+    times = rule.min_count if rule is not None else 0
+    size = f"{pattern_size} tokens" if pattern_size > 1 else "token"
+    return Stop(RequestStatus.ERROR, error=f"the output repeats itself: its last {size} came {times} times in a row")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
 from baton.rpc.messages import Outcome, StageTimings
 
-_ENDS_ALL = frozenset({Outcome.ERROR, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})
+_ENDS_ALL = frozenset({Outcome.ERROR, Outcome.REPETITION, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ def outcome_of(output: EngineCoreOutput) -> Outcome | None:
     if output.finish_reason is None:
         return None
     outcome = _OUTCOMES[output.finish_reason]
+    if outcome is Outcome.ERROR and output.repeats_itself:
+        return Outcome.REPETITION
     return Outcome.KV_LOST if outcome is Outcome.ERROR and output.kv_lost else outcome
 
 

@@ -80,6 +80,8 @@ def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
         "length_penalty": math.isfinite(params.length_penalty),
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
+        "repetition_detection": params.repetition_detection is None
+        or (params.repetition_detection.is_sound and not params.beam_width),
         "json_schema": len(params.json_schema) <= (0 if params.beam_width else MAX_SCHEMA_BYTES),
     }
     bad = [name for name, is_sound in sound.items() if not is_sound]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
+from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.v1 import generation_pb2 as generation
 
@@ -61,6 +61,9 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
         if (value := getattr(request, name)) is not None:
             with _named(name):
                 setattr(pb.service_level, field, value)
+    if request.repetition_detection is not None:
+        with _named("repetition_detection"):
+            params.repetition_detection.CopyFrom(repetition_to_pb(request.repetition_detection))
     with _named("logit_bias"):
         params.logit_bias.update(request.logit_bias)
     with _named("stop"):
@@ -106,6 +109,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         stop_token_ids=tuple(params.stop_token_ids),
         priority=pb.priority,
         cache_salt=pb.cache_salt,
+        repetition_detection=repetition_from_pb(params),
         **present,
     )
 

@@ -48,6 +48,7 @@ _OUTCOMES = {
     Outcome.MOVED: node.OUTCOME_MOVED,
     Outcome.UNKNOWN: node.OUTCOME_UNKNOWN,
     Outcome.INVALID: node.OUTCOME_INVALID,
+    Outcome.REPETITION: node.OUTCOME_REPETITION,
 }
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
 _TRANSFER_CAUSES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.engine.outputs import TokenLogprobs
+from baton.engine.repetition import RepetitionDetection
 from baton.engine.request import SamplingParams
 from baton.v1 import generation_pb2 as generation
 
@@ -31,6 +32,7 @@ def sampling_to_pb(params: SamplingParams) -> generation.SamplingParams:
         length_penalty=params.length_penalty if params.beam_width else None,
         early_stopping=params.early_stopping if params.beam_width else None,
         json_schema=params.json_schema or None,
+        repetition_detection=repetition_to_pb(params.repetition_detection) if params.repetition_detection else None,
     )
 
 
@@ -56,7 +58,23 @@ def sampling_from_pb(pb: generation.SamplingParams) -> SamplingParams:
         length_penalty=pb.length_penalty if pb.HasField("length_penalty") else 1.0,
         early_stopping=pb.early_stopping,
         json_schema=pb.json_schema,
+        repetition_detection=repetition_from_pb(pb),
     )
+
+
+def repetition_to_pb(rule: RepetitionDetection) -> generation.RepetitionDetection:
+    """What ends an output that repeats itself."""
+    return generation.RepetitionDetection(
+        max_pattern_size=rule.max_pattern_size, min_pattern_size=rule.min_pattern_size, min_count=rule.min_count
+    )
+
+
+def repetition_from_pb(pb: generation.SamplingParams) -> RepetitionDetection | None:
+    """The same as it came, with defaults filled in; not checked."""
+    if not pb.HasField("repetition_detection"):
+        return None
+    rule = pb.repetition_detection
+    return RepetitionDetection(rule.max_pattern_size, rule.min_pattern_size or 1, rule.min_count or 2)
 
 
 def logprobs_to_pb(logprobs: Iterable[TokenLogprobs]) -> list[generation.PositionLogprobs]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import KVCacheEvent
 from baton.engine.outputs import TokenLogprobs
+from baton.engine.repetition import RepetitionDetection
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
@@ -131,6 +132,8 @@ class Outcome(enum.Enum):
     """There is nothing of it here to adopt."""
     INVALID = "invalid"
     """What it asks for can't be done, here or elsewhere: its error is the field's name, a colon and why."""
+    REPETITION = "repetition"
+    """Its output repeats itself, and the request asked for an error then. It would elsewhere, too."""
 
     __hash__ = object.__hash__
 
@@ -386,6 +389,7 @@ class GenerateRequest:
     early_stopping: bool | None = None
     json_schema: str | None = None
     """What the answer must fit, as text; `{"type": "object"}` is any JSON object."""
+    repetition_detection: RepetitionDetection | None = None
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""

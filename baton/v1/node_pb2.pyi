@@ -42,6 +42,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_MOVED: _ClassVar[Outcome]
     OUTCOME_UNKNOWN: _ClassVar[Outcome]
     OUTCOME_INVALID: _ClassVar[Outcome]
+    OUTCOME_REPETITION: _ClassVar[Outcome]
 
 class TransferCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -83,6 +84,7 @@ OUTCOME_REFUSED: Outcome
 OUTCOME_MOVED: Outcome
 OUTCOME_UNKNOWN: Outcome
 OUTCOME_INVALID: Outcome
+OUTCOME_REPETITION: Outcome
 TRANSFER_CAUSE_UNSPECIFIED: TransferCause
 TRANSFER_CAUSE_PEER_GONE: TransferCause
 TRANSFER_CAUSE_LEASE_LOST: TransferCause

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
+from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
 from baton.rpc.messages import GenerateRequest
 from baton.rpc.request_limits import (
@@ -183,6 +184,18 @@ class ResponseFormat(_Strict):
         return json.dumps(self.json_schema.schema_)
 
 
+class RepetitionBody(_Strict):
+    """vLLM's: which repetition ends the output with an error."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def rule(self) -> RepetitionDetection:
+        """What the engine is told."""
+        return RepetitionDetection(self.max_pattern_size, self.min_pattern_size, self.min_count)
+
+
 class Body(_Strict):
     """What both endpoints have."""
 
@@ -209,6 +222,7 @@ class Body(_Strict):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
+    repetition_detection: RepetitionBody | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -285,6 +299,7 @@ class Body(_Strict):
             beam_width=beam_width,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
+            repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
             json_schema=self.response_format.as_schema() if self.response_format is not None else None,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",

@@ -47,6 +47,7 @@ CODES = {
     "Unreachable": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",
     "Cancelled": "CANCELLED",
+    "RepetitiveOutput": "INTERNAL",
     "AttemptsExhausted": "ABORTED",
     "StreamDiverged": "ABORTED",
     "TransferFailed": "ABORTED",

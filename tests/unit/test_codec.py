@@ -7,6 +7,7 @@ import pytest
 from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.outputs import TokenLogprobs
+from baton.engine.repetition import RepetitionDetection
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.ids import AttemptKey
@@ -63,6 +64,7 @@ PARAMS = SamplingParams(
     length_penalty=0.5,
     early_stopping=True,
     json_schema='{"enum": ["ü"]}',
+    repetition_detection=RepetitionDetection(9, 2, 5),
 )
 LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
@@ -218,6 +220,7 @@ def test_requests_keep_what_is_present_and_nothing_else() -> None:
         length_penalty=0.0,
         early_stopping=False,
         json_schema="{}",
+        repetition_detection=RepetitionDetection(8, 3, 4),
         priority=-1,
         cache_salt="s",
     )

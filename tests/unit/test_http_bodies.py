@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
 from baton.rpc.messages import GenerateRequest
 from baton.rpc.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
@@ -39,6 +40,7 @@ ALL = {
     "beam_width": 4,
     "length_penalty": 0.5,
     "early_stopping": False,
+    "repetition_detection": {"max_pattern_size": 8, "min_count": 5},
     "priority": -3,
     "cache_salt": "salt",
     "ttft_slo_ms": 100,
@@ -56,6 +58,7 @@ def test_every_field_of_the_core_can_be_had() -> None:
         "request_id": "id",
         "logprobs": 5,
         "json_schema": None,
+        "repetition_detection": RepetitionDetection(8, 1, 5),
         # Who asks is known from the key, and its trace from a header.
         "tenant": "",
         "traceparent": "",

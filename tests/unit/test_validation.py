@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest, UnknownModel
 from baton.rpc.messages import GenerateRequest, ModelCard
 from router.request import ValidRequest
@@ -124,6 +125,11 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("n", {"beam_width": 3, "n": 4}),
     *[("length_penalty", {"beam_width": 3, "length_penalty": p}) for p in (NAN, INF, -11.0, 10.1)],
     ("length_penalty", {"length_penalty": 1.0}),
+    *[
+        ("repetition_detection", {"repetition_detection": RepetitionDetection(*rule)})
+        for rule in ((0, 1, 2), (65, 1, 2), (3, 4, 2), (3, 1, 1), (3, 1, 1025))
+    ],
+    ("repetition_detection", {"beam_width": 3, "repetition_detection": RepetitionDetection(3)}),
     ("early_stopping", {"early_stopping": True}),
     *[
         (field, {"beam_width": 3, field: value})

@@ -1,0 +1,166 @@
+"""An output that repeats itself ends with an error where its request wants that: at one token, whatever the path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
+from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
+from baton.errors import InvalidRequest
+from baton.node.reports import outcome_of
+from baton.rpc.messages import Outcome
+from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
+
+RULE = RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=3)
+TOKENS = [9, 9, 5, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4, 4]
+"""1 2 3 comes three times in a row up to token 11; what repeats before is too short or too seldom."""
+END = 12
+
+
+def naive(tokens: Sequence[int], rule: RepetitionDetection) -> int:
+    for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
+        tail = tokens[len(tokens) - size * rule.min_count :]
+        if len(tokens) >= size * rule.min_count and list(tail) == list(tail[:size]) * rule.min_count:
+            return size
+    return 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_counted_on_the_way_is_what_is_there(seed: int) -> None:
+    rng = Random(seed)
+    rule = RepetitionDetection(rng.randint(2, 6), rng.randint(1, 2), rng.randint(2, 4))
+    detector = RepetitionDetector(rule)
+    tokens: list[int] = []
+    found = 0
+    while len(tokens) < 2000:
+        # Some at once, as where a request comes with output; the last one decides.
+        tokens += [rng.randint(0, 1) for _ in range(rng.choice([1, 1, 1, 5]))]
+        assert detector.repeated(tokens) == naive(tokens, rule)
+        found += bool(naive(tokens, rule))
+    assert found
+
+
+def test_it_remembers_no_more_than_the_longest_pattern() -> None:
+    detector = RepetitionDetector(RepetitionDetection(8))
+    tokens = list(range(10_000))
+    assert detector.repeated(tokens) == 0
+    assert len(detector._places) == 8
+
+
+def drive(rig: EngineRig) -> None:
+    """Run to the end; TOKENS are what everybody draws."""
+    while rig.core.has_work():
+        decided = rig.scheduler.schedule()
+        sampled = {}
+        for name in decided.num_scheduled_tokens:
+            request = rig.scheduler.requests[name]
+            if name in rig.scheduler.decoding or request.num_computed_tokens >= request.num_tokens:
+                sampled[name] = [TOKENS[request.num_output_tokens]]
+        rig.commit(decided, ModelRunnerOutput(sampled))
+
+
+def check_end(rig: EngineRig, name: str = "r") -> None:
+    end = rig.ends[name]
+    assert rig.tokens[name] == TOKENS[:END]
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.error == "the output repeats itself: its last 3 tokens came 3 times in a row"
+    assert outcome_of(end) is Outcome.REPETITION
+    assert not rig.core.has_work()
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+
+
+def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
+    rig = EngineRig()
+    rig.add("r", 6, max_tokens=14, repetition_detection=RULE)
+    rig.add("free", 6, max_tokens=14)
+    drive(rig)
+    assert rig.tokens["free"] == TOKENS
+    assert rig.reason("free") is FinishReason.LENGTH
+    check_end(rig)
+
+
+@pytest.mark.parametrize("given", range(1, END))
+def test_wherever_another_node_goes_on_it_ends_at_the_same_token(given: int) -> None:
+    rig = EngineRig()
+    request = Request(
+        "r", prompt_of(6), SamplingParams(max_tokens=14, repetition_detection=RULE), output_token_ids=TOKENS[:given]
+    )
+    rig.core.add_request(request)
+    rig.tokens["r"] = TOKENS[:given]
+    drive(rig)
+    check_end(rig)
+
+
+@pytest.mark.parametrize("given", [1, 5, END - 1])
+def test_a_decode_leg_ends_at_the_same_token(given: int) -> None:
+    rig = EngineRig()
+    params = SamplingParams(max_tokens=14, repetition_detection=RULE)
+    output = TOKENS[: given - 1]
+    rig.core.add_request(Request("r", prompt_of(6), params, leg=Leg.DECODE, kv_source=SOURCE, output_token_ids=output))
+    rig.tokens["r"] = [*output]
+    rig.step()
+    rig.transfer(arrived={"r": [TOKENS[given - 1]]})
+    drive(rig)
+    check_end(rig)
+
+
+def test_the_first_token_of_a_prefill_leg_may_be_the_one() -> None:
+    rig = EngineRig()
+    params = SamplingParams(max_tokens=14, repetition_detection=RULE)
+    rig.core.add_request(Request("r", prompt_of(6), params, leg=Leg.PREFILL, output_token_ids=TOKENS[: END - 1]))
+    rig.tokens["r"] = TOKENS[: END - 1]
+    drive(rig)
+    assert rig.tokens["r"] == TOKENS[:END]
+    assert outcome_of(rig.ends["r"]) is Outcome.REPETITION
+
+
+def test_preemption_changes_nothing() -> None:
+    rig = EngineRig(num_blocks=7)
+    rig.add("old", 8, max_tokens=14)
+    rig.add("r", 6, max_tokens=14, repetition_detection=RULE)
+    drive(rig)
+    assert rig.requests["r"].num_preemptions
+    assert rig.tokens["old"] == TOKENS
+    check_end(rig)
+
+
+def test_min_tokens_does_not_keep_it_going_and_a_stop_at_the_same_token_comes_first() -> None:
+    rig = EngineRig()
+    rig.add("r", 6, max_tokens=14, min_tokens=12, repetition_detection=RULE)
+    rig.add("stops", 6, max_tokens=14, min_tokens=12, stop_token_ids=frozenset({3}), repetition_detection=RULE)
+    drive(rig)
+    assert rig.reason("stops") is FinishReason.STOP
+    check_end(rig)
+
+
+def test_the_other_sequences_of_the_request_end_with_it() -> None:
+    rig = EngineRig()
+    rig.add("r", 6, max_tokens=14, n=2, repetition_detection=RULE)
+    drive(rig)
+    assert {name: outcome_of(end) for name, end in rig.ends.items()} == dict.fromkeys(("r", "r~1"), Outcome.REPETITION)
+    assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
+    assert rig.requests["r"].status is RequestStatus.ERROR
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RepetitionDetection(0),
+        RepetitionDetection(2, 3),
+        RepetitionDetection(MAX_PATTERN_SIZE + 1),
+        RepetitionDetection(3, 0),
+        RepetitionDetection(3, 1, 1),
+    ],
+)
+def test_what_makes_no_sense_is_refused(rule: RepetitionDetection) -> None:
+    with pytest.raises(InvalidRequest, match="repetition_detection"):
+        EngineRig().add("r", 6, repetition_detection=rule)
+
+
+def test_beams_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="repetition_detection: does not go with beam_width"):
+        EngineRig().add("r", 6, beam_width=3, repetition_detection=RULE)

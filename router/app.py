@@ -45,6 +45,7 @@ from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_client import OperatorStub
 from baton.rpc.operator_service import OperatorServicer
 from baton.rpc.server import RpcServer, join_address, reached_as, streaming_server
+from baton.rpc.turn_budget import TurnBudget
 from baton.security.binds import check_bind
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
@@ -190,9 +191,12 @@ class _Router:
             self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer, spans
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(door=Door(keys))
-        own = config.has_own_grpc_server
-        limit = ConnectionLimit()
-        self._public = streaming_server(public, barrier, config.tls, limit) if own else RpcServer(public, barrier, tls)
+        # Of all ports for strangers together.
+        limit, budget = ConnectionLimit(), TurnBudget(asyncio.get_running_loop())
+        if config.has_own_grpc_server:
+            self._public = streaming_server(public, barrier, config.tls, limit, budget)
+        else:
+            self._public = RpcServer(public, barrier, tls)
         # With certificates an operator shows his own, and without them a key.
         operators = Door(keys) if tls is None else Door(cluster=config.cluster)
         private = FaultBarrier(door=operators)
@@ -214,6 +218,7 @@ class _Router:
             config.limits.stall_s,
             config.tls,
             limit=limit,
+            budget=budget,
         )
         host = config.advertise_host or reached_as(config.host)
         self._record = NodeRecord(

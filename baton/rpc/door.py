@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from baton.errors import PermissionDenied
-from baton.security.callers import current_caller
+from baton.security.callers import ANYONE, Caller, current_caller
 from baton.security.keys import KeyRing, bearer
 from baton.security.matrix import CallerRole, callers_of_rpc, certificate_role
 
@@ -27,16 +27,27 @@ class Door:
 
     def check_key(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Raises Unauthenticated or PermissionDenied; says to whoever asks in this task who is calling."""
+        caller = self.caller(method, metadata)
+        if caller is not ANYONE:
+            current_caller.set(caller)
+
+    def caller(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
+        """Who is calling, ANYONE where that does not matter; raises Unauthenticated or PermissionDenied."""
         if self._keys is None:
-            return
+            return ANYONE
         allowed = callers_of_rpc(method)
         if CallerRole.ANYONE in allowed:
-            return
+            return ANYONE
         sent = next((value for key, value in metadata or () if key == "authorization"), "")
         caller = self._keys.caller(bearer(sent) if isinstance(sent, str) else "", self._now())
         if caller.role not in allowed:
             raise PermissionDenied(f"{method} is not for a {caller.role.value}'s key")
-        current_caller.set(caller)
+        return caller
+
+    @staticmethod
+    def is_open_to_anyone(method: str) -> bool:
+        """Whether also those may call it who show nothing: then who calls it has not shown to be anybody."""
+        return CallerRole.ANYONE in callers_of_rpc(method)
 
     def check_certificate(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Raises PermissionDenied when the certificate's role may not call this."""

@@ -21,7 +21,7 @@ import grpc
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.rpc import status
 from baton.rpc.door import Door
-from baton.rpc.http2.call import BadCall
+from baton.rpc.http2.call import BadCall, CallDetails
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
@@ -44,7 +44,7 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(self, stall_s: float = 30.0, door: Door | None = None) -> None:
         """`stall_s`: how long a client of the public service may take for one message."""
         self._stall_s = stall_s
-        self._door = door or Door()
+        self.door = door or Door()
 
     async def intercept_service(
         self,
@@ -52,11 +52,12 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         method = str(handler_call_details.method)
-        try:
-            # Before a byte of the request is read.
-            self._door.check_key(method, handler_call_details.invocation_metadata)
-        except BatonError as error:
-            return _refusing(error)
+        if not isinstance(handler_call_details, CallDetails) or handler_call_details.caller is None:
+            try:
+                # Before a byte of the request is read. Our own server does it before there is a call.
+                self.door.check_key(method, handler_call_details.invocation_metadata)
+            except BatonError as error:
+                return _refusing(error)
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):
             return handler
@@ -64,11 +65,11 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)
         if not inspect.isasyncgenfunction(behaviour):
-            guarded = _guarded_call(behaviour, method, self._door)
+            guarded = _guarded_call(behaviour, method, self.door)
         elif method.startswith(_PUBLIC):
-            guarded = _guarded_writer(behaviour, method, self._door, self._stall_s)
+            guarded = _guarded_writer(behaviour, method, self.door, self._stall_s)
         else:
-            guarded = _guarded_generator(behaviour, method, self._door)
+            guarded = _guarded_generator(behaviour, method, self.door)
         return make(guarded, read, handler.response_serializer)
 
 

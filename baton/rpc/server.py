@@ -13,6 +13,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.http2.server import Http2Server
 from baton.rpc.reflection import add_reflection
+from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit, Limits
 from baton.security.tls_files import TlsFiles
 
@@ -111,10 +112,14 @@ def reached_as(host: str) -> str:
 
 
 def streaming_server(
-    service_names: tuple[str, ...], barrier: FaultBarrier, tls: TlsFiles | None, limit: ConnectionLimit | None = None
+    service_names: tuple[str, ...],
+    barrier: FaultBarrier,
+    tls: TlsFiles | None,
+    limit: ConnectionLimit | None = None,
+    budget: TurnBudget | None = None,
 ) -> RpcServer:
-    """One that thousands of clients may stream from; see `baton.rpc.http2`. `limit`: of the process's connections.
-    Raises ConfigError.
+    """One that thousands of clients may stream from; see `baton.rpc.http2`. `limit` and `budget`: of the process's
+    connections. Raises ConfigError.
     """
     ours = Http2Server(
         (barrier,),
@@ -122,6 +127,8 @@ def streaming_server(
         max_message_bytes=MAX_MESSAGE_BYTES,
         max_metadata_bytes=MAX_METADATA_BYTES,
         limit=limit,
+        budget=budget,
+        door=barrier.door,
     )
     return RpcServer(service_names, ours=ours)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -41,7 +41,26 @@ _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> None:
-    """End the call with the error's status and its details (field violation, error class, retryable). Always raises.
+    """End the call with the error's status, see `to_rpc`. Always raises."""
+    status = to_rpc(error)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.InternalError as gone:
+        # A caller that is gone, or whose deadline passed, hears nothing any more, and that is no fault. gRPC takes a
+        # second AbortError for one.
+        raise asyncio.CancelledError(str(error)) from gone
+
+
+class RpcStatus(NamedTuple):
+    """How a call ends."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: Sequence[tuple[str, str | bytes]]
+
+
+def to_rpc(error: BatonError) -> RpcStatus:
+    """The error's status and its details (field violation, error class, retryable).
 
     The trailing metadata says when to try again after an `Overloaded`, and how many tokens a broken stream had brought.
     """
@@ -57,12 +76,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
         )
         detail.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     status = rpc_status.to_status(detail)
-    try:
-        await context.abort(status.code, status.details or "", (*(status.trailing_metadata or ()), *_trailer(error)))
-    except grpc.aio.InternalError as gone:
-        # A caller that is gone, or whose deadline passed, hears nothing any more, and that is no fault. gRPC takes a
-        # second AbortError for one.
-        raise asyncio.CancelledError(str(error)) from gone
+    return RpcStatus(status.code, status.details or "", (*(status.trailing_metadata or ()), *_trailer(error)))
 
 
 def _trailer(error: BatonError) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
-"""How much of one turn of the event loop all connections of a kind may use together, and who comes first.
+"""How much of one turn of the event loop all connections of a process may use together, and who comes first.
 
 What a stranger sends may cost far more to take apart than to send. A bound for each connection multiplies by their
-number; this one does not.
+number; this one does not. It works as fair queueing does (FQ-CoDel, RFC 8290): sources take turns step by step, and who
+has only just sent something comes before those who had a step and need more, so that who floods makes itself wait.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class TurnBudget:
         self._loop = loop
         self._turn_s = turn_s
         self._now = now
-        self._waiting: deque[Source] = deque()
+        self._fresh: deque[Source] = deque()
+        """Those that have not had a step since they came."""
+        self._busy: deque[Source] = deque()
+        """Those that had one, and have more to do."""
         self._spent_s = 0.0
         self._is_counting = False
         """Whether a call comes at the begin of the next turn."""
@@ -50,18 +54,18 @@ class TurnBudget:
     @property
     def num_waiting(self) -> int:
         """Sources with more to do."""
-        return len(self._waiting)
+        return len(self._fresh) + len(self._busy)
 
     def step(self, source: Source) -> None:
         """Let a source that is not waiting yet step: at once if there is time, and nobody else waits."""
-        self._waiting.append(source)
+        self._fresh.append(source)
         self._count()
-        if len(self._waiting) == 1:
+        if self.num_waiting == 1:
             self._go_on()
 
     def step_later(self, source: Source) -> None:
         """The same, but never at once: for callers in the middle of something."""
-        self._waiting.append(source)
+        self._fresh.append(source)
         self._count()
 
     def _count(self) -> None:
@@ -71,15 +75,21 @@ class TurnBudget:
 
     def _new_turn(self) -> None:
         self._is_counting, self._spent_s = False, 0.0
-        if self._waiting:
+        if self._fresh or self._busy:
             self._count()
+            # First, so that newcomers without an end do not keep those that wait from having any.
+            if self._fresh and self._busy:
+                self._let_step(self._busy)
             self._go_on()
 
     def _go_on(self) -> None:
-        while self._waiting and self._spent_s < self._turn_s:
-            source = self._waiting.popleft()
-            begun = self._now()
-            has_more = source.step()
-            self._spent_s += self._now() - begun
-            if has_more:
-                self._waiting.append(source)
+        while self._spent_s < self._turn_s and (queue := self._fresh or self._busy):
+            self._let_step(queue)
+
+    def _let_step(self, queue: deque[Source]) -> None:
+        source = queue.popleft()
+        begun = self._now()
+        has_more = source.step()
+        self._spent_s += self._now() - begun
+        if has_more:
+            self._busy.append(source)

@@ -36,14 +36,16 @@ class HttpServer:
         tls: TlsFiles | None = None,
         head_s: float = HEAD_S,
         limit: ConnectionLimit | None = None,
+        budget: TurnBudget | None = None,
     ) -> None:
         """`stall_s`: how long a connection may take nothing of what waits for it before it is cut; `head_s`: and how
-        long to say what it wants. `limit`: of all connections of the process; without one the server has its own.
+        long to say what it wants. `limit` and `budget`: of all connections of the process; without them the server has
+        its own.
         """
         self._stall_s = stall_s
         self._head_s = head_s
         self._read_buffer = memoryview(bytearray(READ_BYTES))
-        self._budget: TurnBudget | None = None
+        self._budget = budget
         self._socket: socket.socket | None = None
         self._server = _Server(
             uvicorn.Config(
@@ -89,7 +91,7 @@ class HttpServer:
     async def start(self) -> None:
         """Serve; returns once connections are taken."""
         assert self._socket is not None, "bind first"
-        self._budget = TurnBudget(asyncio.get_running_loop())
+        self._budget = self._budget or TurnBudget(asyncio.get_running_loop())
         self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.rpc.http2.call import BadCall, Call, CallDetails
+from baton.rpc.http2.call import BadCall, Call, CallDetails, CallHead
 from baton.rpc.http2.hpack import HeaderReader
 from tests.support.http2_frames import request_fields
 
@@ -55,7 +55,7 @@ def message(data: bytes, *, is_compressed: bool = False) -> bytes:
 
 
 def called(link: FakeLink, *more: tuple[str, str]) -> Call:
-    return Call(link, 1, [*request_fields("/t.T/Echo"), *more], LIMIT)
+    return Call(link, 1, CallHead.read([*request_fields("/t.T/Echo"), *more]), LIMIT)
 
 
 def squeezed(link: FakeLink) -> Call:

@@ -291,12 +291,73 @@ def test_who_does_not_greet_is_no_client() -> None:
     assert fault_of(Connection(8192), PREFACE + frame(PING, 0, 0, bytes(8))) == PROTOCOL_ERROR
 
 
-def test_who_asks_and_reads_no_answers_is_cut() -> None:
+def test_who_only_asks_is_cut_whether_it_reads_the_answers_or_not() -> None:
     connection = connected()
-    for _ in range(100):
+    for _ in range(10):
+        connection.receive(frame(PING, 0, 0, bytes(8)) * 100)
+        connection.take()
+    assert fault_of(connection, frame(PING, 0, 0, bytes(8))) == ENHANCE_YOUR_CALM
+
+
+def test_what_is_sent_and_time_pay_for_what_is_asked() -> None:
+    """A client that measures its bandwidth pings, and one whose windows are small gives them back, all day long."""
+    connection = connected()
+    connection.receive(opened(1))
+    for _ in range(10_000):
+        connection.send(1, b"a token")
+        connection.receive(grow(1, 7) + grow(0, 7) + frame(PING, 0, 0, bytes(8)))
+        connection.take()
+    for _ in range(10):
         connection.receive(frame(PING, 0, 0, bytes(8)) * 1_000)
         connection.take()
-    assert fault_of(connection, frame(PING, 0, 0, bytes(8)) * 1_001) == ENHANCE_YOUR_CALM
+        connection.guard.forgive()
+
+
+def test_who_only_gives_windows_back_is_cut() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    assert fault_of(connection, (grow(0, 1) + grow(1, 1)) * 501) == ENHANCE_YOUR_CALM
+
+
+def test_who_only_wants_to_be_refused_is_cut() -> None:
+    connection = connected()
+    for stream in range(1, 2_001, 2):
+        connection.receive(opened(stream, END_STREAM))
+        connection.refuse(stream, TRAILERS)
+        connection.take()
+    connection.receive(opened(2_001, END_STREAM))
+    with pytest.raises(ConnectionFault) as caught:
+        connection.refuse(2_001, TRAILERS)
+    assert caught.value.code == ENHANCE_YOUR_CALM
+    assert sent(connection.take())[-1][0] == GOAWAY
+
+
+def test_who_sends_a_request_byte_by_byte_is_cut() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    connection.receive(frame(DATA, 0, 1, b"x") * 1_000)
+    assert fault_of(connection, frame(DATA, 0, 1, b"x")) == ENHANCE_YOUR_CALM
+
+
+def test_what_comes_for_streams_that_are_over_is_no_more_free() -> None:
+    connection = connected()
+    connection.receive(opened(1))
+    connection.finish(1, TRAILERS)
+    connection.take()
+    assert fault_of(connection, frame(DATA, 0, 1, bytes(64)) * 1_001) == ENHANCE_YOUR_CALM
+
+
+def test_more_streams_are_allowed_later() -> None:
+    connection = Connection(8192, max_streams=2)
+    (settings, _) = sent(connection.take())
+    assert settings[3][:6] == struct.pack(">HI", 3, 2)
+    connection.receive(PREFACE + frame(SETTINGS, 0, 0))
+    assert [type(one) for one in connection.receive(opened(1) + opened(3) + opened(5))] == [Opened, Opened]
+    connection.take()
+    connection.allow_streams(3)
+    connection.allow_streams(3)
+    assert sent(connection.take()) == [(SETTINGS, 0, 0, struct.pack(">HI", 3, 3))]
+    assert connection.receive(opened(7)) == [Opened(7, REQUEST, False)]
 
 
 def test_who_opens_streams_only_to_reset_them_is_cut() -> None:
@@ -390,6 +451,7 @@ def test_who_sends_nothing_but_frames_for_nothing_is_cut(useless: bytes) -> None
     for _ in range(5):
         connection.receive(useless * 900)
         connection.take()
+        connection.guard.forgive()
     assert fault_of(connection, useless * 1_001) == ENHANCE_YOUR_CALM
 
 
@@ -410,7 +472,19 @@ def test_who_makes_us_reset_its_streams_is_cut_as_well() -> None:
     for pair in pairs[:-1]:
         connection.receive(pair)
         connection.take()
+        connection.guard.forgive()
     assert fault_of(connection, pairs[-1]) == ENHANCE_YOUR_CALM
+
+
+@pytest.mark.parametrize("value", [" v", "v ", "\tv", "v\t", "a\0b", "a\nb", "\r"])
+@pytest.mark.parametrize("name", ["x", ":path"])
+def test_a_value_with_blanks_around_it_or_controls_in_it_breaks_the_stream(name: str, value: str) -> None:
+    """RFC 9113, 8.2.1."""
+    fields = [*(one for one in REQUEST if one[0] != name), (name, value)]
+    fields.sort(key=lambda one: not one[0].startswith(":"))
+    connection = connected()
+    assert connection.receive(frame(HEADERS, END_HEADERS, 1, write_headers(fields))) == [WasReset(1)]
+    assert sent(connection.take()) == [(RST_STREAM, 0, 1, struct.pack(">I", PROTOCOL_ERROR))]
 
 
 def test_answers_that_are_not_taken_count_as_open_streams() -> None:

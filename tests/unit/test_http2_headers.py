@@ -82,6 +82,15 @@ def test_headers_beyond_the_bound_are_not_kept() -> None:
     assert most < 50_000
 
 
+def test_a_bomb_is_not_read_to_its_end() -> None:
+    """One byte stands for four thousand: so does each of the next sixteen thousand."""
+    ours = reader(max_list_bytes=8192)
+    entry = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4_000
+    assert ours.read(entry) is not None
+    with pytest.raises(BrokenHeaders, match="many times larger"):
+        ours.read(b"\xbe" * 12_000)
+
+
 def test_every_letter_is_read_in_its_code() -> None:
     """Appendix B. The code of each byte behind and before another one, ended by ones."""
     table = {0: (0x1FF8, 13), 48: (0x0, 5), 97: (0x3, 5), 32: (0x14, 6), 255: (0x3FFFFEE, 26), 249: (0xFFFFFFE, 28)}
@@ -103,6 +112,7 @@ def test_every_letter_is_read_in_its_code() -> None:
         "0001618184",  # padding of zeros
         "00016184ffffffff",  # the mark of the end, spelled out
         "00016182ffff",  # a whole byte of padding
+        "203fe11f20",  # a third size of the table
     ],
 )
 def test_what_is_no_header_breaks(block: str) -> None:

@@ -56,3 +56,28 @@ async def test_time_that_a_turn_did_not_use_is_not_saved() -> None:
         await asyncio.sleep(0)
     budget.step(Source("b", 9, clock, done))
     assert done == ["a", "b", "b"]
+
+
+async def test_who_sends_a_little_comes_before_those_who_flood() -> None:
+    clock, done = ManualClock(), list[str]()
+    budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
+    for place in range(80):
+        budget.step(Source(f"flooder {place}", 1_000, clock, done))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    done.clear()
+    budget.step(Source("victim", 1, clock, done))
+    await asyncio.sleep(0)
+    assert "victim" in done, "in the next turn, though eighty wait for theirs"
+
+
+async def test_newcomers_without_an_end_keep_nobody_from_having_a_step() -> None:
+    clock, done = ManualClock(), list[str]()
+    budget = TurnBudget(asyncio.get_running_loop(), 0.0045, clock.monotonic)
+    budget.step(Source("busy", 50, clock, done))
+    while done.count("busy") < 50:
+        for place in range(8):
+            budget.step(Source(f"newcomer {place}", 1, clock, done))
+        before = done.count("busy")
+        await asyncio.sleep(0)
+        assert done.count("busy") > before

@@ -10,7 +10,6 @@ import logging
 import re
 import struct
 import zlib
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -19,6 +18,7 @@ from urllib.parse import quote
 import grpc
 
 from baton.rpc.http2.hpack import Header, write_headers
+from baton.security.callers import Caller, current_caller
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ _OK = write_headers((("grpc-status", "0"),))
 _LATE = (grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])\Z")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+STALL_S = 60.0
+"""How long a write may wait for its reader: for calls that nothing else watches over."""
+IDLE_REQUEST_S = 300.0
+"""How long a handler waits for the next message of a stream."""
 _RESERVED = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
 
@@ -39,13 +43,25 @@ class CallDetails(NamedTuple):
 
     method: str
     invocation_metadata: Sequence[Metadatum]
+    caller: Caller | None = None
+    """Who calls, where the server has checked that when the headers came; None: nobody has."""
 
 
-class _Packed(NamedTuple):
-    """A message as it came."""
+class HeldBytes:
+    """How much of requests is held that nobody has read, of one connection or of all."""
 
-    data: bytes
-    is_compressed: bool
+    __slots__ = ("_whole", "value")
+
+    def __init__(self, whole: HeldBytes | None = None) -> None:
+        """`whole`: what this is a part of."""
+        self.value = 0
+        self._whole = whole
+
+    def add(self, num_bytes: int) -> None:
+        """Negative: that many are held no more."""
+        self.value += num_bytes
+        if self._whole is not None:
+            self._whole.add(num_bytes)
 
 
 class Link(Protocol):
@@ -86,27 +102,63 @@ class _Refusal(NamedTuple):
 class BadCall(Exception):
     """A call that is answered with this before any handler hears of it."""
 
-    def __init__(self, code: grpc.StatusCode, story: str) -> None:
+    def __init__(self, code: grpc.StatusCode, story: str, trailing: Sequence[Metadatum] = ()) -> None:
+        """`trailing`: metadata of the answer."""
         super().__init__(story)
         self.code = code
+        self.trailing = trailing
+
+
+class CallHead(NamedTuple):
+    """What a call's headers say."""
+
+    details: CallDetails
+    is_gzip: bool
+    timeout_s: float | None
+
+    @classmethod
+    def read(cls, headers: Sequence[Header]) -> CallHead:
+        """Raises BadCall for headers that begin no call of gRPC."""
+        fields = dict(headers)
+        details = CallDetails(_method(fields), metadata_of(headers))
+        is_gzip = fields.get("grpc-encoding", "identity") == "gzip"
+        return cls(details, is_gzip, _timeout_s(fields.get("grpc-timeout")))
+
+    def of(self, caller: Caller) -> CallHead:
+        """With who it is that calls."""
+        return self._replace(details=self.details._replace(caller=caller))
 
 
 class Call(grpc.aio.ServicerContext[Any, Any]):
     """A call from its headers to its status. `serve` runs in a task of its own."""
 
-    def __init__(self, link: Link, stream: int, headers: Sequence[Header], max_message_bytes: int) -> None:
-        """Raises BadCall."""
+    def __init__(
+        self,
+        link: Link,
+        stream: int,
+        head: CallHead,
+        max_message_bytes: int,
+        *,
+        takes_stream: bool = True,
+        held: HeldBytes | None = None,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """`takes_stream`: its method takes any number of messages; else one, and it may begin once that is whole.
+        `held`: counts what is held of the request. `stall_s`: how long a write may wait for its reader.
+        """
         self._link = link
         self._stream = stream
         self._max_message_bytes = max_message_bytes
+        self._takes_stream = takes_stream
+        self._held = held or HeldBytes()
+        self._stall_s = stall_s
         self._loop = asyncio.get_running_loop()
-        fields = dict(headers)
-        self.about = CallDetails(_method(fields), metadata_of(headers))
-        self._is_gzip = fields.get("grpc-encoding", "identity") == "gzip"
+        self.about = head.details
+        self._is_gzip = head.is_gzip
         self._buffer = bytearray()
-        self._requests: deque[_Packed] = deque()
-        self._num_unread = 0
-        """Bytes of those."""
+        """Of the request: what has come and nobody has read, as it came. Messages are looked at one by one as they are
+        read: a queue of them would be many times larger than what was sent.
+        """
         self._is_ended = False
         self._refusal: _Refusal | None = None
         self._heard: asyncio.Future[None] | None = None
@@ -119,8 +171,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._code = grpc.StatusCode.OK
         self._story = ""
         self.task: asyncio.Task[None] | None = None
-        timeout_s = _timeout_s(fields.get("grpc-timeout"))
-        self._deadline = None if timeout_s is None else self._loop.time() + timeout_s
+        self._deadline = None if head.timeout_s is None else self._loop.time() + head.timeout_s
         self._timer = None if self._deadline is None else self._loop.call_at(self._deadline, self._expire)
 
     @property
@@ -132,25 +183,38 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def receive(self, data: bytes, *, is_ended: bool) -> None:
         """More of the request."""
-        if self._refusal is None:
+        if self._refusal is None and not self._is_over:
             self._buffer += data
+            self._held.add(len(data))
             try:
-                self._take_messages()
+                self._check_bounds()
             except BadCall as fault:
                 self.refuse(fault)
         self._is_ended = self._is_ended or is_ended
         self._tell()
 
+    @property
+    def may_begin(self) -> bool:
+        """Its handler would have something to do: until a single message is whole, it would only wait for that."""
+        return self._takes_stream or self._is_ended
+
     def refuse(self, fault: BadCall) -> None:
-        """Nothing more of the request is kept, and once what was is read, this is raised."""
+        """Nothing more of the request is taken. Once what was is read, this is raised; a call of one message ends."""
         self._refusal = _Refusal(fault.code, str(fault))
-        self._buffer.clear()
+        if not self._takes_stream:
+            self._drop_request()
+            if self.task is None:
+                self._finish(*self._refusal)
         self._tell()
 
     @property
     def num_held(self) -> int:
         """Bytes of the request that nobody has read yet."""
-        return len(self._buffer) + self._num_unread
+        return len(self._buffer)
+
+    def _drop_request(self) -> None:
+        self._held.add(-len(self._buffer))
+        self._buffer.clear()
 
     def _tell(self) -> None:
         if self._heard is not None and not self._heard.done():
@@ -164,6 +228,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def cancel(self) -> None:
         """The peer wants no answer any more, or is gone."""
         self._is_over = True
+        self._drop_request()
         self._stop_timer()
         if self.task is not None:
             self.task.cancel()
@@ -179,10 +244,16 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     async def write(self, message: Any) -> None:
         if not self.write_now(message) and not self._is_over:
             self._room = self._loop.create_future()
+            late = self._loop.call_later(self._stall_s, self._stall)
             try:
                 await self._room
             finally:
+                late.cancel()
                 self._room = None
+
+    def _stall(self) -> None:
+        story = f"nothing of the answer was read for {self._stall_s:g} s"
+        self.stop(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, story))
 
     @property
     def has_room(self) -> bool:
@@ -246,6 +317,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     async def serve(self, find: Callable[[CallDetails], Any]) -> None:
         """Find the handler, give it the request, send what it says. For a task, which is cancelled by `cancel`."""
+        if self.about.caller is not None:
+            current_caller.set(self.about.caller)
         try:
             await self._answer(await find(self.about))
             self._finish(self._code, self._story)
@@ -260,6 +333,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             _log.exception("%s failed", self.about.method)
             self._finish(grpc.StatusCode.UNKNOWN, f"Unexpected {type(fault)}: {fault}")
         finally:
+            self._drop_request()
             self._stop_timer()
             self.task = None
 
@@ -284,14 +358,17 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             await self._hear()
         if self._refusal is not None:
             raise BadCall(*self._refusal)
-        if self._buffer or len(self._requests) != 1:
-            raise BadCall(grpc.StatusCode.INTERNAL, "one whole message was expected")
-        return self._next_request()
+        request = self._next_request()
+        if request is None and self._buffer:
+            raise BadCall(grpc.StatusCode.INTERNAL, "the request's message is cut off")
+        if request is None or self._buffer:
+            raise _not_one_message()
+        return request
 
     async def _each(self, read: Callable[[bytes], Any]) -> AsyncIterator[Any]:
         while True:
-            while self._requests:
-                yield read(self._next_request())
+            while (request := self._next_request()) is not None:
+                yield read(request)
             if self._refusal is not None:
                 raise BadCall(*self._refusal)
             if self._is_ended:
@@ -301,36 +378,46 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     async def _hear(self) -> None:
         self._heard = self._loop.create_future()
         try:
-            await self._heard
+            async with asyncio.timeout(IDLE_REQUEST_S):
+                await self._heard
+        except TimeoutError:
+            story = f"nothing more of the request came for {IDLE_REQUEST_S:g} s"
+            raise BadCall(grpc.StatusCode.DEADLINE_EXCEEDED, story) from None
         finally:
             self._heard = None
 
-    def _take_messages(self) -> None:
-        data, at, end = self._buffer, 0, len(self._buffer)
-        while end - at >= _MESSAGE.size:
-            is_compressed, size = _MESSAGE.unpack_from(data, at)
-            if size > self._max_message_bytes:
-                raise self._too_large(size)
-            stop = at + _MESSAGE.size + size
-            if stop > end:
-                break
-            self._keep(_Packed(bytes(data[at + _MESSAGE.size : stop]), bool(is_compressed)))
-            at = stop
-        del data[:at]
+    def _check_bounds(self) -> None:
+        """Raises BadCall for what is not to be held any longer."""
+        num_bytes = len(self._buffer)
+        if self._takes_stream:
+            # One message that is not read yet, and one that is coming.
+            if num_bytes > 2 * (self._max_message_bytes + _MESSAGE.size):
+                raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests than are read")
+        elif num_bytes >= _MESSAGE.size and num_bytes > self._first_size() + _MESSAGE.size:
+            raise _not_one_message()
 
-    def _keep(self, packed: _Packed) -> None:
-        if packed.is_compressed and not self._is_gzip:
+    def _first_size(self) -> int:
+        """Of the message that the buffer begins with; raises BadCall."""
+        is_compressed, size = _MESSAGE.unpack_from(self._buffer)
+        if size > self._max_message_bytes:
+            raise self._too_large(size)
+        if is_compressed and not self._is_gzip:
             raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "requests may be compressed with gzip alone")
-        self._num_unread += len(packed.data) + _MESSAGE.size
-        if self._requests and self._num_unread > self._max_message_bytes:
-            raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests than are read")
-        self._requests.append(packed)
+        return int(size)
 
-    def _next_request(self) -> bytes:
-        packed = self._requests.popleft()
-        self._num_unread -= len(packed.data) + _MESSAGE.size
+    def _next_request(self) -> bytes | None:
+        """None: none is whole. Raises BadCall."""
+        buffer = self._buffer
+        if len(buffer) < _MESSAGE.size:
+            return None
+        stop = _MESSAGE.size + self._first_size()
+        if len(buffer) < stop:
+            return None
+        is_compressed, data = buffer[0], bytes(memoryview(buffer)[_MESSAGE.size : stop])
+        del buffer[:stop]
+        self._held.add(-stop)
         # Not before: what waits to be read is no larger than what was sent.
-        return self._inflated(packed.data) if packed.is_compressed else packed.data
+        return self._inflated(data) if is_compressed else data
 
     def _inflated(self, data: bytes) -> bytes:
         inflater = zlib.decompressobj(wbits=31)
@@ -358,6 +445,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if self._is_over:
             return
         self._is_over = True
+        self._stop_timer()
         first = b"" if self._has_begun else _BEGIN
         status = _OK if code is grpc.StatusCode.OK else _status(code, story)
         self._link.finish(self._stream, first + status + _written(self._trailing))
@@ -378,7 +466,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
 def trailers_only(bad: BadCall) -> bytes:
     """The whole answer to a call that never began."""
-    return _BEGIN + _status(bad.code, str(bad))
+    return _BEGIN + _status(bad.code, str(bad)) + _written(bad.trailing)
 
 
 def _status(code: grpc.StatusCode, story: str) -> bytes:
@@ -388,6 +476,11 @@ def _status(code: grpc.StatusCode, story: str) -> bytes:
 
 
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+def _not_one_message() -> BadCall:
+    """As gRPC's list of status codes has it for a method that requires exactly one request."""
+    return BadCall(grpc.StatusCode.UNIMPLEMENTED, "a method of one message takes exactly one")
 
 
 def _method(fields: Mapping[str, str]) -> str:

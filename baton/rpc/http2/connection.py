@@ -7,8 +7,8 @@ The rules:
 2. What is received goes back to the peer's windows at once. Whoever is handed it bounds what it keeps.
 3. What is sent keeps within the peer's windows; what does not fit waits in its stream, in order, with the trailers
    behind it.
-4. What a peer can make us say or do for nothing is bounded: answers that it does not read, headers without an end,
-   streams that it opens only to reset them.
+4. What a peer can make us say or do for nothing is bounded (`FloodGuard`): answers that it does not read, headers
+   without an end, streams that it opens only to reset them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.rpc.http2.fields import announced_bytes, are_plain, is_request
+from baton.rpc.http2.flood_guard import FloodGuard
 from baton.rpc.http2.frames import (
     ACK,
     COMPRESSION_ERROR,
@@ -27,7 +28,6 @@ from baton.rpc.http2.frames import (
     DEFAULT_WINDOW,
     ENABLE_PUSH,
     END_STREAM,
-    ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
     FRAME,
     FRAME_SIZE_ERROR,
@@ -63,14 +63,12 @@ from baton.rpc.http2.hpack import BrokenHeaders, Header, HeaderReader
 
 _STREAM_WINDOW = 1 << 20
 _CONNECTION_WINDOW = 16 << 20
-_MAX_OPEN = 10_000
-_MAX_IDLE = 1_000
-"""Frames that only want an answer, or not even that, since the peer last read."""
-_STREAMS_PER_IDLE = 100
-"""So many streams are looked at for what one such frame may cost."""
+MAX_STREAMS_OPEN = 10_000
+_STREAMS_PER_USELESS = 100
+"""So many streams are looked at for what one frame for nothing may cost."""
+_TINY_BYTES = 16
+"""DATA below this, with more behind it, is hardly worth its frame."""
 _MAX_LEFT = 1_000
-_FREE_RESETS = 2_000
-_RESETS_PER_ANSWER = 4
 
 
 @dataclass(slots=True)
@@ -131,7 +129,10 @@ class _Stream:
 class Connection:
     """A server's end of one connection. Nobody else may change it, and it does nothing by itself."""
 
-    def __init__(self, max_header_bytes: int) -> None:
+    def __init__(self, max_header_bytes: int, max_streams: int = MAX_STREAMS_OPEN) -> None:
+        """`max_streams`: open at once, until `allow_streams` says another number."""
+        self._max_streams = max_streams
+        self.guard = FloodGuard()
         self._headers = HeaderReader(max_header_bytes)
         self._frames = FrameReader(2 * max_header_bytes)
         self._streams: dict[int, _Stream] = {}
@@ -148,12 +149,14 @@ class Connection:
         """Up to this one any may be such a stream."""
         self._starved: OrderedDict[int, None] = OrderedDict()
         """Streams that wait for the connection's window, the longest first."""
-        self._num_idle = self._num_untaken = 0
-        self._num_resets = self._num_finished = 0
+        self._num_untaken = 0
+        """Answers of streams that are over and that the peer can't have read."""
+        self._num_useless_unsent = 0
+        """Frames that only answer what was for nothing, of those unsent."""
         self._is_leaving = False
         self._events: list[Event] = []
         settings = struct.pack(
-            ">HIHIHI", MAX_STREAMS, _MAX_OPEN, INITIAL_WINDOW, _STREAM_WINDOW, MAX_HEADER_LIST, max_header_bytes
+            ">HIHIHI", MAX_STREAMS, max_streams, INITIAL_WINDOW, _STREAM_WINDOW, MAX_HEADER_LIST, max_header_bytes
         )
         grow = struct.pack(">I", _CONNECTION_WINDOW - DEFAULT_WINDOW)
         self._unsent: list[bytes] = [frame(SETTINGS, 0, 0, settings), frame(WINDOW_UPDATE, 0, 0, grow)]
@@ -166,9 +169,25 @@ class Connection:
     def take(self) -> bytes:
         """What is to be sent now; the caller has sent it then."""
         data = b"".join(self._unsent)
+        self.guard.sent(len(self._unsent) - self._num_useless_unsent)
         self._unsent.clear()
-        self._num_idle = self._num_untaken = 0
+        self._num_untaken = self._num_useless_unsent = 0
         return data
+
+    @property
+    def has_greeted(self) -> bool:
+        """The peer has said what HTTP/2 begins with: its preface and its settings."""
+        return self._frames.has_settings
+
+    def is_open(self, stream: int) -> bool:
+        """Whether it is not over, or something of its answer waits for the peer's windows."""
+        return stream in self._streams
+
+    def allow_streams(self, max_streams: int) -> None:
+        """So many may be open at once from now on; the peer is told."""
+        if max_streams != self._max_streams:
+            self._max_streams = max_streams
+            self._unsent.append(frame(SETTINGS, 0, 0, struct.pack(">HI", MAX_STREAMS, max_streams)))
 
     # What comes.
 
@@ -214,7 +233,7 @@ class Connection:
         elif kind == GOAWAY and stream:
             raise ConnectionFault(PROTOCOL_ERROR, "a connection is left, not a stream")
         else:
-            self._bear()
+            self.guard.useless()
 
     def _on_data(self, flags: int, stream: int, payload: bytes) -> None:
         if stream == 0 or stream > self._last_stream:
@@ -226,8 +245,8 @@ class Connection:
             self._give_back(0, _CONNECTION_WINDOW - self._receivable)
             self._receivable = _CONNECTION_WINDOW
         data = unpadded(payload) if flags & PADDED else payload
-        if not data and not flags & END_STREAM:
-            self._bear()
+        if len(data) < _TINY_BYTES and not flags & END_STREAM:
+            self.guard.useless()
         state = self._streams.get(stream)
         if state is None:
             self._on_late(stream)
@@ -255,6 +274,7 @@ class Connection:
         """Something came for a stream that is over."""
         if stream > self._left_before and stream not in self._left:
             raise ConnectionFault(STREAM_CLOSED, "it goes on with a stream that it had ended")
+        self.guard.useless()
 
     def _on_block(self, stream: int, flags: int, block: bytes) -> None:
         try:
@@ -267,7 +287,7 @@ class Connection:
             return
         self._last_stream = stream
         # An answer that nobody takes costs what an open stream does.
-        if self._is_leaving or len(self._streams) + self._num_untaken >= _MAX_OPEN:
+        if self._is_leaving or len(self._streams) + self._num_untaken >= self._max_streams:
             self._leave_stream(stream)
             self._answer(frame(RST_STREAM, 0, stream, struct.pack(">I", REFUSED_STREAM)))
             return
@@ -303,7 +323,7 @@ class Connection:
             raise ConnectionFault(FRAME_SIZE_ERROR, "a frame is not as long as its kind")
         if number_of(payload[:4]) & LARGEST_WINDOW == stream:
             raise ConnectionFault(PROTOCOL_ERROR, "a stream that depends on itself")
-        self._bear()
+        self.guard.useless()
 
     def _on_reset(self, stream: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -311,16 +331,10 @@ class Connection:
         if stream == 0 or stream > self._last_stream:
             raise ConnectionFault(PROTOCOL_ERROR, "what is to be reset was not opened")
         if self._forget(stream):
-            self._count_reset()
+            self.guard.was_reset()
             self._events.append(WasReset(stream))
         else:
-            self._bear()
-
-    def _count_reset(self) -> None:
-        """A stream was opened that the peer's own doing ended, and that no answer was read of."""
-        self._num_resets += 1
-        if self._num_resets > _FREE_RESETS + _RESETS_PER_ANSWER * self._num_finished:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "streams are opened only to be reset")
+            self.guard.useless()
 
     def _on_settings(self, flags: int, stream: int, payload: bytes) -> None:
         if stream:
@@ -348,7 +362,7 @@ class Connection:
     def _resize_windows(self, first_window: int) -> None:
         grown, self._first_window = first_window - self._first_window, first_window
         # This costs as much as there are streams, and the peer one small frame.
-        self._bear(len(self._streams) // _STREAMS_PER_IDLE)
+        self.guard.useless(len(self._streams) // _STREAMS_PER_USELESS)
         for number, state in list(self._streams.items()):
             state.window += grown
             if state.window > LARGEST_WINDOW:
@@ -361,11 +375,12 @@ class Connection:
         if len(payload) != 8:
             raise ConnectionFault(FRAME_SIZE_ERROR, "a broken ping")
         if flags & ACK:
-            self._bear()
+            self.guard.useless()
         else:
             self._answer(frame(PING, ACK, 0, payload))
 
     def _on_window(self, stream: int, more: int) -> None:
+        self.guard.useless()  # as many as what is sent is worth are paid for
         if stream == 0:
             self._window += more
             if not more or self._window > LARGEST_WINDOW:
@@ -399,7 +414,7 @@ class Connection:
         self._answer(frame(RST_STREAM, 0, stream, struct.pack(">I", code)))
         self._forget(stream)
         self._leave_stream(stream)
-        self._count_reset()
+        self.guard.was_reset()
         self._events.append(WasReset(stream))
 
     def _leave_stream(self, stream: int) -> None:
@@ -410,14 +425,9 @@ class Connection:
             self._left_before = max(self._left_before, oldest)
 
     def _answer(self, frame: bytes) -> None:
-        self._bear()
+        self.guard.useless()
+        self._num_useless_unsent += 1
         self._unsent.append(frame)
-
-    def _bear(self, times: int = 1) -> None:
-        """A frame cost the peer less than us. Each client sends a few; who sends little else wants our time."""
-        self._num_idle += times
-        if self._num_idle > _MAX_IDLE:
-            raise ConnectionFault(ENHANCE_YOUR_CALM, "it asks for nothing, or does not read the answers")
 
     # What goes.
 
@@ -443,6 +453,17 @@ class Connection:
         else:
             state.waiting += data
         return self._send_waiting(stream, state)
+
+    def refuse(self, stream: int, block: bytes) -> None:
+        """As `finish`, of a call that nobody looks at: it counts as asked for nothing. Raises ConnectionFault."""
+        before = len(self._unsent)
+        self.finish(stream, block)
+        self._num_useless_unsent += len(self._unsent) - before
+        try:
+            self.guard.useless()
+        except ConnectionFault as fault:
+            self._leave(fault.code)
+            raise
 
     def finish(self, stream: int, block: bytes) -> None:
         """The answer's last headers, behind what waits; the stream is over then. Nothing for one that is."""
@@ -497,7 +518,7 @@ class Connection:
             # What the peer still wants to say is of no use any more.
             self._unsent.append(frame(RST_STREAM, 0, stream, struct.pack(">I", NO_ERROR)))
             self._leave_stream(stream)
-        self._num_finished += 1
+        self.guard.finished()
         self._num_untaken += 1
         self._forget(stream)
 

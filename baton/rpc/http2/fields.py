@@ -9,7 +9,8 @@ from baton.rpc.http2.hpack import Header
 
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _LENGTH = re.compile(r"[0-9]{1,18}")
-_FORBIDDEN = re.compile(r"[\0\r\n]")
+_FORBIDDEN = re.compile(r"[\0\r\n]|\A[ \t]|[ \t]\Z")
+"""Of a value (RFC 9113, 8.2.1): anywhere, as its first character, as its last one."""
 _OF_HTTP1 = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
 """They spoke of the connection, which here is not the request's own."""
 _NEEDED = frozenset({":method", ":scheme", ":path"})
@@ -22,7 +23,7 @@ def is_request(headers: Sequence[Header]) -> bool:
     for name, value in headers:
         if name[:1] != ":":
             break
-        if name not in _PSEUDO or name in pseudo:
+        if name not in _PSEUDO or name in pseudo or _FORBIDDEN.search(value) is not None:
             return False
         pseudo[name] = value
     rest = headers[len(pseudo) :]

@@ -67,7 +67,8 @@ class FrameReader:
         """`max_block_bytes`: of headers that are continued, as they are sent."""
         self._max_block_bytes = max_block_bytes
         self._buffer = b""
-        self._has_settings = False
+        self.has_settings = False
+        """They came, as they must before anything else does."""
         self._block: tuple[int, int, bytearray] | None = None
         """Headers without an end: their stream, its flags, and what has come."""
 
@@ -86,10 +87,10 @@ class FrameReader:
                 break
             kind, stream, payload = head & 0xFF, stream & LARGEST_WINDOW, data[at + FRAME_HEADER_BYTES : stop]
             at = stop
-            if not self._has_settings:
+            if not self.has_settings:
                 if kind != SETTINGS:
                     raise ConnectionFault(PROTOCOL_ERROR, "it does not begin with its settings")
-                self._has_settings = True
+                self.has_settings = True
             if kind in (HEADERS, CONTINUATION) or self._block is not None:
                 whole = self._add_to_block(kind, flags, stream, payload)
                 if whole is not None:

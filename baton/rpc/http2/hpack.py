@@ -13,6 +13,10 @@ from functools import cache
 Header = tuple[str, str]
 
 TABLE_BYTES = 4096
+_MAX_RESIZES = 2
+"""Of the table, in one block: to its smallest size and to its last one (RFC 7541, 4.2)."""
+_BOMB_LISTS, _BOMB_EXPANSION = 8, 10
+"""A list so many times larger than it may be, and than it was sent, is not read to its end."""
 _ENTRY_BYTES = 32
 """What RFC 7541 adds to each entry's size."""
 _STATIC: Sequence[Header] = (
@@ -67,6 +71,8 @@ class HeaderReader:
         """The headers; None where they are too many or too large. Raises BrokenHeaders."""
         headers: list[Header] = []
         left, at, end = self._max_list_bytes, 0, len(block)
+        bomb_bytes = max(_BOMB_LISTS * self._max_list_bytes, _BOMB_EXPANSION * end)
+        num_resizes = 0
         try:
             while at < end:
                 first = block[at]
@@ -76,6 +82,9 @@ class HeaderReader:
                 elif first & 0xE0 == 0x20:
                     if left < self._max_list_bytes:
                         raise BrokenHeaders("the table's size is changed behind a header")
+                    num_resizes += 1
+                    if num_resizes > _MAX_RESIZES:
+                        raise BrokenHeaders("the table's size is changed again and again")
                     size, at = _number(block, at, 5)
                     self._resize(size)
                     continue
@@ -92,6 +101,8 @@ class HeaderReader:
                 left -= _size(header)
                 if left >= 0:
                     headers.append(header)
+                elif self._max_list_bytes - left > bomb_bytes:
+                    raise BrokenHeaders("they are many times larger than they may be")
         except IndexError:
             raise BrokenHeaders("they end too early") from None
         return headers if left >= 0 else None

@@ -11,29 +11,42 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
 import grpc
 
+from baton.errors import BatonError
 from baton.observe.listener import Listener, listening_socket
-from baton.rpc.http2.call import BadCall, Call, CallDetails, trailers_only
-from baton.rpc.http2.connection import Connection, Opened, Received, WasReset, Writable
+from baton.observe.log_limit import LimitedLog
+from baton.rpc.door import Door
+from baton.rpc.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
+from baton.rpc.http2.call_queue import CallQueue
+from baton.rpc.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
+from baton.rpc.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
 from baton.rpc.http2.frames import ConnectionFault
+from baton.rpc.status import to_rpc
+from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit, Place
 
 _log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 256 << 10
 _READ_BYTES = 32 << 10
-"""In one turn of the loop: what a stranger sends may be costly to look at, and others' turns come between."""
+_PIECE_BYTES = 2 << 10
+"""Of what was read, what is looked at before the time is: frames of nine bytes each take a millisecond then."""
 _MESSAGES_UNREAD = 4
 """Of the largest size, what one connection may have sent and nobody has read."""
-_BEGIN_AT_ONCE = 4
-"""Calls that begin in one turn of the loop: when there is too much to do those that run come first."""
-
+_MESSAGES_UNREAD_OF_ALL = 16
+STREAMS_OF_STRANGERS = 100
+"""Open at once on a connection, until one of its calls has shown who it is."""
+MAX_KEYLESS_CALLS = 1_000
+"""Of methods that are open to anyone, in the whole process."""
+_KEYLESS_PER_CONNECTION = 100
+_KEYLESS_MESSAGE_BYTES = 4 << 10
+REQUEST_S = 30.0
+"""How long a request of one message may take to come."""
 
 _STOPPED = BadCall(grpc.StatusCode.UNAVAILABLE, "the connection is being closed")
 
@@ -51,14 +64,26 @@ class Http2Server(grpc.aio.Server):
         *,
         max_message_bytes: int,
         max_metadata_bytes: int,
+        door: Door | None = None,
+        budget: TurnBudget | None = None,
         quiet_s: float = 10.0,
         answer_s: float = 5.0,
         limit: ConnectionLimit | None = None,
+        request_s: float = REQUEST_S,
+        stall_s: float = STALL_S,
     ) -> None:
-        """A peer that says nothing for `quiet_s` is asked whether it is there; who does not answer within `answer_s` is
-        gone. `limit`: of all connections of the process; without one the server has its own.
+        """`door`: whom calls are for; it is asked when their headers come, before anything is kept of them. `limit`
+        and `budget`: of all connections of the process; without them the server has its own.
+
+        A peer that says nothing for `quiet_s` is asked whether it is there; who does not answer within `answer_s` is
+        gone, as is who has not greeted within `quiet_s`. Who takes longer than `request_s` for a request of one message
+        hears so, and so does who takes nothing of an answer for `stall_s`.
         """
+        self.door = door or Door()
         self._limit = limit or ConnectionLimit()
+        self._budget = budget
+        self.request_s = request_s
+        self.stall_s = stall_s
         self.max_message_bytes = max_message_bytes
         self.max_metadata_bytes = max_metadata_bytes
         self.max_unread_bytes = _MESSAGES_UNREAD * max_message_bytes
@@ -71,8 +96,14 @@ class Http2Server(grpc.aio.Server):
         self.connections: set[_Link] = set()
         self.read_buffer = memoryview(bytearray(_READ_BYTES))
         """Of all connections: what is read is looked at before anything else is."""
-        self._coming: deque[_Link] = deque()
-        """Connections with calls that have not begun, in turn."""
+        self.held = HeldBytes()
+        """Of all connections."""
+        self.max_held_bytes = _MESSAGES_UNREAD_OF_ALL * max_message_bytes
+        self.num_keyless = 0
+        """Calls that are open of methods that are open to anyone."""
+        self.broken = LimitedLog(_log, logging.INFO)
+        """Connections that ended for a fault of their peers'."""
+        self.queue = CallQueue(self._begin)
         self._calls: set[asyncio.Task[None]] = set()
         self.is_stopping = False
         self._stopped = asyncio.Event()
@@ -114,6 +145,13 @@ class Http2Server(grpc.aio.Server):
         """Calls that have come and are not answered, of all connections; also those that have not begun."""
         return sum(link.num_calls for link in self.connections)
 
+    @property
+    def budget(self) -> TurnBudget:
+        """Of what connections send."""
+        if self._budget is None:
+            self._budget = TurnBudget(asyncio.get_running_loop())
+        return self._budget
+
     async def start(self) -> None:
         for one in self._sockets:
             name = f"grpc {one.getsockname()[1]}"
@@ -148,41 +186,39 @@ class Http2Server(grpc.aio.Server):
     async def _calls_end(self, grace_s: float) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + grace_s
-        while (self._calls or self._coming) and (left_s := due - loop.time()) > 0:
+        while (self._calls or self.queue) and (left_s := due - loop.time()) > 0:
             if self._calls:
                 await asyncio.wait(self._calls, timeout=left_s)
             else:
                 await asyncio.sleep(0)  # those that come begin in the next turn
 
-    def begin(self, link: _Link) -> None:
-        """Let the link's calls run, when it is its turn."""
-        self._coming.append(link)
-        if len(self._coming) == 1:
-            asyncio.get_running_loop().call_soon(self._begin_some)
+    def _begin(self, call: Call) -> None:
+        task = call.task = asyncio.get_running_loop().create_task(call.serve(self.find))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
-    def _begin_some(self) -> None:
-        loop = asyncio.get_running_loop()
-        num_begun = 0
-        while self._coming and num_begun < _BEGIN_AT_ONCE:
-            # One of each connection: a crowd of one makes nobody else wait.
-            link = self._coming.popleft()
-            call = link.coming.popleft()
-            if link.coming:
-                self._coming.append(link)
-            if not call.is_over:
-                num_begun += 1
-                task = call.task = loop.create_task(call.serve(self.find))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
-        if self._coming:
-            loop.call_soon(self._begin_some)
+    def admit_keyless(self, link: _Link) -> None:
+        """Of a method that is open to anyone, one more call; raises BadCall. Where there are too many, it is who has
+        the most of them that has one less.
+        """
+        if link.num_keyless >= _KEYLESS_PER_CONNECTION:
+            raise _too_many_keyless()
+        if self.num_keyless >= MAX_KEYLESS_CALLS:
+            greediest = max(self.connections, key=lambda one: one.num_keyless)
+            if greediest.num_keyless <= link.num_keyless + 1:
+                raise _too_many_keyless()
+            greediest.end_keyless()
 
-    async def _look(self, details: CallDetails) -> Any:
+    def handler(self, details: CallDetails) -> Any:
+        """As it was added, before any interceptor; None: nobody serves this."""
         for generic in self._generic:
             handler = generic.service(details)  # type: ignore[arg-type]
             if handler is not None:
                 return handler
         return None
+
+    async def _look(self, details: CallDetails) -> Any:
+        return self.handler(details)
 
 
 class _Link(asyncio.BufferedProtocol):
@@ -192,12 +228,22 @@ class _Link(asyncio.BufferedProtocol):
         self._server = server
         self._place = place
         self._loop = asyncio.get_running_loop()
-        self._connection = Connection(server.max_metadata_bytes)
+        self._connection = Connection(server.max_metadata_bytes, STREAMS_OF_STRANGERS)
+        self._connection.guard.free_resets = FREE_RESETS_OF_STRANGERS
+        self._is_known = False
+        """One of its calls has shown who it is, or nobody has to."""
         self._calls: dict[int, Call] = {}
-        self.coming: deque[Call] = deque()
-        """Those that have not begun."""
-        self._num_received = 0
-        """At least the bytes of requests that nobody has read yet."""
+        self._half_open: dict[int, float] = {}
+        """Calls of one message that is not whole, and since when; the oldest first."""
+        self._keyless: set[int] = set()
+        """Calls of methods that are open to anyone."""
+        self._lingering: dict[int, tuple[float, bytes]] = {}
+        """Calls that are answered, but the peer does not read the answer: since when, and their last headers."""
+        self._held = HeldBytes(server.held)
+        self._unread, self._unread_at = b"", 0
+        """What has come and was not looked at, from this place on."""
+        self._is_paused = False
+        """Nothing more is read until that is."""
         self._transport: asyncio.Transport | None = None
         self._will_flush = False
         self._is_full = False
@@ -216,6 +262,11 @@ class _Link(asyncio.BufferedProtocol):
         """Calls that are not over."""
         return len(self._calls)
 
+    @property
+    def num_keyless(self) -> int:
+        """Of methods that are open to anyone."""
+        return len(self._keyless)
+
     # What the transport says.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -232,27 +283,55 @@ class _Link(asyncio.BufferedProtocol):
         return self._server.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._receive(bytes(self._server.read_buffer[:nbytes]))
+        self._has_spoken = True
+        data = bytes(self._server.read_buffer[:nbytes])
+        if self._unread:
+            # TLS had it before it was told to wait.
+            self._unread, self._unread_at = self._unread[self._unread_at :] + data, 0
+            return
+        self._unread = data
+        self._server.budget.step(self)
+        if self._unread and self._transport is not None and not self._transport.is_closing():
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def step(self) -> bool:
+        """See `baton.rpc.turn_budget.Source`."""
+        at, stop = self._unread_at, self._unread_at + _PIECE_BYTES
+        piece = self._unread[at:stop]
+        try:
+            self._receive(piece)
+        except Exception:
+            _log.exception("connection of %s failed", self.peer)
+            if self._transport is not None:
+                self._transport.abort()
+        is_gone = self._transport is None or self._transport.is_closing()
+        if stop < len(self._unread) and not is_gone:
+            self._unread_at = stop
+            return True
+        self._unread, self._unread_at = b"", 0
+        if self._is_paused and self._transport is not None and not is_gone:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return False
 
     def _receive(self, data: bytes) -> None:
-        self._has_spoken = True
         if self._transport is None or self._transport.is_closing():
             return  # TLS still has some of what came before
         try:
-            events = self._connection.receive(data)
+            for event in self._connection.receive(data):
+                if type(event) is Opened:
+                    self._open(event)
+                elif type(event) is Received:
+                    self._on_data(event)
+                elif type(event) is WasReset:
+                    self._on_reset(event.stream)
+                elif type(event) is Writable:
+                    self._on_room(event.stream)
         except ConnectionFault as fault:
-            _log.info("connection of %s ended: %s", self.peer, fault)
+            self._server.broken.happened("connection of %s ended: %s", self.peer, fault)
             self.close()
             return
-        for event in events:
-            if type(event) is Opened:
-                self._open(event)
-            elif type(event) is Received:
-                self._on_data(event)
-            elif type(event) is WasReset:
-                self._on_reset(event.stream)
-            elif type(event) is Writable:
-                self._on_room(event.stream)
         self._schedule()
 
     def pause_writing(self) -> None:
@@ -268,8 +347,11 @@ class _Link(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
+        self._unread, self._unread_at = b"", 0
+        calls = list(self._calls.values())
         for stream in list(self._calls):
-            self._on_reset(stream)
+            self._forget(stream)
+        self._server.queue.lose(self, calls)
 
     # What calls say.
 
@@ -295,6 +377,8 @@ class _Link(asyncio.BufferedProtocol):
     def finish(self, stream: int, block: bytes) -> None:
         self._forget(stream)
         self._connection.finish(stream, block)
+        if self._connection.is_open(stream):
+            self._lingering[stream] = self._loop.time(), block
         self._schedule()
 
     def end(self, stream: int, block: bytes) -> None:
@@ -335,30 +419,70 @@ class _Link(asyncio.BufferedProtocol):
 
     def _open(self, opened: Opened) -> None:
         try:
-            if opened.headers is None:
-                most = self._server.max_metadata_bytes
-                raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {most} bytes of metadata")
-            call = Call(self, opened.stream, opened.headers, self._server.max_message_bytes)
+            call, is_anyones = self._admitted(opened)
         except BadCall as bad:
-            self._connection.finish(opened.stream, trailers_only(bad))
+            self._connection.refuse(opened.stream, trailers_only(bad))
             return
         self._calls[opened.stream] = call
+        if is_anyones:
+            self._keyless.add(opened.stream)
+            self._server.num_keyless += 1
         if opened.is_ended:
             call.receive(b"", is_ended=True)
-        self.coming.append(call)
-        if len(self.coming) == 1:
-            self._server.begin(self)
+        if call.may_begin:
+            self._server.queue.add(self, call, is_anyones=is_anyones)
+        else:
+            self._half_open[opened.stream] = self._loop.time()
+
+    def _admitted(self, opened: Opened) -> tuple[Call, bool]:
+        """The call, and whether its method is open to anyone. Raises BadCall for one that is not to be."""
+        server = self._server
+        if opened.headers is None:
+            most = server.max_metadata_bytes
+            raise BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {most} bytes of metadata")
+        head = CallHead.read(opened.headers)
+        method = head.details.method
+        try:
+            caller = server.door.caller(method, head.details.invocation_metadata)
+        except BatonError as error:
+            raise BadCall(*to_rpc(error)) from error
+        handler = server.handler(head.details)
+        if handler is None:
+            raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        is_anyones, max_bytes = server.door.is_open_to_anyone(method), server.max_message_bytes
+        if is_anyones:
+            server.admit_keyless(self)
+            max_bytes = min(max_bytes, _KEYLESS_MESSAGE_BYTES)
+        elif not self._is_known:
+            self._is_known = True
+            self._connection.guard.free_resets = FREE_RESETS
+            self._connection.allow_streams(MAX_STREAMS_OPEN)
+        call = Call(
+            self,
+            opened.stream,
+            head.of(caller),
+            max_bytes,
+            takes_stream=handler.request_streaming,
+            held=self._held,
+            stall_s=server.stall_s,
+        )
+        return call, is_anyones
+
+    def end_keyless(self) -> None:
+        """End the last of its calls of methods that are open to anyone: there are too many."""
+        self._calls[max(self._keyless)].stop(_too_many_keyless())
 
     def _on_data(self, received: Received) -> None:
-        call = self._calls.get(received.stream)
+        stream = received.stream
+        call = self._calls.get(stream)
         if call is None:
             return
         call.receive(received.data, is_ended=received.is_ended)
-        self._num_received += len(received.data)
-        if self._num_received > self._server.max_unread_bytes:
-            self._num_received = sum(one.num_held for one in self._calls.values())
-            if self._num_received > self._server.max_unread_bytes:
-                call.refuse(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests at once than are read"))
+        server = self._server
+        if self._held.value > server.max_unread_bytes or server.held.value > server.max_held_bytes:
+            call.refuse(BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "more requests at once than are read"))
+        if call.may_begin and self._half_open.pop(stream, None) is not None:
+            server.queue.add(self, call, is_anyones=stream in self._keyless)
 
     def _on_reset(self, stream: int) -> None:
         call = self._calls.get(stream)
@@ -373,12 +497,18 @@ class _Link(asyncio.BufferedProtocol):
             return
         self._blocked.discard(stream)
         self._held_back.discard(stream)
+        self._lingering.pop(stream, None)
         call = self._calls.get(stream)
         if call is not None:
             call.go_on()
 
     def _forget(self, stream: int) -> None:
         self._calls.pop(stream, None)
+        self._half_open.pop(stream, None)
+        self._lingering.pop(stream, None)
+        if stream in self._keyless:
+            self._keyless.remove(stream)
+            self._server.num_keyless -= 1
         self._blocked.discard(stream)
         self._held_back.discard(stream)
 
@@ -404,16 +534,41 @@ class _Link(asyncio.BufferedProtocol):
         """Ask a peer that says nothing: one whose machine is gone closes nothing."""
         if self._transport is None:
             return
-        if self._has_spoken:
+        if not self._connection.has_greeted:
+            self._server.broken.happened("connection of %s ended: it did not greet in time", self.peer)
+            self._transport.abort()
+            return
+        self._end_late()
+        if self._has_spoken or self._unread:
             self._has_spoken = False
+            self._connection.guard.forgive()
             self._timer = self._loop.call_later(self._server.quiet_s, self._look)
             return
         self._connection.ping()
         self._flush()
         self._timer = self._loop.call_later(self._server.answer_s, self._give_up)
 
+    def _end_late(self) -> None:
+        """End what the peer has not sent to its end for too long, and what it has not read for too long."""
+        now = self._loop.time()
+        for stream, since in list(self._half_open.items()):
+            if now - since < self._server.request_s:
+                break
+            story = f"the request was not sent to its end within {self._server.request_s:g} s"
+            self._calls[stream].stop(BadCall(grpc.StatusCode.DEADLINE_EXCEEDED, story))
+        for stream, (since, block) in list(self._lingering.items()):
+            if now - since < self._server.stall_s:
+                break
+            del self._lingering[stream]
+            self._connection.end(stream, block)
+        self._schedule()
+
     def _give_up(self) -> None:
-        if self._has_spoken:
+        if self._has_spoken or self._unread:
             self._look()
         elif self._transport is not None:
             self._transport.abort()
+
+
+def _too_many_keyless() -> BadCall:
+    return BadCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "there are too many calls at once that need no key")

@@ -1,0 +1,392 @@
+"""What strangers may make our own gRPC server hold or do: frames made by hand, with and without keys."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+
+from baton.rpc.door import Door
+from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
+from baton.rpc.http2.hpack import HeaderReader, write_headers
+from baton.rpc.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
+from baton.rpc.turn_budget import TurnBudget
+from baton.security.callers import current_caller
+from baton.security.keys import KeyRing, new_key, write_keys
+from baton.security.matrix import CallerRole
+from tests.support.http2_frames import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    SETTINGS,
+    frame,
+    request_fields,
+)
+
+LIMIT = 1 << 20
+UNARY = "/baton.v1.Generation/Tokenize"
+GENERATE = "/baton.v1.Generation/Generate"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+INITIAL_WINDOW, MAX_STREAMS = 4, 3
+
+
+class Service:
+    """Under the public service's name, whose callers need a key."""
+
+    def __init__(self) -> None:
+        self.tenants: list[str] = []
+        self.num_waiting = 0
+
+    async def tokenize(self, request: bytes, context: Any) -> bytes:
+        self.tenants.append(current_caller.get().tenant)
+        return bytes(len(request))
+
+    async def generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self.num_waiting += 1
+        try:
+            yield b"first"
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.num_waiting -= 1
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        methods = {
+            "Tokenize": grpc.unary_unary_rpc_method_handler(self.tokenize, bytes, bytes),
+            "Generate": grpc.unary_stream_rpc_method_handler(self.generate, bytes, bytes),
+        }
+        return grpc.method_handlers_generic_handler("baton.v1.Generation", methods)
+
+
+@asynccontextmanager
+async def serving(keys: KeyRing | None = None, **more: Any) -> AsyncIterator[tuple[Http2Server, Service]]:
+    barrier, service = FaultBarrier(door=Door(keys)), Service()
+    server = Http2Server((barrier,), max_message_bytes=LIMIT, max_metadata_bytes=8192, door=barrier.door, **more)
+    server.add_insecure_port("127.0.0.1:0")
+    server.add_generic_rpc_handlers((service.handler(),))
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # type: ignore[attr-defined]
+    await server.start()
+    try:
+        yield server, service
+    finally:
+        await server.stop(0)
+
+
+class Client:
+    """One connection, greeted."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._headers = HeaderReader(1 << 16)
+        self.statuses: dict[int, str] = {}
+        """Of streams that were answered: gRPC's status."""
+        self.resets: dict[int, int] = {}
+        self.max_streams = 0
+        self.body = 0
+        """Bytes of answers."""
+        self.num_pongs = 0
+        self.goaway: int | None = None
+
+    @classmethod
+    async def of(cls, server: Http2Server, *settings: tuple[int, int]) -> Client:
+        client = cls(*await asyncio.open_connection("127.0.0.1", server.port))
+        client.say(PREFACE + frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings)))
+        return client
+
+    def say(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    def call(self, stream: int, path: str, body: bytes | None = b"", key: str = "", flags: int = END_STREAM) -> None:
+        """With a message; None: without its end."""
+        fields = [*request_fields(path), *((("authorization", f"Bearer {key}"),) if key else ())]
+        self.say(frame(HEADERS, END_HEADERS, stream, write_headers(fields)))
+        if body is not None:
+            self.say(frame(DATA, flags, stream, message(body)))
+
+    async def hear(self) -> bool:
+        """One more frame; False: there is none any more."""
+        try:
+            head = await self._reader.readexactly(9)
+            payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return False
+        kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+        if kind == HEADERS:
+            fields = dict(self._headers.read(payload) or ())
+            if flags & END_STREAM:
+                self.statuses[stream] = fields["grpc-status"]
+        elif kind == DATA:
+            self.body += len(payload)
+        elif kind == RST_STREAM:
+            self.resets[stream] = int.from_bytes(payload, "big")
+        elif kind == PING and flags & ACK:
+            self.num_pongs += 1
+        elif kind == GOAWAY:
+            self.goaway = int.from_bytes(payload[4:8], "big")
+        elif kind == SETTINGS and not flags & ACK:
+            self.max_streams = dict(struct.iter_unpack(">HI", payload)).get(MAX_STREAMS, self.max_streams)
+        return True
+
+    async def all_said(self) -> None:
+        """Until what was said has been looked at."""
+        self.say(frame(PING, 0, 0, bytes(8)))
+        before = self.num_pongs
+        while self.num_pongs == before:
+            assert await self.hear()
+
+    async def status_of(self, stream: int) -> grpc.StatusCode:
+        while stream not in self.statuses:
+            assert await self.hear()
+        number = int(self.statuses[stream])
+        return next(code for code in grpc.StatusCode if code.value[0] == number)
+
+    async def to_its_end(self) -> None:
+        while await self.hear():
+            pass
+
+    def leave(self) -> None:
+        self._writer.transport.abort()
+
+
+def message(data: bytes) -> bytes:
+    return struct.pack(">BI", 0, len(data)) + data
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[KeyRing, str]:
+    key, entry = new_key("acme", CallerRole.CLIENT, "")
+    write_keys(tmp_path / "keys", [entry])
+    return KeyRing(tmp_path / "keys"), key
+
+
+# The key, when the headers come.
+
+
+@pytest.mark.timeout(10)
+async def test_without_a_key_a_call_ends_with_its_headers(keys: tuple[KeyRing, str]) -> None:
+    async with serving(keys[0]) as (server, service):
+        client = await Client.of(server)
+        client.call(1, UNARY, None)
+        assert await client.status_of(1) is grpc.StatusCode.UNAUTHENTICATED
+        assert server.num_open == server.num_calls == 0
+        # What is still under way counts for nothing, and nothing of it is kept.
+        client.say(frame(DATA, 0, 1, bytes(16_000)) * 20)
+        await client.all_said()
+        assert server.held.value == 0
+        client.call(3, UNARY, b"abc", keys[1])
+        assert await client.status_of(3) is grpc.StatusCode.OK
+        assert service.tenants == ["acme"], "and whoever serves it knows who is calling"
+
+
+@pytest.mark.timeout(10)
+async def test_a_stranger_may_open_a_hundred_streams_and_who_shows_a_key_ten_thousand(
+    keys: tuple[KeyRing, str],
+) -> None:
+    async with serving(keys[0]) as (server, _):
+        client = await Client.of(server)
+        for number in range(STREAMS_OF_STRANGERS + 20):
+            client.call(2 * number + 1, WATCH, None)
+        await client.all_said()
+        assert client.max_streams == STREAMS_OF_STRANGERS
+        assert server.num_open == STREAMS_OF_STRANGERS
+        assert set(client.resets.values()) == {REFUSED_STREAM}
+        known = await Client.of(server)
+        for number in range(3 * STREAMS_OF_STRANGERS):
+            known.call(2 * number + 1, GENERATE, b"", keys[1])
+        await known.all_said()
+        assert known.max_streams == 10_000
+        assert known.resets == {}
+        assert server.num_open == 4 * STREAMS_OF_STRANGERS
+
+
+@pytest.mark.timeout(10)
+async def test_who_asks_again_and_again_without_a_key_is_cut(keys: tuple[KeyRing, str]) -> None:
+    async with serving(keys[0]) as (server, _):
+        client = await Client.of(server)
+        for number in range(1_100):
+            client.call(2 * number + 1, GENERATE, None, "a guess")
+        await client.to_its_end()
+        assert client.goaway == ENHANCE_YOUR_CALM
+        assert len(client.statuses) <= 1_001
+
+
+# Calls that need no key.
+
+
+@pytest.mark.timeout(20)
+async def test_calls_that_need_no_key_are_bounded_in_the_process_and_the_greediest_has_less(
+    keys: tuple[KeyRing, str],
+) -> None:
+    async with serving(keys[0]) as (server, _):
+        crowd = [await Client.of(server) for _ in range(MAX_KEYLESS_CALLS // STREAMS_OF_STRANGERS + 2)]
+        for client in crowd:
+            for number in range(STREAMS_OF_STRANGERS):
+                client.call(2 * number + 1, WATCH)
+        for client in crowd:
+            await client.all_said()
+        assert server.num_keyless == server.num_open <= MAX_KEYLESS_CALLS
+        probe = await Client.of(server)
+        probe.call(1, CHECK)
+        assert await probe.status_of(1) is grpc.StatusCode.OK, "a probe is answered all the same"
+        for client in crowd:
+            client.leave()
+        while server.num_calls or server.num_open:
+            await probe.all_said()
+        assert server.num_keyless == 0
+
+
+@pytest.mark.timeout(10)
+async def test_a_call_that_needs_no_key_brings_a_small_message() -> None:
+    async with serving() as (server, _):
+        client = await Client.of(server)
+        client.call(1, CHECK, bytes(5_000))
+        assert await client.status_of(1) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+# What a request may hold.
+
+
+@pytest.mark.timeout(20)
+async def test_the_second_message_of_a_unary_call_ends_it_and_six_megabytes_of_them_hold_nothing() -> None:
+    async with serving() as (server, _):
+        client = await Client.of(server)
+        tracemalloc.start()
+        try:
+            for stream in range(1, 13, 2):
+                client.call(stream, UNARY, None)
+                for _ in range(64):
+                    client.say(frame(DATA, 0, stream, message(b"") * 3_200))
+                assert await client.status_of(stream) is grpc.StatusCode.UNIMPLEMENTED
+            most = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert server.held.value == 0
+        assert most < 8 << 20, "6 MiB were sent, and are in this process's own buffers once"
+
+
+@pytest.mark.timeout(10)
+async def test_a_unary_call_without_a_message_is_no_call() -> None:
+    async with serving() as (server, _):
+        client = await Client.of(server)
+        client.call(1, UNARY, None)
+        client.say(frame(DATA, END_STREAM, 1))
+        assert await client.status_of(1) is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.timeout(10)
+async def test_a_half_open_call_has_no_task_and_ends_when_its_time_is_up() -> None:
+    async with serving(request_s=0.05, quiet_s=0.05) as (server, service):
+        client = await Client.of(server)
+        for stream in range(1, 41, 2):
+            client.call(stream, GENERATE, None)
+            client.say(frame(DATA, 0, stream, message(bytes(100))[:50]))
+        await client.all_said()
+        assert server.num_calls == 0
+        for stream in range(1, 41, 2):
+            assert await client.status_of(stream) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (server.num_open, server.held.value, service.num_waiting) == (0, 0, 0)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("said", [b"", PREFACE[:10], PREFACE, PREFACE + frame(SETTINGS, 0, 0)[:5]])
+async def test_who_does_not_greet_in_time_is_cut(said: bytes) -> None:
+    async with serving(quiet_s=0.05) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(said)
+        with suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+        assert not server.connections
+        writer.close()
+
+
+# Slow readers.
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("path", [UNARY, CHECK, WATCH, GENERATE])
+async def test_who_never_reads_an_answer_is_not_waited_for(path: str) -> None:
+    async with serving(stall_s=0.05, quiet_s=0.05) as (server, _):
+        client = await Client.of(server, (INITIAL_WINDOW, 0))
+        client.call(1, path)
+        assert await client.status_of(1) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert client.body == 0
+        await client.all_said()
+        assert (server.num_open, server.num_calls) == (0, 0)
+
+
+# One connection that ends, and many that flood.
+
+
+@pytest.mark.timeout(20)
+async def test_the_calls_of_a_lost_connection_end_a_few_in_a_turn() -> None:
+    async with serving() as (server, service):
+        client = await Client.of(server)
+        num_calls = 300
+        for number in range(num_calls):
+            client.call(2 * number + 1, GENERATE)
+        while service.num_waiting < num_calls:
+            await client.all_said()
+        client.leave()
+        most = before = service.num_waiting
+        most = 0
+        while service.num_waiting:
+            await asyncio.sleep(0)  # one turn of the loop
+            most, before = max(most, before - service.num_waiting), service.num_waiting
+        assert 0 < most <= 2 * 32
+
+
+class Readings:
+    """A clock that goes on by a second whenever it is read, as it is for each piece of input; and how much of it goes
+    by in one turn of the loop.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = self.most = self._before = 0
+        self._loop = asyncio.get_running_loop()
+        self._turn()
+
+    def __call__(self) -> float:
+        self.now_s += 1
+        return float(self.now_s)
+
+    def _turn(self) -> None:
+        self.most = max(self.most, self.now_s - self._before)
+        self._before = self.now_s
+        self._loop.call_soon(self._turn)
+
+
+@pytest.mark.timeout(20)
+async def test_however_many_flood_they_share_one_turn() -> None:
+    clock = Readings()
+    async with serving(budget=TurnBudget(asyncio.get_running_loop(), 10.0, clock)) as (server, _):
+        victim = await Client.of(server)
+        flooders = [await Client.of(server) for _ in range(40)]
+        head = frame(HEADERS, END_HEADERS, 1, write_headers(request_fields(UNARY)))
+        for one in flooders:
+            one.say(head + frame(DATA, 0, 1, bytes(100)) * 3_000)
+        while server.budget.num_waiting < 30:  # noqa: ASYNC110 - turns of the loop are what is counted
+            await asyncio.sleep(0)
+        before = clock.now_s
+        victim.call(1, UNARY, b"abc")
+        assert await victim.status_of(1) is grpc.StatusCode.OK
+        assert clock.now_s - before < 40 * 8, "it came before most of what the others had brought"
+        while server.budget.num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        # Each step takes a second, and the clock is read before it and after.
+        assert 0 < clock.most <= 2 * 10

@@ -1,0 +1,75 @@
+"""When calls begin and end: a few in each turn of the loop, each connection in turn, strangers' behind the others'."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from baton.rpc.http2.call import Call
+from baton.rpc.http2.call_queue import BEGIN_AT_ONCE, END_AT_ONCE, CallQueue
+
+
+class Waiting:
+    """What a queue asks of a call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_over = False
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+
+def queued(log: list[str]) -> CallQueue:
+    def begin(call: Any) -> None:
+        log.append(call.name)
+
+    return CallQueue(begin)
+
+
+def call(name: str) -> Call:
+    return cast("Call", Waiting(name))
+
+
+async def test_a_few_begin_in_a_turn_one_of_each_connection() -> None:
+    log: list[str] = []
+    queue = queued(log)
+    for number in range(6):
+        queue.add("crowd", call(f"crowd {number}"), is_anyones=False)
+    queue.add("other", call("other"), is_anyones=False)
+    await asyncio.sleep(0)
+    assert log == ["crowd 0", "other", "crowd 1", "crowd 2"]
+    assert len(log) == BEGIN_AT_ONCE
+    await asyncio.sleep(0)
+    assert log[4:] == ["crowd 3", "crowd 4", "crowd 5"]
+    assert not queue
+
+
+async def test_calls_that_anyone_may_make_wait_for_the_others_all_but_one_of_a_turn() -> None:
+    log: list[str] = []
+    queue = queued(log)
+    for number in range(100):
+        queue.add(number, call("check"), is_anyones=True)
+    for number in range(100, 109):
+        queue.add(number, call("generate"), is_anyones=False)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert log == ["check", "generate", "generate", "generate"] * 3
+    log.clear()
+    await asyncio.sleep(0)
+    assert log == ["check"] * 4
+
+
+async def test_calls_of_a_lost_connection_end_some_in_a_turn_and_never_begin() -> None:
+    log: list[str] = []
+    queue = queued(log)
+    calls = [Waiting(str(number)) for number in range(3 * END_AT_ONCE)]
+    for one in calls:
+        queue.add("lost", cast("Call", one), is_anyones=False)
+    queue.lose("lost", cast("list[Call]", calls))
+    turns = 0
+    while queue:
+        await asyncio.sleep(0)
+        turns += 1
+    assert (turns, log) == (3, [])
+    assert all(one.is_over for one in calls)

@@ -142,6 +142,13 @@ class Cancelled(BatonError):
     exit_code = ExitCode.INTERRUPTED
 
 
+class ContinuedElsewhere(BatonError):
+    """The request goes on at another router, or is left for one: resume it there."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+
+
 class NodeLost(BatonError):
     """A node died or stopped answering while it served the request."""
 

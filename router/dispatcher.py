@@ -19,6 +19,7 @@ from typing import TypeVar
 from baton.errors import (
     BatonError,
     Cancelled,
+    ContinuedElsewhere,
     DeadlineExceeded,
     Draining,
     DuplicateRequest,
@@ -200,13 +201,18 @@ class Dispatcher:
         next_token_index: Sequence[int],
         timeout_s: float | None = None,
         take: TakeChunk | None = None,
+        call: int = 0,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions (`Chunk.next_position`, one for each sequence), Finished.
 
         For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
-        Raises RequestNotFound when nobody knows the request: the same request with the same seed gives the same.
+        `call`: the how-manieth call of its client for this request it is; 0: the client does not say. Raises
+        ContinuedElsewhere when a later one is served, RequestNotFound when nobody knows the request: the same request
+        with the same seed gives the same.
         """
-        return self._answer(lambda started: self._come_back(request_id, next_token_index, started, timeout_s), take)
+        return self._answer(
+            lambda started: self._come_back(request_id, next_token_index, started, timeout_s, call), take
+        )
 
     async def _answer(
         self, enter: Callable[[float], Awaitable[Run]], take: TakeChunk | None
@@ -236,10 +242,11 @@ class Dispatcher:
             # Before anything is done for it.
             self._waiting.check_room(raw.priority, embeds=raw.embeds)
             request = await self._validated(raw)
-            return self._open(request, Answer(self._codec, request), started, timeout_s, raw.traceparent)
+            answer, takeover = Answer(self._codec, request), max(1, raw.call)
+            return self._open(request, answer, started, timeout_s, raw.traceparent, takeover)
 
     async def _come_back(
-        self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None
+        self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None, call: int
     ) -> Run:
         run = self._runs.get(request_id)
         if run is None:
@@ -250,22 +257,32 @@ class Dispatcher:
                 raise RequestNotFound(f"nobody knows a request {unscoped(request_id)[:80]!r}")
         if run is not None and run.request.embeds:
             raise RequestNotFound(f"request {unscoped(request_id)[:80]!r} is for an embedding, which is no stream")
+        if run is None:
+            assert record is not None
+            takeover = _following(call, record.takeover)
+            self.counters.resumed += 1
+            return self._reopen(record, positions, started, timeout_s, takeover)
+        takeover = _following(call, run.flight.takeover)
         self.counters.resumed += 1
-        if run is None and record is not None:
-            return self._reopen(record, positions, started, timeout_s)
-        assert run is not None
-        return self._take_over(run, positions, started, timeout_s)
+        return self._take_over(run, positions, started, timeout_s, takeover)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
         if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):
             return None
         return await self._journal.find(request_id, self._card())
 
-    def _reopen(self, record: FlightRecord, positions: Sequence[int], started: float, timeout_s: float | None) -> Run:
+    def _reopen(
+        self,
+        record: FlightRecord,
+        positions: Sequence[int],
+        started: float,
+        timeout_s: float | None,
+        takeover: int,
+    ) -> Run:
         """A flight that another router began, or this one before its client went away."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
-        run = self._open(record.request, answer, started, timeout_s, record.traceparent)
+        run = self._open(record.request, answer, started, timeout_s, record.traceparent, takeover)
         placement = where_it_runs(record, positions, {node.incarnation: node for node in self._view.descriptions()})
         if placement is None:
             run.begin = partial(run.flight.start, record.attempt)
@@ -279,14 +296,20 @@ class Dispatcher:
         self._waiting.placed(run, run.admitted_at)
         run.placed_last_at = run.placed_at
         self._adopting.add(run)
-        run.is_noted = run.is_adopted = True
-        return run.flight.adopt(record.key, placement, record.num_given)
+        run.is_adopted = True
+        effects = run.flight.adopt(record.key, placement, record.num_given)
+        # The next one to adopt it has to have a larger number, and our end is the one that counts.
+        self._note(run, placement)
+        return effects
 
-    def _take_over(self, run: Run, positions: Sequence[int], started: float, timeout_s: float | None) -> Run:
+    def _take_over(
+        self, run: Run, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
+    ) -> Run:
         """Another stream of the same client goes on with a live run."""
         check_positions(run.request, positions)
         timers = run.deadline, run.stall
         self._set_deadline(run, started, timeout_s)
+        run.flight.takeover = takeover
         for timer in timers:
             if timer is not None:
                 timer.cancel()
@@ -409,13 +432,19 @@ class Dispatcher:
             raise
 
     def _open(
-        self, request: ValidRequest, answer: Answer, started: float, timeout_s: float | None, traceparent: str = ""
+        self,
+        request: ValidRequest,
+        answer: Answer,
+        started: float,
+        timeout_s: float | None,
+        traceparent: str,
+        takeover: int,
     ) -> Run:
         if self._draining:
             raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
-        run = Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started)
+        run = Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started, takeover)
         run.admitted_at = self._timers.monotonic()
         self._set_deadline(run, started, timeout_s)
         if self._spans is not None:
@@ -443,11 +472,16 @@ class Dispatcher:
         run.cancel_timers()
         self._adopting.discard(run)
         self._waiting.gone(run)
-        del self._runs[run.request.request_id]
-        if not self._runs:
-            self._idle.set()
+        self._forget(run)
         if self._waiting:
             self._serve_queue()
+
+    def _forget(self, run: Run) -> None:
+        """Whoever comes back for it is not to find it here. Idempotent."""
+        if self._runs.get(run.request.request_id) is run:
+            del self._runs[run.request.request_id]
+        if not self._runs:
+            self._idle.set()
 
     def _feed(self, run: Run, event: FlightEvent) -> None:
         self._guarded(run, partial(run.flight.handle, event))
@@ -516,6 +550,8 @@ class Dispatcher:
                     self.counters.moved += 1
                     run.is_noted = False
                     self._end(run, error)
+                    # Its client may come back before it has read that: then it is to be adopted anew.
+                    self._forget(run)
 
     def _place(self, run: Run, place: Place) -> Sequence[FlightEffect]:
         """Find nodes, or wait for some."""
@@ -539,7 +575,10 @@ class Dispatcher:
     def _note(self, run: Run, placement: Placement) -> None:
         """Leave word of the running attempt, for another router."""
         if self._journal is not None and not run.request.embeds:
-            self._journal.placed(run.request, run.flight.key, placement, run.flight.num_given, run.traceparent)
+            flight = run.flight
+            self._journal.placed(
+                run.request, flight.key, placement, flight.num_given, run.traceparent, flight.takeover, flight.flight_id
+            )
             run.is_noted = True
 
     def _relay(self, run: Run, delta: RequestDelta) -> None:
@@ -642,4 +681,11 @@ class Dispatcher:
         run.cancel_timers()
         run.queue.end(error)
         if run.is_noted and self._journal is not None:
-            self._journal.ended(run.request.request_id)
+            self._journal.ended(run.request.request_id, run.flight.flight_id)
+
+
+def _following(call: int, takeover: int) -> int:
+    """The number of a call that wants what call number `takeover` has; raises ContinuedElsewhere for an earlier one."""
+    if 0 < call <= takeover:
+        raise ContinuedElsewhere(f"call {call} of its client came behind call {takeover}, which is served")
+    return call or takeover + 1

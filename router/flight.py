@@ -16,7 +16,9 @@ The rules:
    `REFILL_TOKENS` new tokens since the last failure, counting starts anew. A request that kills each of its nodes after
    fewer tokens than that still ends. An error inside the engine is final, because it would come back.
 6. An attempt that another router began is adopted from its nodes, which tell all that it brought; those that don't know
-   it cost none of the budget. An attempt that another router adopted is no longer ours: nothing is retried or aborted.
+   it cost none of the budget. Whoever serves the client's latest call owns an attempt: each flight has that call's
+   number, which its messages carry. An attempt that another router adopted is no longer ours: nothing is retried or
+   aborted. But where that router's number is smaller than ours, the attempt is taken back.
 7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
    of it, and the node that still works on it is told.
 8. An embedding takes one leg on one node. It is a function of the prompt alone, so another attempt is the same again.
@@ -31,6 +33,7 @@ from baton.errors import (
     AttemptsExhausted,
     BatonError,
     Cancelled,
+    ContinuedElsewhere,
     EngineFault,
     InvalidRequest,
     RepetitiveOutput,
@@ -97,10 +100,13 @@ _ENDS_WELL = frozenset({Outcome.STOP, Outcome.LENGTH})
 class Flight:
     """The state of one request; see the rules above."""
 
-    def __init__(self, request: ValidRequest, flight_id: int = 0) -> None:
-        """`flight_id` (64 bits) tells its attempts from those of any other flight of the same request id."""
+    def __init__(self, request: ValidRequest, flight_id: int = 0, takeover: int = 0) -> None:
+        """`flight_id` (64 bits) tells its attempts from those of any other flight of the same request id; `takeover` is
+        the number of the client's call that it serves, see `baton.rpc.messages.Adopt`.
+        """
         self.request = request
-        self._flight_id = flight_id
+        self.takeover = takeover
+        self.flight_id = flight_id
         self.stale_events = 0
         """Messages of earlier attempts or after the end."""
         self._machine = Machine(f"flight {request.request_id}", FlightState.PLACING, FLIGHT_TABLE)
@@ -193,7 +199,10 @@ class Flight:
         self._attempt, self._key = key.attempt, key
         legs = self._begin_attempt(placement)
         self._is_adopting, self._num_given = True, num_given
-        return [AdoptLeg(leg.node.incarnation, Adopt(key), leg.num_sequences) for leg in legs]
+        return [self._adopt_leg(leg) for leg in legs]
+
+    def _adopt_leg(self, leg: FlightLeg) -> AdoptLeg:
+        return AdoptLeg(leg.node.incarnation, Adopt(self._key, self.takeover), leg.num_sequences)
 
     @property
     def is_adopting(self) -> bool:
@@ -267,7 +276,7 @@ class Flight:
 
     def _place(self, cause: AttemptCause) -> Place:
         self._attempt += 1
-        self._key = AttemptKey(self.request.request_id, self._attempt, self._flight_id)
+        self._key = AttemptKey(self.request.request_id, self._attempt, self.flight_id)
         return Place(self._attempt, frozenset(self._exclude), cause)
 
     def _on_placed(self, placement: Placement) -> list[FlightEffect]:
@@ -306,6 +315,7 @@ class Flight:
             cache_salt=self.request.cache_salt,
             kv_source=prefill.kv_source if prefill and leg is Leg.DECODE else None,
             output_token_ids=self._given,
+            takeover=self.takeover,
         )
 
     def _on_delta(self, incarnation: str, delta: RequestDelta) -> list[FlightEffect]:
@@ -338,6 +348,8 @@ class Flight:
                 self._machine.feed(FlightStep.TOKENS)
             effects += [tokens] if tokens is not None else []
         if delta.outcome is not None:
+            if delta.outcome is Outcome.MOVED:
+                return self._on_moved(leg, delta.takeover)
             if leg.note_outcome(delta.sequence_index, delta.outcome):
                 effects += self._release(leg)
             if not (sequence.is_closed and delta.outcome is Outcome.ABORTED):
@@ -368,8 +380,6 @@ class Flight:
                 return self._give_up(RepetitiveOutput(delta.error))
             case Outcome.UNKNOWN:
                 return self._on_unknown(leg)
-            case Outcome.MOVED:
-                return self._on_moved()
             case Outcome.ERROR:
                 return self._give_up(_fault(node, delta))
             case _:
@@ -385,13 +395,15 @@ class Flight:
             return []
         return self._not_kept(why)
 
-    def _on_moved(self) -> list[FlightEffect]:
-        """Whoever has it now speaks for it: an abort of ours could only do harm."""
+    def _on_moved(self, leg: FlightLeg, takeover: int) -> list[FlightEffect]:
+        """Whoever has it now speaks for it: an abort of ours could only do harm. Unless we serve the later call."""
+        if 0 < takeover < self.takeover:
+            return [self._adopt_leg(leg)]
         self._machine.feed(FlightStep.CANCEL)
         effects: list[FlightEffect] = []
-        for leg in self._legs.values():
-            effects += self._release(leg)
-        return [*effects, MovedAway(Cancelled("continued at another router"))]
+        for each in self._legs.values():
+            effects += self._release(each)
+        return [*effects, MovedAway(ContinuedElsewhere("continued at another router"))]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)
@@ -520,7 +532,8 @@ class Flight:
         if leg.leg is Leg.PREFILL or sequence.index in leg.told_sequences:
             return []
         leg.told_sequences.add(sequence.index)
-        return [AbortLeg(leg.node.incarnation, Abort(self._key, "its text is over", sequence.index))]
+        abort = Abort(self._key, "its text is over", sequence.index, self.takeover)
+        return [AbortLeg(leg.node.incarnation, abort)]
 
     def _finish(self) -> list[FlightEffect]:
         handed_over = self._decode_flows
@@ -542,7 +555,8 @@ class Flight:
             for leg in self._legs.values()
             if leg.may_hold_blocks and not (spare_handed_off and leg.outcome is Outcome.HANDED_OFF)
         ]
-        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, Abort(self._key, reason)) for leg in told]
+        abort = Abort(self._key, reason, takeover=self.takeover)
+        effects: list[FlightEffect] = [AbortLeg(leg.node.incarnation, abort) for leg in told]
         for leg in self._legs.values():
             effects += self._release(leg)
         return effects

@@ -22,9 +22,19 @@ class FlightJournal:
         self._wall = wall
 
     def placed(
-        self, request: ValidRequest, key: AttemptKey, placement: Placement, num_given: int = 0, traceparent: str = ""
+        self,
+        request: ValidRequest,
+        key: AttemptKey,
+        placement: Placement,
+        num_given: int = 0,
+        traceparent: str = "",
+        takeover: int = 1,
+        owner: int = 0,
     ) -> None:
-        """An attempt begins on these nodes, which were given so many tokens of the output."""
+        """An attempt begins on these nodes, which were given so many tokens of the output, or is adopted there.
+
+        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.rpc.messages.Adopt`).
+        """
         record = FlightRecord(
             request=request,
             flight_id=key.flight,
@@ -36,12 +46,13 @@ class FlightJournal:
             written_at=self._wall(),
             # One that is longer is none.
             traceparent=traceparent if len(traceparent) <= MAX_TRACEPARENT else "",
+            takeover=takeover,
         )
-        self._records.put(request.request_id, record.to_json())
+        self._records.put(request.request_id, record.to_json(), owner)
 
-    def ended(self, request_id: str) -> None:
-        """The flight is over here, and at no other router."""
-        self._records.end(request_id)
+    def ended(self, request_id: str, owner: int = 0) -> None:
+        """The flight is over here, and at no other router. What another flight left of the request is not touched."""
+        self._records.end(request_id, owner)
 
     async def find(self, request_id: str, card: ModelCard) -> FlightRecord | None:
         """What some router left of the request; None where nobody knows it, or can be asked."""

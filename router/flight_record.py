@@ -16,7 +16,7 @@ from baton.rpc.messages import ModelCard
 from router.request import ValidRequest
 
 MAX_TRACEPARENT = 64
-_VERSION: Literal[1] = 1
+_VERSION: Literal[2] = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class FlightRecord:
     """Wall clock, seconds; for people."""
     traceparent: Annotated[str, Field(max_length=MAX_TRACEPARENT)] = ""
     """What spans of it are children of; empty: it is not traced."""
-    version: Literal[1] = _VERSION
+    takeover: Annotated[int, Field(ge=1, lt=2**32)] = 1
+    """The number of the router that wrote it; see `baton.rpc.messages.Adopt`."""
+    version: Literal[2] = _VERSION
 
     @property
     def key(self) -> AttemptKey:

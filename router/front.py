@@ -60,14 +60,21 @@ class GenerationHandler:
         return current_caller.get().max_concurrent
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None = None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        take: TakeChunk | None = None,
+        call: int = 0,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
         caller = current_caller.get()
         if not caller.tenant:
-            return self._dispatcher.resume(request_id, next_token_index, timeout_s, take)
+            return self._dispatcher.resume(request_id, next_token_index, timeout_s, take, call)
         name = scoped(caller.tenant, request_id)
-        return self._tenants.counted(caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take))
+        return self._tenants.counted(
+            caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take, call)
+        )
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; raises RequestNotFound."""

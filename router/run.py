@@ -23,11 +23,19 @@ class Run:
     """What the dispatcher keeps of a request while its client is served."""
 
     def __init__(
-        self, request: ValidRequest, flight_id: int, answer: Answer, queue: EventQueue, started: float
+        self,
+        request: ValidRequest,
+        flight_id: int,
+        answer: Answer,
+        queue: EventQueue,
+        started: float,
+        takeover: int = 0,
     ) -> None:
-        """`started`: when the request came, in seconds on the router's clock."""
+        """`started`: when the request came, in seconds on the router's clock; `takeover`: the number of the call of its
+        client.
+        """
         self.request = request
-        self.flight = Flight(request, flight_id)
+        self.flight = Flight(request, flight_id, takeover)
         self.answer = answer
         self.queue = queue
         self.started = started

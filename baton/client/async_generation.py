@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from random import Random
 from types import TracebackType
 from typing import TypeVar
@@ -71,8 +72,8 @@ class AsyncGenerationClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         stub = self._stubs[call.place]
         if call.kind is CallKind.GENERATE:
-            return stub.generate(request, timeout_s)
-        return stub.resume(request.request_id, call.positions, timeout_s)
+            return stub.generate(replace(request, call=call.number), timeout_s)
+        return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     async def cancel(self, request_id: str) -> None:
         """End a live request, whichever router has it; raises RequestNotFound."""

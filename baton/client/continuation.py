@@ -12,6 +12,8 @@ The rules:
    costs nothing, however long that takes; only if that router then turns it away is the whole wait charged. Something
    new for the caller refills the budget.
 4. What a router says of the request itself (bad, failed, cancelled, too late) is final.
+5. Calls are counted. Of several routers that believe to serve the request, its nodes obey the one with the latest call.
+   A router that lets go of the request, or was told that another one has it, is left for the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from baton.client.rota import Rota
-from baton.errors import BatonError, DuplicateRequest, Overloaded, RequestNotFound, StreamDiverged, Unreachable
+from baton.errors import (
+    BatonError,
+    ContinuedElsewhere,
+    DuplicateRequest,
+    Overloaded,
+    RequestNotFound,
+    StreamDiverged,
+    Unreachable,
+)
 from baton.ids import new_request_id
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
@@ -48,6 +58,8 @@ class Call:
     place: int
     positions: Sequence[int]
     """For each sequence, where to go on; for `RESUME`."""
+    number: int = 1
+    """The how-manieth call it is, from 1."""
 
 
 @dataclass(slots=True)
@@ -134,7 +146,7 @@ class Continuation:
             given.begin_call(repeats=self._kind is CallKind.GENERATE)
         count = 1 + max(self._sequences, default=0)
         positions = [self._sequences[i].position if i in self._sequences else 0 for i in range(count)]
-        return Call(self._kind, self._place, positions)
+        return Call(self._kind, self._place, positions, self.num_calls)
 
     def take(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
         """What of an event the caller has not got yet; raises StreamDiverged."""
@@ -173,7 +185,7 @@ class Continuation:
             self._kind = CallKind.GENERATE
         elif isinstance(error, DuplicateRequest) and (self._owns_id or self.num_calls > 1):
             self._kind = CallKind.RESUME
-        elif isinstance(error, Unreachable | Overloaded):
+        elif isinstance(error, Unreachable | Overloaded | ContinuedElsewhere):
             self._move_on(error, now)
         else:
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from random import Random
 from types import TracebackType
 from typing import TypeVar
@@ -83,8 +84,8 @@ class GenerationClient:
     ) -> Generator[GenerateEvent, None, None]:
         stub = self._stubs[call.place]
         if call.kind is CallKind.GENERATE:
-            return stub.generate(request, timeout_s)
-        return stub.resume(request.request_id, call.positions, timeout_s)
+            return stub.generate(replace(request, call=call.number), timeout_s)
+        return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     def cancel(self, request_id: str) -> None:
         """End a live request, whichever router has it; raises RequestNotFound."""

@@ -22,6 +22,8 @@ MAX_ENDED = 4096
 """So many attempts that have ended are kept at most..."""
 MAX_ENDED_ENTRIES = 4_000_000
 """... and so many of their tokens and log-probabilities."""
+MAX_FENCES = 4096
+"""Of so many forgotten attempts it is known who adopted them: a late abort must not withdraw what is still read."""
 _TOLD_AT_ONCE = 2048
 """Tokens in one delta: with 20 log-probabilities each, a message of half a megabyte."""
 _COME_WITH_A_TOKEN = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.HANDED_OFF})
@@ -95,15 +97,23 @@ class Attempt:
     """One attempt and its history, which its request bounds."""
 
     def __init__(
-        self, key: AttemptKey, owner: int, router: str, clock: AttemptClock, given: Sequence[int] = ()
+        self,
+        key: AttemptKey,
+        owner: int,
+        router: str,
+        clock: AttemptClock,
+        given: Sequence[int] = (),
+        takeover: int = 0,
     ) -> None:
         """`owner`: the client index of its router's port; `router`: that router's incarnation; `given`: output tokens
-        that it was submitted with.
+        that it was submitted with; `takeover`: see `baton.rpc.messages.Adopt`.
         """
         self.key = key
         self.owner: int | None = owner
         """None once that port is closed."""
         self.router = router
+        self.takeover = takeover
+        """The largest number of a router that owned it; 0: none of them numbers."""
         self.clock = clock
         self.given = tuple(given)
         self.timings: StageTimings | None = None
@@ -200,6 +210,8 @@ class AttemptBook:
         """How much of memory each that has ended is, the oldest first."""
         self._num_ended_entries = 0
         self._awaited: set[str] = set()
+        self._fences: dict[str, int] = {}
+        """The largest number of a router that adopted each of those that were forgotten of late, the oldest first."""
 
     @property
     def num_awaited(self) -> int:
@@ -257,14 +269,30 @@ class AttemptBook:
             attempt.feed(AttemptEvent.DETACHED)
             self._set_deadline(str(attempt.key), now)
 
-    def adopt(self, key: AttemptKey, owner: int, router: str, now: float) -> Attempt | None:
-        """It belongs to this router from now on; None when nothing of it is here."""
+    def owner_above(self, key: AttemptKey, takeover: int, router: str) -> int | None:
+        """The number of the router that owns the attempt, where a router with this number may not touch it; else None.
+
+        A number belongs to one call of the client, so to one router: two that both have it took it without knowing of
+        each other (their clients don't count calls), and the first one to arrive keeps the attempt.
+        """
+        attempt = self._attempts.get(str(key))
+        if takeover == 0:
+            return None
+        if attempt is None:
+            fence = self._fences.get(str(key), 0)
+            return fence if takeover < fence else None
+        is_others = takeover == attempt.takeover and router != attempt.router
+        return attempt.takeover if takeover < attempt.takeover or is_others else None
+
+    def adopt(self, key: AttemptKey, owner: int, router: str, now: float, takeover: int = 0) -> Attempt | None:
+        """It belongs to this router from now on; None when nothing of it is here. Ask `owner_above` first."""
         name = str(key)
         attempt = self._attempts.get(name)
         if attempt is None:
             return None
         attempt.feed(AttemptEvent.ADOPTED)
         attempt.owner, attempt.router = owner, router
+        attempt.takeover = max(attempt.takeover, takeover)
         self._deadlines.pop(name, None)
         if attempt.runs:
             return attempt
@@ -311,6 +339,11 @@ class AttemptBook:
     def _forget(self, attempt: Attempt, event: AttemptEvent) -> None:
         attempt.feed(event)
         name = str(attempt.key)
+        if attempt.takeover > 1:
+            self._fences.pop(name, None)
+            self._fences[name] = attempt.takeover
+            if len(self._fences) > MAX_FENCES:
+                del self._fences[next(iter(self._fences))]
         del self._attempts[name]
         self._deadlines.pop(name, None)
         self._num_ended_entries -= self._ended.pop(name, 0)

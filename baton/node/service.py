@@ -244,7 +244,7 @@ class NodeService:
             self._driver.watch_kv_cache()
             return
         if isinstance(message, Adopt):
-            self._adopt(port, message.attempt)
+            self._adopt(port, message.attempt, message.takeover)
         elif isinstance(message, Abort):
             self._abort(port, message)
         else:
@@ -269,7 +269,8 @@ class NodeService:
         # From here on it is the client who waits, whether in the engine's inbox or in its queue.
         num_sequences = 1 if submit.leg is Leg.PREFILL else submit.sampling_params.n
         clock = AttemptClock(self._clock.monotonic(), num_sequences=num_sequences)
-        attempt = Attempt(submit.attempt, port.client_index, port.router_incarnation, clock, submit.output_token_ids)
+        owner, router = port.client_index, port.router_incarnation
+        attempt = Attempt(submit.attempt, owner, router, clock, submit.output_token_ids, submit.takeover)
         self._attempts.begin(attempt)
         if self._spans is not None:
             self._spans.begun(submit, clock)
@@ -283,17 +284,25 @@ class NodeService:
         owner = self._ports.get(attempt.owner) if attempt.owner is not None else None
         return f"router {owner.router_id}" if owner is not None else "a router that is gone"
 
-    def _adopt(self, port: Port, key: AttemptKey) -> None:
+    def _adopt(self, port: Port, key: AttemptKey, takeover: int) -> None:
+        above = self._attempts.owner_above(key, takeover, port.router_incarnation)
+        if above is not None:
+            # It is late: its client has left that router, and a later call has reached another one.
+            self._log.record("fenced_adopt", key, takeover, port.router_id)
+            self._reject_moved(port, key, "a router with a later call of its client has it", above)
+            return
         known = self._attempts.get(str(key))
         before = self._ports.get(known.owner) if known is not None and known.owner is not None else None
-        attempt = self._attempts.adopt(key, port.client_index, port.router_incarnation, self._clock.monotonic())
+        attempt = self._attempts.adopt(
+            key, port.client_index, port.router_incarnation, self._clock.monotonic(), takeover
+        )
         if attempt is None:
             self._reject(port, key, "nothing of it is here", Outcome.UNKNOWN)
             return
         self._log.record("adopted", key, 0, port.router_id)
         if before is not None and before is not port:
             before.moved.add(key)
-            self._reject(before, key, f"router {port.router_id} has adopted it", Outcome.MOVED)
+            self._reject_moved(before, key, f"router {port.router_id} has adopted it", takeover)
         port.moved.discard(key)
         for delta in attempt.told_again():
             port.push(StepReport((delta,), self._load))
@@ -302,7 +311,8 @@ class NodeService:
     def _abort(self, port: Port, abort: Abort) -> None:
         attempt = self._attempts.get(str(abort.attempt))
         is_anothers = attempt is not None and attempt.owner not in (None, port.client_index)
-        if is_anothers or abort.attempt in port.moved:
+        above = self._attempts.owner_above(abort.attempt, abort.takeover, port.router_incarnation)
+        if is_anothers or abort.attempt in port.moved or above is not None:
             self._log.record("fenced_abort", abort.attempt, 0, port.router_id)
             return
         self._log.record("abort", abort.attempt, 0, abort.reason)
@@ -360,6 +370,11 @@ class NodeService:
     def _reject(self, port: Port, attempt: AttemptKey, error: str, outcome: Outcome = Outcome.ERROR) -> None:
         """Nothing of the attempt runs here, and the router is told why."""
         port.push(StepReport((RequestDelta(attempt, outcome=outcome, error=error),), self._load))
+
+    def _reject_moved(self, port: Port, attempt: AttemptKey, error: str, takeover: int) -> None:
+        """The attempt is another router's, the one with this number."""
+        delta = RequestDelta(attempt, outcome=Outcome.MOVED, error=error, takeover=takeover)
+        port.push(StepReport((delta,), self._load))
 
     def _give_up(self, port: Port, attempt: AttemptKey, error: str) -> None:
         """End the attempt, should it run for this router: it will hear nothing more of it."""

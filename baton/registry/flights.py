@@ -25,12 +25,15 @@ class FlightRecords(Protocol):
         """Writes that were given up since start."""
         ...
 
-    def put(self, request_id: str, record: bytes) -> None:
-        """Keep this record from now on, in place of any other; it expires after the records' lifetime."""
+    def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
+        """Keep this record from now on, in place of any other; it expires after the records' lifetime.
+
+        `owner` (64 bits): the flight that it is of, since several may have the same request id.
+        """
         ...
 
-    def end(self, request_id: str) -> None:
-        """The request is over: its record expires soon."""
+    def end(self, request_id: str, owner: int = 0) -> None:
+        """This flight is over: the record expires soon, unless it is another flight's."""
         ...
 
     async def get(self, request_id: str) -> bytes | None:
@@ -46,6 +49,7 @@ class FlightRecords(Protocol):
 class _Kept:
     record: bytes
     lifetime_s: float
+    owner: int
 
 
 class MemoryFlightStore:
@@ -74,15 +78,15 @@ class MemoryFlightRecords:
     def num_lost(self) -> int:
         return self._num_lost
 
-    def put(self, request_id: str, record: bytes) -> None:
+    def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
         if len(record) > MAX_RECORD_BYTES or not self._store.up:
             self._num_lost += 1
             return
-        self._store.kept[self._cluster, request_id] = _Kept(record, self._lifetime_s)
+        self._store.kept[self._cluster, request_id] = _Kept(record, self._lifetime_s, owner)
 
-    def end(self, request_id: str) -> None:
+    def end(self, request_id: str, owner: int = 0) -> None:
         found = self._store.kept.get((self._cluster, request_id))
-        if found is not None and self._store.up:
+        if found is not None and found.owner == owner and self._store.up:
             found.lifetime_s = min(found.lifetime_s, ENDED_S)
 
     async def get(self, request_id: str) -> bytes | None:

@@ -1,4 +1,5 @@
-"""Records of requests under way in Redis: `baton:CLUSTER:flight:REQUEST_ID`, each with a lifetime.
+"""Records of requests under way in Redis: `baton:CLUSTER:flight:REQUEST_ID`, each with a lifetime. A value begins
+with the flight that it is of, in 16 hexadecimal digits; the record follows.
 
 One task writes, many records in one round trip; who puts a record only leaves it in a dictionary, so nobody ever waits
 for Redis, and of several writes for one request only the last one is made. As everywhere, no operation is cancelled in
@@ -26,6 +27,7 @@ MAX_PENDING = 4096
 _BATCH = 256
 _PAUSE_S = 0.005
 """Between two round trips: what comes meanwhile shares the next one, most of whose cost is its own."""
+_OWNER_BYTES = 16
 _TIMEOUT_S = 1.0
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -33,8 +35,9 @@ _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 @dataclass(frozen=True, slots=True)
 class _Write:
     record: bytes | None
-    """None: the one that is there only gets another lifetime."""
+    """None: the one that is there only gets another lifetime, if it is of this flight."""
     lifetime_s: float
+    owner: bytes
 
 
 class RedisFlightRecords:
@@ -60,18 +63,21 @@ class RedisFlightRecords:
     def num_lost(self) -> int:
         return self._num_lost
 
-    def put(self, request_id: str, record: bytes) -> None:
+    def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
         """Keep this record from now on; see `FlightRecords.put`."""
         if len(record) > MAX_RECORD_BYTES:
             self._num_lost += 1
             return
-        self._add(request_id, _Write(record, self._lifetime_s))
+        self._add(request_id, _Write(record, self._lifetime_s, _owner(owner)))
 
-    def end(self, request_id: str) -> None:
-        """The request is over; see `FlightRecords.end`."""
-        lifetime_s = min(ENDED_S, self._lifetime_s)
+    def end(self, request_id: str, owner: int = 0) -> None:
+        """This flight is over; see `FlightRecords.end`."""
+        lifetime_s, name = min(ENDED_S, self._lifetime_s), _owner(owner)
         before = self._pending.get(request_id)
-        self._add(request_id, replace(before, lifetime_s=lifetime_s) if before else _Write(None, lifetime_s))
+        if before is None or before.record is None:
+            self._add(request_id, _Write(None, lifetime_s, name))
+        elif before.owner == name:
+            self._add(request_id, replace(before, lifetime_s=lifetime_s))
 
     def _add(self, request_id: str, write: _Write) -> None:
         if self._closing.is_set():
@@ -103,7 +109,7 @@ class RedisFlightRecords:
         except _FOREIGN as error:
             _log.warning("the record of request %s can't be read: %s", request_id, error)
             return None
-        return found.encode() if isinstance(found, str) else found
+        return _bytes(found)[_OWNER_BYTES:] if found is not None else None
 
     async def close(self) -> None:
         """Write what is left, as far as that works at once. Idempotent."""
@@ -148,14 +154,39 @@ class RedisFlightRecords:
         self._pending = {**dict(islice(kept.items(), lost, None)), **self._pending}
 
     async def _send(self, batch: Mapping[str, _Write]) -> None:
+        ends = {request_id: write for request_id, write in batch.items() if write.record is None}
+        others = await self._of_others(ends)
         async with self._client.pipeline(transaction=False) as pipe:
             for request_id, write in batch.items():
                 lifetime_ms = max(1, int(write.lifetime_s * 1000))
-                if write.record is None:
+                if write.record is not None:
+                    pipe.set(self._key(request_id), write.owner + write.record, px=lifetime_ms)
+                elif request_id not in others:
                     pipe.pexpire(self._key(request_id), lifetime_ms)
-                else:
-                    pipe.set(self._key(request_id), write.record, px=lifetime_ms)
             await pipe.execute()
+
+    async def _of_others(self, ends: Mapping[str, _Write]) -> set[str]:
+        """Which of these are records of other flights than those that ended: those go on.
+
+        This and the writes that follow are not one step, since that takes a script, which users' access lists don't
+        allow: a record that another router puts in between gets the short lifetime.
+        """
+        if not ends:
+            return set()
+        found = await self._client.mget([self._key(request_id) for request_id in ends])
+        return {
+            request_id
+            for (request_id, write), value in zip(ends.items(), found, strict=True)
+            if value is not None and _bytes(value)[:_OWNER_BYTES] != write.owner
+        }
 
     def _key(self, request_id: str) -> str:
         return f"baton:{self._cluster}:flight:{request_id}"
+
+
+def _owner(flight: int) -> bytes:
+    return b"%016x" % flight
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else value

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Unreachable
 from baton.rpc import status
-from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.codec_generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
 from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
@@ -41,13 +41,15 @@ class AsyncGenerationStub:
         self._vigil: asyncio.Task[None] | None = None
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
-        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=self._metadata))
+        metadata = (*(self._metadata or ()), *number_to_metadata(request.call))
+        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=metadata))
 
     def resume(
-        self, request_id: str, positions: Sequence[int], timeout_s: float | None
+        self, request_id: str, positions: Sequence[int], timeout_s: float | None, call: int = 0
     ) -> AsyncGenerator[GenerateEvent, None]:
         pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
-        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=self._metadata))
+        metadata = (*(self._metadata or ()), *number_to_metadata(call))
+        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=metadata))
 
     async def cancel(self, request_id: str) -> None:
         with status.translated(self._address):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
@@ -43,6 +43,8 @@ _PATH_KEYS = (
     "baton-path-reason",
     "baton-kv-bytes",
 )
+_CALL = "baton-call"
+_MAX_CALL_DIGITS = 9
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
@@ -174,6 +176,20 @@ def _set_stop_reason(pb: generation.Finished | generation.SequenceFinished, stop
 def _stop_reason(pb: generation.Finished | generation.SequenceFinished) -> int | str | None:
     kind = pb.WhichOneof("stop_reason")
     return getattr(pb, kind) if kind else None
+
+
+def number_to_metadata(call: int) -> tuple[tuple[str, str], ...]:
+    """Which of the client's calls for one request a call is, as metadata: a router of another version ignores that, and
+    would refuse a field that it does not know.
+    """
+    return ((_CALL, str(call)),) if call > 1 else ()
+
+
+def number_from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
+    """That number; 0 where there is none that can be meant."""
+    found = next((value for key, value in metadata or () if key == _CALL), "")
+    is_number = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) <= _MAX_CALL_DIGITS
+    return int(found) if is_number else 0
 
 
 def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:

@@ -97,13 +97,17 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
     """Work for a node."""
     if isinstance(message, Abort):
         abort = node.Abort(
-            attempt=attempt_to_pb(message.attempt), reason=message.reason, sequence_index=message.sequence_index
+            attempt=attempt_to_pb(message.attempt),
+            reason=message.reason,
+            sequence_index=message.sequence_index,
+            takeover=message.takeover,
         )
         return node.AttachRequest(abort=abort)
     if isinstance(message, WatchKVCache):
         return node.AttachRequest(watch_kv_cache=node.WatchKVCache())
     if isinstance(message, Adopt):
-        return node.AttachRequest(adopt=node.Adopt(attempt=attempt_to_pb(message.attempt)))
+        adopt = node.Adopt(attempt=attempt_to_pb(message.attempt), takeover=message.takeover)
+        return node.AttachRequest(adopt=adopt)
     submit = node.Submit(
         attempt=attempt_to_pb(message.attempt),
         leg=_LEGS[message.leg],
@@ -113,6 +117,7 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
         cache_salt=message.cache_salt,
         output_token_ids=message.output_token_ids,
         traceparent=message.traceparent,
+        takeover=message.takeover,
     )
     if message.kv_source is not None:
         source = message.kv_source
@@ -127,11 +132,11 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     kind = pb.WhichOneof("message")
     if kind == "abort":
         index = pb.abort.sequence_index if pb.abort.HasField("sequence_index") else None
-        return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason, index)
+        return Abort(attempt_from_pb(pb.abort.attempt), pb.abort.reason, index, pb.abort.takeover)
     if kind == "watch_kv_cache":
         return WatchKVCache()
     if kind == "adopt":
-        return Adopt(attempt_from_pb(pb.adopt.attempt))
+        return Adopt(attempt_from_pb(pb.adopt.attempt), pb.adopt.takeover)
     if kind != "submit":
         raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
     submit = pb.submit
@@ -151,6 +156,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
         kv_source=source,
         output_token_ids=tuple(submit.output_token_ids),
         traceparent=submit.traceparent,
+        takeover=submit.takeover,
     )
 
 
@@ -301,6 +307,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
             sequence_index=delta.sequence_index,
             transfer_cause=transfer_cause_to_pb(delta.transfer_cause),
             embedding=delta.embedding,
+            takeover=delta.takeover,
         )
         for delta in report.deltas
     ]
@@ -330,6 +337,7 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
         delta.error = pb.error
         delta.transfer_cause = transfer_cause_from_pb(pb.transfer_cause)
         delta.embedding = pb.embedding
+        delta.takeover = pb.takeover
     if pb.HasField("timings"):
         delta.timings = _timings_from_pb(pb.timings)
     return delta

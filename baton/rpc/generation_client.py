@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Cancelled, Unreachable
 from baton.rpc import status
-from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
+from baton.rpc.codec_generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
 from baton.rpc.credentials import PLAIN, Dialer
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
@@ -33,13 +33,14 @@ class GenerationStub:
         self._vigil = None if silence_s is None else _Vigil(self._channel, address, silence_s)
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> Generator[GenerateEvent, None, None]:
-        return self._events(self._stub.Generate(request_to_pb(request), timeout=timeout_s))
+        call = self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=number_to_metadata(request.call))
+        return self._events(call)
 
     def resume(
-        self, request_id: str, positions: Sequence[int], timeout_s: float | None
+        self, request_id: str, positions: Sequence[int], timeout_s: float | None, call: int = 0
     ) -> Generator[GenerateEvent, None, None]:
         pb = generation.ResumeRequest(request_id=request_id, next_token_index=positions)
-        return self._events(self._stub.Resume(pb, timeout=timeout_s))
+        return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=number_to_metadata(call)))
 
     def _events(self, call: Any) -> Generator[GenerateEvent, None, None]:
         vigil = self._vigil

@@ -12,7 +12,13 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.codec_generation import chunk_to_pb, event_to_pb, path_to_metadata, request_from_pb
+from baton.rpc.codec_generation import (
+    chunk_to_pb,
+    event_to_pb,
+    number_from_metadata,
+    path_to_metadata,
+    request_from_pb,
+)
 from baton.rpc.http2.call import Call
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.rpc.request_limits import (
@@ -45,9 +51,17 @@ class GenerationHandler(Protocol):
         ...
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        take: TakeChunk | None,
+        call: int,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
+        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request.
+
+        `call`: the how-manieth call of its client for this request it is; 0: the client does not say.
+        """
         ...
 
     async def cancel(self, request_id: str) -> None:
@@ -80,7 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         answer = _Answer(request.request_id, context)
         with answer.counted():
             # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
-            asked = request_from_pb(request)
+            asked = replace(request_from_pb(request), call=number_from_metadata(context.invocation_metadata()))
             if self._takes_traces:
                 asked = replace(asked, traceparent=_traceparent(context))
             async with aclosing(self._handler.generate(asked, context.time_remaining(), answer.take)) as events:
@@ -93,9 +107,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         _check(request)
         check_count("next_token_index", request.next_token_index, MAX_POSITIONS)
         answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
+        call, left_s = number_from_metadata(context.invocation_metadata()), context.time_remaining()
         with answer.counted():
             async with aclosing(
-                self._handler.resume(request.request_id, positions, context.time_remaining(), answer.take)
+                self._handler.resume(request.request_id, positions, left_s, answer.take, call)
             ) as events:
                 async for event in events:
                     yield answer.response(event)

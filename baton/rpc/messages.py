@@ -82,6 +82,8 @@ class Submit:
     """What an earlier attempt generated: computed with the prompt, and generation goes on behind it."""
     traceparent: str = ""
     """W3C trace context of the request's span; empty: it is not traced."""
+    takeover: int = 0
+    """See `Adopt.takeover`."""
 
     @property
     def num_sequences(self) -> int:
@@ -98,6 +100,8 @@ class Abort:
     reason: str
     sequence_index: int | None = None
     """Only this one of its sequences is over."""
+    takeover: int = 0
+    """See `Adopt.takeover`; an abort with a number below the owner's changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ class Adopt:
     """Router to node: this attempt is mine from now on, tell me all that it brought so far."""
 
     attempt: AttemptKey
+    takeover: int = 0
+    """The number of the client's call that the router serves: of several routers the one with the largest number owns
+    the attempt, in whatever order their messages arrive. 0: a router that does not number."""
 
 
 RouterMessage = Submit | Abort | WatchKVCache | Adopt
@@ -173,6 +180,8 @@ class RequestDelta:
     """With an outcome for which KV did not come: why."""
     embedding: bytes = b""
     """Of an embedding leg that ended well: float32, little-endian."""
+    takeover: int = 0
+    """With MOVED: the number of the router that owns the attempt; 0: it has none."""
 
 
 @value(frozen=True, slots=True)
@@ -400,6 +409,8 @@ class GenerateRequest:
     """The longest mean time per output token after the first."""
     traceparent: str = ""
     """W3C trace context of whoever asks, as it came: nothing in it is checked."""
+    call: int = 0
+    """The how-manieth call of its client for this request it is, from 1; 0: the client does not say."""
     embeds: bool = False
     """Its prompt's embedding is wanted, and nothing generated."""
 

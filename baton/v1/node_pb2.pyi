@@ -145,7 +145,7 @@ class AttachHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent")
+    __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LEG_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class Submit(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     leg: Leg
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -164,23 +165,28 @@ class Submit(_message.Message):
     kv_source: Peer
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
     traceparent: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    takeover: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "takeover")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+    takeover: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., takeover: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("attempt", "reason", "sequence_index")
+    __slots__ = ("attempt", "reason", "sequence_index", "takeover")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reason: str
     sequence_index: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sequence_index: _Optional[int] = ...) -> None: ...
+    takeover: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., sequence_index: _Optional[int] = ..., takeover: _Optional[int] = ...) -> None: ...
 
 class WatchKVCache(_message.Message):
     __slots__ = ()
@@ -321,7 +327,7 @@ class AllBlocksCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class RequestDelta(_message.Message):
-    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding")
+    __slots__ = ("attempt", "first_index", "token_ids", "logprobs", "outcome", "stop_token_id", "error", "timings", "transfer_cause", "sequence_index", "embedding", "takeover")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +339,7 @@ class RequestDelta(_message.Message):
     TRANSFER_CAUSE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -344,7 +351,8 @@ class RequestDelta(_message.Message):
     transfer_cause: TransferCause
     sequence_index: int
     embedding: bytes
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    takeover: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., timings: _Optional[_Union[StageTimings, _Mapping]] = ..., transfer_cause: _Optional[_Union[TransferCause, str]] = ..., sequence_index: _Optional[int] = ..., embedding: _Optional[bytes] = ..., takeover: _Optional[int] = ...) -> None: ...
 
 class StageTimings(_message.Message):
     __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "cached_tokens", "external_tokens", "kv_bytes", "intake_ms", "decode_ms")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from baton.errors import (
     BatonError,
+    ContinuedElsewhere,
     EngineFault,
     InvalidRequest,
     Overloaded,
@@ -51,6 +52,7 @@ _BY_TYPE: dict[type[BatonError], Kind] = {
     # Not 429: the client read too slowly, it did not ask too often.
     SlowReader: Kind(408, "timeout_error", "slow_reader"),
     EngineFault: Kind(500, "server_error", "engine_fault"),
+    ContinuedElsewhere: Kind(503, "server_error", "continued_elsewhere"),
 }
 
 

@@ -37,7 +37,12 @@ class SaysWho:
         yield Accepted(current_caller.get().tenant, 0, 0)
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None, take: TakeChunk | None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        take: TakeChunk | None,
+        call: int,
     ) -> AsyncGenerator[GenerateEvent, None]:
         raise NotImplementedError
 

@@ -43,6 +43,7 @@ CODES = {
     "QueueFull": "UNAVAILABLE",
     "WouldBeLate": "UNAVAILABLE",
     "Draining": "UNAVAILABLE",
+    "ContinuedElsewhere": "UNAVAILABLE",
     "NodeLost": "UNAVAILABLE",
     "Unreachable": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",

@@ -128,6 +128,22 @@ async def test_what_is_over_is_kept_for_a_moment(server: Server) -> None:
     assert await server.lifetime_s("unknown") is None
 
 
+async def test_the_end_of_one_flight_is_none_of_another_flights_of_the_same_request(server: Server) -> None:
+    first, second = server.connect(), server.connect()
+    first.put("r", b"first", 1)
+    await found(second, "r", b"first")
+    second.put("r", b"second", 2)
+    await found(first, "r", b"second")
+    first.end("r", 1)
+    first.put("s", b"written behind that end", 1)
+    await found(second, "s", b"written behind that end")
+    assert (await server.lifetime_s("r") or 0) > ENDED_S
+    second.end("r", 2)
+    second.put("s", b"and behind that one", 2)
+    await found(first, "s", b"and behind that one")
+    assert 0 < (await server.lifetime_s("r") or 0) <= ENDED_S
+
+
 async def test_without_a_server_nobody_fails_and_with_one_it_goes_on(server: Server) -> None:
     writer, reader = server.connect(), server.connect()
     writer.put("before", b"1")

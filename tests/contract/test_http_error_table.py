@@ -20,6 +20,7 @@ EXPECTED = {
     errors.DuplicateRequest: 409,
     errors.SlowReader: 408,
     errors.Overloaded: 503,
+    errors.ContinuedElsewhere: 503,
     errors.NodeLost: 503,
     errors.Unreachable: 503,
     errors.AttemptsExhausted: 503,

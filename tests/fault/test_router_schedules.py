@@ -1,5 +1,6 @@
 """Schedules of faults with two routers, over a whole cluster in virtual time: routers and nodes die, records are lost,
 clients go elsewhere while their streams are open. Each request gets each of its tokens once, or an error of a node.
+While a router and a pair of nodes live, none ends as cancelled, unreachable or with too many attempts.
 
 `BATON_ROUTER_SCHEDULES=1000` runs so many, `BATON_FAULT_SEED=N` one of them alone.
 """
@@ -15,8 +16,8 @@ from random import Random
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.engine.sequence_group import sequence_seed
-from baton.errors import BatonError, StreamDiverged
-from baton.rpc.messages import GenerateRequest
+from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
+from baton.rpc.messages import GenerateRequest, Role
 from kv_transfer.backends.faulty import Faults
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
@@ -84,10 +85,17 @@ class Schedule:
         expected = [expected_tokens(prompt, one, self.limits.spec) for one in each]
         if answer.error is not None:
             assert type(answer.error) not in (BatonError, StreamDiverged), f"{answer.error!r}"
+            if isinstance(answer.error, Cancelled | AttemptsExhausted | Unreachable):
+                assert not self._could_be_served(), f"{answer.error!r}"
             self.struck[f"failed: {type(answer.error).__name__}"] += 1
             return
         assert answer.sequences == dict(enumerate(expected))
         self.struck["finished"] += 1
+
+    def _could_be_served(self) -> bool:
+        """Whether a router and a pair of nodes live."""
+        roles = {node.role for node in self.cluster.nodes.values()}
+        return roles == {Role.PREFILL, Role.DECODE} and not all(r.is_gone for r in self.cluster.routers.values())
 
     async def _disturb(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))

@@ -157,9 +157,9 @@ class RouterRig:
     def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
 
-    def resume(self, request_id: str, *positions: int, timeout_s: float | None = None) -> Reader:
+    def resume(self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0) -> Reader:
         """A client that comes back."""
-        return Reader(self.dispatcher.resume(request_id, positions, timeout_s))
+        return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call))
 
     async def adopted(self, name: str) -> AttemptKey:
         """The next message to that node, which must ask for an attempt that another router began."""
@@ -190,6 +190,7 @@ class RouterRig:
         stop_token_id: int | None = None,
         sequence_index: int = 0,
         logprob: float | None = None,
+        takeover: int = 0,
     ) -> None:
         """One step of a node that brings these tokens."""
         tokens = tuple(ord(letter) for letter in text)
@@ -204,6 +205,7 @@ class RouterRig:
                 stop_token_id,
                 timings=timings,
                 sequence_index=sequence_index,
+                takeover=takeover,
             )
         )
 

@@ -432,6 +432,9 @@ class _Stream:
 
     def __init__(self, cluster: SimulatedCluster, node: SimulatedNode, router_id: str, router_incarnation: str) -> None:
         self.welcome = node.description
+        self.router_id = router_id
+        self.held: list[RouterMessage] | None = None
+        """What the router has said and the node has yet to hear; None: it hears everything at once."""
         self._node = node
         self._up = cluster.network.pipe(ROUTER, node.incarnation)
         self._down = cluster.network.pipe(node.incarnation, ROUTER)
@@ -452,7 +455,16 @@ class _Stream:
         self._down.send(NodeLost(f"node {self._node.node_id} ended the stream"))
 
     def send(self, message: RouterMessage) -> None:
-        self._up.send(message)
+        if self.held is None:
+            self._up.send(message)
+        else:
+            self.held.append(message)
+
+    def let_go_on(self) -> None:
+        """The node hears what was held."""
+        held, self.held = self.held or [], None
+        for message in held:
+            self._up.send(message)
 
     def listen(self, on_report: Callable[[StepReport], None], on_lost: Callable[[NodeLost], None]) -> None:
         self._telling = asyncio.create_task(self._tell(on_report, on_lost), name=f"tell-{self._node.incarnation}")
@@ -550,6 +562,10 @@ class SimulatedCluster:
         card = ModelCard(spec.name, spec.max_model_len, spec.vocab_size)
         patience = DispatchLimits(capacity_wait_s=20.0, recovery_wait_s=60.0)
         self.dispatcher = Dispatcher(self.view, self._links, None, lambda: card, timers, rng, patience)
+
+    def streams_of(self, router_id: str) -> list[_Stream]:
+        """Those of one router."""
+        return [stream for stream in self._streams if stream.router_id == router_id]
 
     def add_stream(self, stream: _Stream) -> _Stream:
         self._streams.append(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -51,10 +52,13 @@ class SimulatedRouter:
         async with aclosing(ask(self.dispatcher)) as events:
             while True:
                 following = asyncio.ensure_future(anext(events))
-                await asyncio.wait({following, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                try:
+                    await asyncio.wait({following, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not following.done() or self.is_gone:
+                        following.cancel()
+                        await asyncio.gather(following, return_exceptions=True)
                 if self.is_gone:
-                    following.cancel()
-                    await asyncio.gather(following, return_exceptions=True)
                     raise Unreachable(f"{self.name} is gone: connection reset")
                 try:
                     event = following.result()
@@ -139,5 +143,5 @@ class RoutedCluster(SimulatedCluster):
 
 def _call(call: Call, request: GenerateRequest, dispatcher: Dispatcher) -> AsyncGenerator[GenerateEvent, None]:
     if call.kind is CallKind.GENERATE:
-        return dispatcher.generate(request)
-    return dispatcher.resume(request.request_id, call.positions)
+        return dispatcher.generate(replace(request, call=call.number))
+    return dispatcher.resume(request.request_id, call.positions, call=call.number)

@@ -112,6 +112,69 @@ async def test_its_router_is_told_that_it_moved_and_its_aborts_change_nothing() 
     assert rig.role.aborted == [], "what is on offer is the new router's"
 
 
+@pytest.mark.parametrize("how", ["running", "orphaned", "forgotten"])
+async def test_of_several_routers_the_one_with_the_latest_call_owns_it_in_whatever_order_they_speak(how: str) -> None:
+    rig = rig_with_grace()
+    first, second, third = (attach(rig, f"router-{index}") for index in range(3))
+    rig.ask(first, sampling_params=LONG, takeover=1)
+    turn(rig, 3)
+    await deltas(first)
+    third.receive(Adopt(KEY, 3))
+    (moved,) = await deltas(first)
+    assert (moved.outcome, moved.takeover) == (Outcome.MOVED, 3)
+    if how == "orphaned":
+        third.close()
+    elif how == "forgotten":
+        third.receive(Abort(KEY, "client left", takeover=3))
+        rig.role.aborted.clear()
+    # Its client has left it long ago: it was only slow to say so.
+    second.receive(Adopt(KEY, 2))
+    second.receive(Abort(KEY, "the client went away", takeover=2))
+    first.receive(Abort(KEY, "the client went away", takeover=1))
+    (late,) = await deltas(second)
+    if how != "forgotten":
+        assert (late.outcome, late.takeover) == (Outcome.MOVED, 3)
+    else:
+        assert late.outcome is Outcome.UNKNOWN or late.takeover == 3
+    assert rig.role.aborted == []
+    if how == "orphaned":
+        third = attach(rig, "router-3")
+        third.receive(Adopt(KEY, 4))
+    rig.driver.run()
+    if how != "forgotten":
+        assert tokens(of(0, await deltas(third))) == whole(12)
+    await rig.service.wait_idle()
+
+
+async def test_two_with_the_same_number_know_nothing_of_each_other_and_the_first_one_keeps_it() -> None:
+    rig = rig_with_grace()
+    first, second, third = (attach(rig, f"router-{index}") for index in range(3))
+    rig.ask(first, sampling_params=LONG, takeover=1)
+    turn(rig, 3)
+    second.receive(Adopt(KEY, 2))
+    third.receive(Adopt(KEY, 2))
+    (late,) = await deltas(third)
+    assert (late.outcome, late.takeover) == (Outcome.MOVED, 2)
+    # Its own router may have it told again.
+    second.receive(Adopt(KEY, 2))
+    rig.driver.run()
+    assert {delta.outcome for delta in await deltas(second)} == {None, Outcome.LENGTH}
+
+
+async def test_a_router_that_does_not_number_adopts_and_aborts_as_it_always_did() -> None:
+    rig = rig_with_grace()
+    first, old = attach(rig, "router-0"), attach(rig, "router-1")
+    rig.ask(first, sampling_params=LONG, takeover=3)
+    turn(rig, 3)
+    await deltas(first)
+    old.receive(Adopt(KEY))
+    assert (await deltas(first))[-1].outcome is Outcome.MOVED
+    first.receive(Abort(KEY, "late", takeover=3))
+    assert rig.role.aborted == []
+    old.receive(Abort(KEY, "client left"))
+    assert rig.role.aborted == [KEY]
+
+
 async def test_a_fence_outlives_what_it_protects() -> None:
     """The prefill leg ended long ago and its node has forgotten it, but its blocks may still be read."""
     rig = NodeRig(Role.PREFILL, orphan_grace_s=0.0)

@@ -14,6 +14,7 @@ from baton.client.rota import DOUBT_S, Rota
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import (
     BatonError,
+    ContinuedElsewhere,
     Draining,
     DuplicateRequest,
     EngineFault,
@@ -203,6 +204,16 @@ def test_routers_that_take_a_request_and_are_lost_at_once_spend_the_budget() -> 
     c.take(ACCEPTED, now + 1.0)
     with pytest.raises(Unreachable):
         c.failed(LOST, now + 1.0)
+
+
+def test_a_router_that_lets_go_of_it_is_left_for_the_next_one_which_hears_that_the_call_is_later() -> None:
+    answer = continuation(2)
+    first = answer.next_call()
+    answer.take(ACCEPTED, 0.0)
+    assert answer.failed(ContinuedElsewhere("this router is shutting down"), 0.0) == 0.0
+    second = answer.next_call()
+    assert (second.kind, second.place) == (CallKind.RESUME, 1 - first.place)
+    assert (first.number, second.number) == (1, 2)
 
 
 def test_what_nobody_knows_is_generated_again_and_compared() -> None:

@@ -10,6 +10,7 @@ from baton.engine.request import Leg, SamplingParams
 from baton.errors import (
     BatonError,
     Cancelled,
+    ContinuedElsewhere,
     DeadlineExceeded,
     Draining,
     EngineFault,
@@ -18,7 +19,16 @@ from baton.errors import (
 )
 from baton.ids import AttemptKey
 from baton.registry.flights import ENDED_S, LIFETIME_S
-from baton.rpc.messages import Accepted, Chunk, GenerateRequest, ModelCard, NodeDescription, Outcome, SequenceFinished
+from baton.rpc.messages import (
+    Accepted,
+    Adopt,
+    Chunk,
+    GenerateRequest,
+    ModelCard,
+    NodeDescription,
+    Outcome,
+    SequenceFinished,
+)
 from router.placement import Placement
 from router.request import ValidRequest
 from tests.support.router_parts import MODEL, decode, prefill
@@ -36,9 +46,10 @@ def left_behind(
     second: NodeDescription,
     request: ValidRequest = REQUEST,
     router: str = "router-0.a",
+    takeover: int = 1,
 ) -> None:
     """Another router left word of its second attempt on these nodes."""
-    rig.journal(router).placed(request, THEIRS, Placement(first, second, "because"))
+    rig.journal(router).placed(request, THEIRS, Placement(first, second, "because"), takeover=takeover)
 
 
 async def begun(rig: RouterRig, **fields: object) -> tuple[Reader, AttemptKey]:
@@ -275,12 +286,69 @@ async def test_moved_is_the_quiet_end_of_a_flight() -> None:
         reader, attempt = await begun(rig)
         rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF)
         rig.tell("d1", attempt, outcome=Outcome.MOVED)
-        with pytest.raises(Cancelled, match="continued at another router"):
+        with pytest.raises(ContinuedElsewhere, match="continued at another router"):
             await reader.finished()
         assert rig.nodes["p1"].inbox.empty(), "an abort could harm its new owner"
         assert rig.nodes["d1"].inbox.empty()
         assert rig.store.lifetime_s("c", "r") == LIFETIME_S, "the record is another router's by now"
         assert (rig.dispatcher.counters.moved, rig.dispatcher.counters.failed) == (1, 0)
+
+
+async def test_what_moved_is_adopted_anew_though_its_end_is_still_unread() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=6, seed=5))
+        assert isinstance(await anext(stream), Accepted)
+        attempt = (await rig.submitted("p1")).attempt
+        await rig.submitted("d1")
+        rig.tell("d1", attempt, outcome=Outcome.MOVED, takeover=2)
+        await rig.nodes["d1"].all_read()
+        back = rig.resume("r", 1, call=3)
+        for name in ("p1", "d1"):
+            assert await rig.adopted(name) == attempt
+        rig.tell("d1", attempt, 0, "abcdef", Outcome.LENGTH)
+        await back.finished()
+        assert back.text == "bcdef"
+        with pytest.raises(ContinuedElsewhere):
+            await anext(stream)
+
+
+async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_back() -> None:
+    async with router_rig(decode()) as rig:
+        left_behind(rig, None, decode())
+        reader = rig.resume("r", call=3)
+        assert await rig.adopted("d1") == THEIRS
+        rig.tell("d1", THEIRS, 0, "abc")
+        rig.tell("d1", THEIRS, outcome=Outcome.MOVED, takeover=2)
+        again = await rig.nodes["d1"].inbox.get()
+        assert again == Adopt(THEIRS, 3)
+        rig.tell("d1", THEIRS, 0, "abc")
+        rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
+        await reader.finished()
+        assert reader.text == "abcdef"
+        assert rig.dispatcher.counters.moved == 0
+
+
+async def test_a_call_that_comes_behind_a_later_one_is_told_so() -> None:
+    async with router_rig(decode()) as rig:
+        left_behind(rig, None, decode(), takeover=3)
+        for call in (2, 3):
+            with pytest.raises(ContinuedElsewhere, match="call 3"):
+                await rig.resume("r", call=call).finished()
+        reader = rig.resume("r", call=5)
+        assert await rig.nodes["d1"].inbox.get() == Adopt(THEIRS, 5)
+        with pytest.raises(ContinuedElsewhere, match="call 5"):
+            await rig.resume("r", call=4).finished()
+        noted = await rig.journal("router-2.a").find("r", CARD)
+        assert noted is not None
+        assert (noted.takeover, noted.key, noted.router) == (5, THEIRS, "router-1.a")
+        # Who does not count comes behind all that is known.
+        last = rig.resume("r")
+        with pytest.raises(Cancelled):
+            await reader.finished()
+        rig.tell("d1", THEIRS, 0, "abcdef")
+        await last.tokens_read(6)
+        last.task.cancel()
+        assert (await rig.aborted("d1")).takeover == 6
 
 
 # Who is not known, and what is left behind.

@@ -59,7 +59,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
     incarnation, attempt, *rest = words
     fields: dict[str, list[str]] = {}
     for word in rest:
-        if word in ("at", "tokens", "outcome", "token", "of", "cause"):
+        if word in ("at", "tokens", "outcome", "token", "of", "cause", "takeover"):
             current = fields.setdefault(word, [])
         else:
             current.append(word)
@@ -71,6 +71,7 @@ def parse_delta(words: Sequence[str]) -> Delta:
         stop_token_id=int(fields["token"][0]) if "token" in fields else None,
         sequence_index=int(fields.get("of", ["0"])[0]),
         transfer_cause=TransferCause(fields["cause"][0]) if "cause" in fields else None,
+        takeover=int(fields.get("takeover", ["0"])[0]),
     )
     return Delta(incarnation, delta)
 
@@ -101,7 +102,7 @@ def show(effect: FlightEffect) -> str:
             given = " ".join(["", "behind", *map(str, submit.output_token_ids)]) if submit.output_token_ids else ""
             return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}{given}"
         case AdoptLeg(incarnation, adopt, _):
-            return f"adopt {incarnation} {adopt.attempt}"
+            return f"adopt {incarnation} {adopt.attempt}" + (f" takeover {adopt.takeover}" if adopt.takeover else "")
         case AbortLeg(incarnation, abort):
             assert abort.reason
             of = f" of {abort.sequence_index}" if abort.sequence_index is not None else ""
@@ -140,6 +141,9 @@ def act(flight: Flight, line: str, *, quick: bool) -> list[FlightEffect]:
             return flight.adopt(key(int(words[2])), placed(words[0], words[1]).placement, int(words[4]))
         case "settle":
             return flight.settle(words[0])
+        case "takeover":
+            flight.takeover = int(words[0])
+            return []
     return tell(flight, parse(line), quick=quick)
 
 

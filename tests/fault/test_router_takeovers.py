@@ -1,0 +1,156 @@
+"""Which router serves a request when several believe to: late messages, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from baton.client.continuation import CallKind, Continuation, repeatable
+from baton.client.rota import Rota
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.errors import Unreachable
+from baton.rpc.messages import Abort, Adopt, Chunk, Finished, GenerateEvent, GenerateRequest
+from kv_transfer.backends.faulty import Faults
+from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
+from tests.support.simulated_routers import RoutedCluster
+from tests.support.virtual_time import run_virtually
+
+T = TypeVar("T")
+NAMES = ["router-a", "router-b", "router-c"]
+PROMPT = list(range(20))
+NUM_TOKENS = 90
+LIMITS = SimulatedLimits(num_blocks=64, chunk=24)
+EXPECTED = expected_tokens(PROMPT, SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_TOKENS), LIMITS.spec)
+
+
+class FirstOfAll(Random):
+    """Every client begins at the first router."""
+
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
+
+
+class Client:
+    """One client that goes from router to router when it is told to."""
+
+    def __init__(self, cluster: RoutedCluster) -> None:
+        self._cluster = cluster
+        now = asyncio.get_running_loop().time()
+        rng = FirstOfAll()
+        self._continuation = Continuation(Rota(NAMES, rng), rng, now, 60.0)
+        self._request = repeatable(
+            GenerateRequest(PROMPT, "r", temperature=0.0, seed=0, max_tokens=NUM_TOKENS), Random(2)
+        )
+        self.token_ids: list[int] = []
+        self.finished: Finished | None = None
+
+    def call(self) -> tuple[str, AsyncGenerator[GenerateEvent, None]]:
+        """Make the next call; at which router, and what it answers."""
+        call = self._continuation.next_call()
+        name = NAMES[call.place]
+        if call.kind is CallKind.GENERATE:
+            return name, self._cluster.routers[name].answer(lambda router: router.generate(self._request))
+        return name, self._cluster.routers[name].answer(
+            lambda router: router.resume("r", call.positions, call=call.number)
+        )
+
+    async def read(self, events: AsyncGenerator[GenerateEvent, None], until: int = NUM_TOKENS) -> None:
+        """Read until it has so many tokens, and to the end if that is all of them."""
+        async for event in events:
+            fresh = self._continuation.take(event, asyncio.get_running_loop().time())
+            if isinstance(fresh, Chunk):
+                self.token_ids += fresh.token_ids
+            self.finished = fresh if isinstance(fresh, Finished) else self.finished
+            if until < NUM_TOKENS and len(self.token_ids) >= until:
+                return
+
+    def leave(self) -> None:
+        """Give up the call that it made last."""
+        assert self._continuation.failed(Unreachable("nothing is heard"), asyncio.get_running_loop().time()) == 0.0
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["client-is-believed-to-be-there", "client-has-left"])
+def test_a_router_that_is_slow_to_say_adopt_takes_nothing_from_the_one_that_serves_the_client(leaves: bool) -> None:
+    run_virtually(_late_adoption(leaves))
+
+
+async def _late_adoption(leaves: bool) -> None:
+    async with simulated_cluster(Random(1), limits=LIMITS, faults=Faults, cluster=RoutedCluster) as made:
+        assert isinstance(made, RoutedCluster)
+        for name in NAMES:
+            made.start_router(name)
+        await asyncio.sleep(1.0)
+        client = Client(made)
+        name, events = client.call()
+        await client.read(events, 5)
+        await made.routers[name].kill()
+        client.leave()
+        slow, late = client.call()
+        for stream in made.streams_of(slow):
+            stream.held = []
+        reading = asyncio.create_task(client.read(late))
+        await asyncio.sleep(0.1)
+        client.leave()
+        name, events = client.call()
+        assert (slow, name) == ("router-b", "router-c")
+        serving = asyncio.create_task(client.read(events))
+        await asyncio.sleep(0.1)
+        if leaves:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await late.aclose()
+        held = [message for stream in made.streams_of(slow) for message in stream.held or ()]
+        assert {type(message) for message in held} == ({Adopt, Abort} if leaves else {Adopt})
+        for stream in made.streams_of(slow):
+            stream.let_go_on()
+        await serving
+        assert client.finished is not None
+        assert client.finished.path.attempts == 1, "nothing was computed again"
+        assert client.token_ids == EXPECTED
+        assert made.routers[name].dispatcher.counters.moved == 0
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await late.aclose()
+        await made.idle(30.0)
+        for node in made.nodes.values():
+            node.assert_nothing_is_left()
+
+
+def test_a_router_to_which_the_client_came_back_takes_its_attempt_back() -> None:
+    run_virtually(_back_at_the_first())
+
+
+async def _back_at_the_first() -> None:
+    """The router between was slow: the nodes hear of it when the client is with the first one again."""
+    async with simulated_cluster(Random(1), limits=LIMITS, faults=Faults, cluster=RoutedCluster) as made:
+        assert isinstance(made, RoutedCluster)
+        for name in NAMES:
+            made.start_router(name)
+        await asyncio.sleep(1.0)
+        client, first = Client(made), made.routers["router-a"].dispatcher
+        _, events = client.call()
+        await client.read(events, 5)
+        client.leave()
+        slow, late = client.call()
+        for stream in made.streams_of(slow):
+            stream.held = []
+        reading = asyncio.create_task(client.read(late))
+        await asyncio.sleep(0.1)
+        back = made.routers["router-a"].answer(lambda router: router.resume("r", [len(client.token_ids)], call=3))
+        tokens: list[int] = list(client.token_ids)
+        async for event in back:
+            if isinstance(event, Chunk):
+                tokens += event.token_ids
+            for stream in made.streams_of(slow):
+                stream.let_go_on()
+        assert tokens == EXPECTED
+        assert first.counters.moved == 0
+        assert made.routers[slow].dispatcher.counters.moved == 1
+        await asyncio.gather(reading, return_exceptions=True)
+        await events.aclose()
+        await late.aclose()

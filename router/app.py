@@ -21,7 +21,7 @@ from baton.background import BackgroundWatch, OnFault, current_watch, start_back
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
-from baton.errors import BackgroundFault, Draining, ExitCode
+from baton.errors import BackgroundFault, ExitCode
 from baton.ids import new_incarnation
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
@@ -362,8 +362,8 @@ class _Router:
 
     async def _shut_down(self) -> None:
         if self._dispatcher.num_live:
-            _log.warning("%d requests did not end in time", self._dispatcher.num_live)
-        self._dispatcher.end_all(Draining("this router is shutting down"))
+            _log.info("%d requests did not end in time and are left to other routers", self._dispatcher.num_live)
+        self._dispatcher.let_go_of_all()
         self._live.close()
         self._collector.stop()
         await asyncio.gather(self._public.stop(2.0), self._http.stop(2.0), self._private.stop(0.5))

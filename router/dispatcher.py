@@ -60,6 +60,7 @@ from router.flight_table import (
     FlightEvent,
     GiveUp,
     LegEnded,
+    LetGo,
     MovedAway,
     NodeGone,
     Place,
@@ -346,10 +347,16 @@ class Dispatcher:
         self._schemas.close()
         self._texts.close()
 
-    def end_all(self, error: BatonError) -> None:
-        """End every live request with this error, on its nodes too."""
+    def let_go_of_all(self) -> None:
+        """End every live stream here and leave its nodes to whichever router the client goes to.
+
+        What no other router could find ends on its nodes, too: embeddings, what waits for nodes, all without a journal.
+        """
         for run in list(self._runs.values()):
-            self._feed(run, GiveUp(error))
+            if run.is_noted and not run.flight.is_over:
+                self._feed(run, LetGo(ContinuedElsewhere("this router is shutting down: go on at another one")))
+            else:
+                self._feed(run, GiveUp(self._closing()))
 
     def on_attached(self, description: NodeDescription) -> None:
         """A node is there: whoever waited for one may go on."""

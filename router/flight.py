@@ -72,6 +72,7 @@ from router.flight_table import (
     FlightStep,
     GiveUp,
     LegEnded,
+    LetGo,
     MovedAway,
     NodeGone,
     Place,
@@ -243,6 +244,8 @@ class Flight:
                 return [*self._abort_all(reason), Fail(Cancelled(reason))]
             case GiveUp(error):
                 return self._give_up(error)
+            case LetGo(error):
+                return self._leave(error)
 
     def takes_next(self, incarnation: str, delta: RequestDelta) -> bool:
         """Take a delta that brings the tokens which follow and nothing else, as nearly all do: they are for the client.
@@ -399,11 +402,15 @@ class Flight:
         """Whoever has it now speaks for it: an abort of ours could only do harm. Unless we serve the later call."""
         if 0 < takeover < self.takeover:
             return [self._adopt_leg(leg)]
+        return self._leave(ContinuedElsewhere("continued at another router"))
+
+    def _leave(self, error: BatonError) -> list[FlightEffect]:
+        """Nothing is aborted: the attempt is another router's, or will be."""
         self._machine.feed(FlightStep.CANCEL)
         effects: list[FlightEffect] = []
-        for each in self._legs.values():
-            effects += self._release(each)
-        return [*effects, MovedAway(ContinuedElsewhere("continued at another router"))]
+        for leg in self._legs.values():
+            effects += self._release(leg)
+        return [*effects, MovedAway(error)]
 
     def _on_node_gone(self, incarnation: str, reason: str, lost_together: Set[str]) -> list[FlightEffect]:
         leg = self._legs.get(incarnation)

@@ -122,7 +122,14 @@ class GiveUp:
     error: BatonError
 
 
-FlightEvent: TypeAlias = Placed | Delta | NodeGone | StopStringFound | Cancel | GiveUp
+@value(frozen=True, slots=True)
+class LetGo:
+    """The router ends: another one is to go on with what the nodes run for it."""
+
+    error: BatonError
+
+
+FlightEvent: TypeAlias = Placed | Delta | NodeGone | StopStringFound | Cancel | GiveUp | LetGo
 
 
 class AttemptCause(enum.Enum):

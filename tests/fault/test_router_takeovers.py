@@ -1,8 +1,9 @@
-"""Which router serves a request when several believe to: late messages, in virtual time."""
+"""Requests that go from router to router: late messages, rolling restarts. In virtual time."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from random import Random
 from typing import TypeVar
@@ -16,7 +17,8 @@ from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Unreachable
 from baton.rpc.messages import Abort, Adopt, Chunk, Finished, GenerateEvent, GenerateRequest
 from kv_transfer.backends.faulty import Faults
-from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
+from router.flight_table import AttemptCause
+from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
 
@@ -154,3 +156,45 @@ async def _back_at_the_first() -> None:
         await asyncio.gather(reading, return_exceptions=True)
         await events.aclose()
         await late.aclose()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rolling_restart_of_two_routers_computes_nothing_again(seed: int) -> None:
+    run_virtually(_rolling_restart(seed))
+
+
+async def _rolling_restart(seed: int) -> None:
+    rng = Random(seed)
+    limits = SimulatedLimits(num_blocks=128, chunk=24, max_num_seqs=8)
+    sizes = {"prefill": 2, "decode": 2}
+    async with simulated_cluster(rng, **sizes, limits=limits, faults=Faults, cluster=RoutedCluster) as made:
+        assert isinstance(made, RoutedCluster)
+        runs = [made.start_router(name) for name in NAMES[:2]]
+        await asyncio.sleep(1.0)
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=60)
+        prompts = [[rng.randrange(limits.spec.vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+
+        async def ask(number: int) -> Answer:
+            await asyncio.sleep(rng.uniform(0.0, 1.5))
+            n = 3 if number % 4 == 3 else 1
+            return await made.ask(
+                GenerateRequest(prompts[number], f"r{number}", temperature=0.0, seed=0, max_tokens=60, n=n)
+            )
+
+        asking = [asyncio.create_task(ask(number)) for number in range(len(prompts))]
+        for name in NAMES[:2]:
+            await asyncio.sleep(0.5)
+            await made.routers[name].stop()
+            await asyncio.sleep(0.3)
+            runs.append(made.start_router(name))
+        answers = await asyncio.gather(*asking)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.error is None
+            assert answer.token_ids == expected_tokens(prompt, params, limits.spec)
+        counters = [run.dispatcher.counters for run in runs]
+        assert sum(of_one.adopted for of_one in counters) > 0
+        begun = sum((of_one.attempts for of_one in counters), Counter())
+        assert begun == {AttemptCause.FIRST: len(prompts)}, "each prompt was computed once"
+        await made.idle(30.0)
+        for node in made.nodes.values():
+            node.assert_nothing_is_left()

@@ -66,6 +66,14 @@ class SimulatedRouter:
                     return
                 yield event
 
+    async def stop(self) -> None:
+        """As SIGTERM does once the time to drain is over."""
+        self.dispatcher.drain()
+        self.dispatcher.let_go_of_all()
+        # Whoever reads hears of it before the connections are closed.
+        await self.dispatcher.idle()
+        await self.kill()
+
     async def kill(self) -> None:
         """As SIGKILL does: every connection breaks, and nothing is said any more."""
         self.is_gone = True

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import AttemptsExhausted, DeadlineExceeded, TransferCause
+from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
 from router.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
@@ -33,6 +33,7 @@ from router.flight_table import (
     FlightStep,
     GiveUp,
     LegEnded,
+    LetGo,
     MovedAway,
     NodeGone,
     Place,
@@ -89,6 +90,8 @@ def parse(line: str) -> FlightEvent:
             return StopStringFound(words[0], int(words[2]) if words[1:] else 0)
         case "cancel":
             return Cancel("gone")
+        case "let-go":
+            return LetGo(ContinuedElsewhere("this router ends"))
     raise AssertionError(f"no such event: {line}")
 
 
@@ -219,6 +222,7 @@ EVENTS: dict[str, FlightEvent] = {
     "stranger_gone": NodeGone("d9.1", "died"),
     "stop_string": StopStringFound("END"),
     "cancel": Cancel("gone"),
+    "let-go": LetGo(ContinuedElsewhere("this router ends")),
     "deadline": GiveUp(DeadlineExceeded("late")),
 }
 F = FlightState
@@ -236,6 +240,7 @@ EXPECTED: dict[str, dict[FlightState, FlightState]] = {
     "ignored": {F.PREFILLING: F.FAILED, F.STREAMING: F.FAILED},
     "stop_string": {F.STREAMING: F.FINISHED, F.RETRYING: F.FINISHED},
     "cancel": dict.fromkeys(LIVE, F.CANCELLED),
+    "let-go": dict.fromkeys(LIVE, F.CANCELLED),
     "deadline": dict.fromkeys(LIVE, F.FAILED),
 }
 ILLEGAL = {
@@ -276,7 +281,7 @@ def test_every_state_and_event(state: FlightState, name: str) -> None:
         return
     effects = flight.handle(EVENTS[name])
     assert flight.state is EXPECTED.get(name, {}).get(state, state)
-    ends = [effect for effect in effects if isinstance(effect, Finish | Fail)]
+    ends = [effect for effect in effects if isinstance(effect, Finish | Fail | MovedAway)]
     assert len(ends) == int(flight.state in TERMINAL and state not in TERMINAL)
     if state in TERMINAL:
         assert effects == []

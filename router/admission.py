@@ -9,8 +9,10 @@ node. So the router hands a node little more than it can run and keeps the rest 
    see `waiting_room`). First come those who have been placed before and lost their nodes: their clients are in
    mid-stream. Then priority classes, in which waiting makes up for priority as on the nodes, so that nobody starves.
 3. The queue is bounded. When it is full the lowest class gives way to a better one, the newest of it first.
-4. A request that would be too late for its deadline, or for the first token that it hopes for, is refused at once: the
-   client has its time for something else. Only what measurements say of this very router counts, and of those the best.
+4. A request that would be too late for its deadline, or for the first token that it hopes for, or whose tokens would
+   come more slowly than it hopes, is refused at once: the client has its time for something else. Only what is measured
+   of this very router counts, and of that the best. An idle node is worth a try: a pace that it can't keep is held
+   against it only while requests show it, so that a bad measurement does not keep away what would correct it.
 5. Who is turned away is told to come again when the queue is predicted to be empty; each a little differently, so that
    they don't all come at once.
 """
@@ -18,6 +20,7 @@ node. So the router hands a node little more than it can run and keeps the rest 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from random import Random
 from typing import Generic, TypeVar
@@ -30,6 +33,8 @@ _QUEUED_STEPS = 16
 """So many steps' worth of uncomputed prompts fill a node, however few its sequences are."""
 _RECENT = 64
 """Requests whose times are remembered."""
+_OF_LATE_S = 60.0
+"""So long does the pace of a request that has ended say what an idle node can do."""
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 
@@ -59,6 +64,11 @@ class Hope:
     first_token_by: float | None = None
     least_tokens: int = 1
     """It generates at least so many."""
+    token_s: float | None = None
+    """So long may each token after the first take, in the mean."""
+
+
+NO_HOPE = Hope()
 
 
 class Ticket(Generic[T]):
@@ -86,12 +96,14 @@ class ServiceTimes:
         self._service: deque[float] = deque(maxlen=_RECENT)
         self._first_token: deque[float] = deque(maxlen=_RECENT)
         self._per_token: deque[float] = deque(maxlen=_RECENT)
+        self._paced_at = -math.inf
 
-    def ended(self, first_token_s: float, service_s: float, num_tokens: int) -> None:
-        """A request ended well."""
+    def ended(self, first_token_s: float, service_s: float, num_tokens: int, now: float = 0.0) -> None:
+        """A request ended well, at `now`."""
         self._service.append(service_s)
         self._first_token.append(first_token_s)
         if num_tokens > 1:
+            self._paced_at = now
             self._per_token.append((service_s - first_token_s) / (num_tokens - 1))
 
     def wait_s(self, num_ahead: int, num_running: int) -> float:
@@ -105,8 +117,12 @@ class ServiceTimes:
         return min(self._first_token, default=0.0)
 
     def token_s(self) -> float:
-        """The quickest pace of late."""
+        """The quickest pace of late; 0 while nothing is known."""
         return min(self._per_token, default=0.0)
+
+    def pace_s(self, now: float) -> float:
+        """The same, 0 also when no request has shown it for a while."""
+        return self.token_s() if now - self._paced_at <= _OF_LATE_S else 0.0
 
 
 class AdmissionQueue(Generic[T]):
@@ -156,6 +172,7 @@ class AdmissionQueue(Generic[T]):
         num_ahead = bisect.bisect(self._order, ticket.order_key, key=_order_key)
         first_token_s = self.times.wait_s(num_ahead, num_running) + self.times.first_token_s()
         self.check_in_time(ticket.hope, now, first_token_s, self.times.token_s(), num_running)
+        self.check_pace(ticket.hope, self.times.pace_s(now), num_running)
         displaced = self._by_class[-1] if len(self._by_class) >= self._max_waiting else None
         if displaced is not None:
             self.leave(displaced)
@@ -182,6 +199,12 @@ class AdmissionQueue(Generic[T]):
         elif hope.deadline is not None and now + last_token_s > hope.deadline:
             what = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
         if what:
+            raise WouldBeLate(what, self.retry_after_s(num_running))
+
+    def check_pace(self, hope: Hope, token_s: float, num_running: int) -> None:
+        """Raises WouldBeLate if a token each `token_s` is slower than it hopes for."""
+        if hope.token_s is not None and token_s > hope.token_s:
+            what = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {hope.token_s * 1e3:.3g} ms"
             raise WouldBeLate(what, self.retry_after_s(num_running))
 
     def _gives_way(self, priority: int) -> bool:

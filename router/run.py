@@ -79,12 +79,13 @@ class Run:
 
     def hope(self) -> Hope:
         """What it must be in time for."""
-        slo_ms, params = self.request.ttft_slo_ms, self.request.sampling_params
+        slo_ms, each_ms, params = self.request.ttft_slo_ms, self.request.tpot_slo_ms, self.request.sampling_params
         may_stop = not params.ignore_eos or params.stop_token_ids or self.request.stop
         return Hope(
             deadline=self.deadline_at,
             first_token_by=None if slo_ms is None else self.started + slo_ms / 1e3,
             least_tokens=max(1, params.min_tokens) if may_stop else params.max_tokens,
+            token_s=None if each_ms is None or self.request.embeds or params.max_tokens < 2 else each_ms / 1e3,
         )
 
     def traced(self, ended: float, error: BatonError | None) -> Traced:

@@ -10,10 +10,10 @@ from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
 from baton.rpc.messages import NodeDescription
-from router.admission import AdmissionQueue, Ticket
+from router.admission import NO_HOPE, AdmissionQueue, Ticket
 from router.flight_table import GiveUp, Place
 from router.limits import DispatchLimits
-from router.placement import Candidate, size_of
+from router.placement import Candidate, Placement, size_of
 from router.placer import Choice, Placer, demand_of
 from router.run import Run
 from router.timers import Timers
@@ -176,7 +176,8 @@ class WaitingRoom:
         if run.placed_at is not None:
             service_s = self._timers.monotonic() - run.placed_at
             times = self._line(run).queue.times
-            times.ended(first_token_at - run.placed_at, service_s, run.flight.num_output_tokens)
+            num_tokens = run.flight.num_output_tokens
+            times.ended(first_token_at - run.placed_at, service_s, num_tokens, self._timers.monotonic())
 
     def leave(self, run: Run) -> None:
         """It does not wait any more. Idempotent."""
@@ -233,12 +234,30 @@ class WaitingRoom:
         return choice
 
     def _check_in_time(self, ticket: Ticket[Run], choice: Choice) -> None:
-        terms = choice.found.terms if choice.found is not None else None
+        """Raises WouldBeLate if the nodes that were chosen would be too slow for what it hopes."""
+        hope, line, now = ticket.hope, self._line(ticket.item), self._timers.monotonic()
+        if hope == NO_HOPE:
+            return
+        queue, num_placed, times = line.queue, line.num_placed, line.queue.times
+        found = choice.found
+        if found is None:
+            # This policy predicts nothing: what requests took here is all there is.
+            if self._is_busy(choice.placement):
+                queue.check_in_time(hope, now, times.first_token_s(), times.token_s(), num_placed)
+            queue.check_pace(hope, times.pace_s(now), num_placed)
+            return
+        first_s, each_s = found.terms.first_token_ms / 1e3, found.terms.token_ms / 1e3
         # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
-        if terms is not None and terms.queue_ms > 0.0:
-            first_s, each_s = terms.first_token_ms / 1e3, terms.token_ms / 1e3
-            line, now = self._line(ticket.item), self._timers.monotonic()
-            line.queue.check_in_time(ticket.hope, now, first_s, each_s, line.num_placed)
+        if found.terms.queue_ms > 0.0:
+            queue.check_in_time(hope, now, first_s, each_s, num_placed)
+        if found.decode.streams > 0.0 and times.token_s() > 0.0:
+            queue.check_pace(hope, each_s, num_placed)
+        else:
+            queue.check_pace(hope, min(each_s, times.pace_s(now)), num_placed)
+
+    def _is_busy(self, placement: Placement) -> bool:
+        chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
+        return any(one.load > 0.0 for one in self._view.candidates() if one.node.incarnation in chosen)
 
     def _choose(self, candidates: Sequence[Candidate], run: Run, place: Place) -> Choice:
         now = self._timers.monotonic()

@@ -180,6 +180,53 @@ async def test_what_placement_predicts_counts_but_an_idle_node_is_worth_a_try() 
         await finish(rig, rig.ask(max_tokens=1))
 
 
+POLICIES = [Policy.COST, Policy.LEAST_LOADED, Policy.ROUND_ROBIN]
+
+
+async def pace(rig: RouterRig, reader: Reader, seconds: float) -> None:
+    """The node gives it two tokens, so far apart, and ends it."""
+    attempt = (await rig.submitted("d1")).attempt
+    rig.tell("d1", attempt, 0, "a")
+    await rig.nodes["d1"].all_read()
+    rig.timers.advance(seconds)
+    rig.tell("d1", attempt, 1, "b", Outcome.LENGTH)
+    await reader.finished()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_pace_that_nobody_keeps_is_refused_at_once_whatever_the_policy(policy: Policy) -> None:
+    async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
+        # Nothing is known yet, and an idle node is worth a try.
+        await pace(rig, rig.ask(request_id="tried", max_tokens=2, tpot_slo_ms=1e-3), 0.02)
+        error = await turned_away(rig.ask(max_tokens=2, tpot_slo_ms=1e-3))
+        assert isinstance(error, WouldBeLate)
+        assert "it allows 0.001 ms" in str(error)
+        assert error.retry_after_s > 0.0
+        assert rig.dispatcher.counters.rejections == {"WouldBeLate": 1}
+        # What it hopes for can be kept, or has no second token that could be late.
+        await pace(rig, rig.ask(request_id="kept", max_tokens=2, tpot_slo_ms=25.0), 0.02)
+        await finish(rig, rig.ask(request_id="one", max_tokens=1, tpot_slo_ms=1e-3))
+        # After a while nobody knows any more, and somebody has to try.
+        rig.timers.advance(61.0)
+        await pace(rig, rig.ask(request_id="again", max_tokens=2, tpot_slo_ms=1e-3), 0.02)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_a_first_token_that_comes_too_late_is_refused_by_every_policy(policy: Policy) -> None:
+    async with router_rig(decode(), placer=Placer(PlacementSettings(policy))) as rig:
+        first = rig.ask(request_id="first", max_tokens=1)
+        attempt = (await rig.submitted("d1")).attempt
+        rig.timers.advance(2.0)
+        rig.tell("d1", attempt, 0, "a", Outcome.LENGTH)
+        await first.finished()
+        running = rig.ask(request_id="running", max_tokens=1)
+        await running.accepted_now()
+        rig.nodes["d1"].report(load=LoadReport(running=1, uncomputed_tokens=10**7))
+        await rig.nodes["d1"].all_read()
+        assert isinstance(await turned_away(rig.ask(ttft_slo_ms=1500.0, max_tokens=1)), WouldBeLate)
+        await finish(rig, running)
+
+
 @pytest.mark.parametrize("how", ["cancel", "client gone", "deadline", "slo"])
 async def test_who_leaves_the_queue_leaves_nothing(how: str) -> None:
     async with router_rig(small()) as rig:

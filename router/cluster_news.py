@@ -100,7 +100,9 @@ def _node_news(before: ClusterLook, after: ClusterLook) -> Iterator[News]:
                 yield News("RoleChanged", node.name, incarnation, f"{former.role} to {node.role}")
         yield from _state_news(incarnation, known.state if known is not None else NodeState.STARTING, node)
         if node.notice and node.notice != (known.notice if known is not None else ""):
-            yield News("LinkRefused", node.name, incarnation, node.notice, is_warning=True)
+            # A node that drains opens no link.
+            reason = "DrainGaveUp" if node.state is NodeState.DRAINING else "LinkRefused"
+            yield News(reason, node.name, incarnation, node.notice, is_warning=True)
 
 
 def _state_news(incarnation: str, before: NodeState, node: NodeLook) -> Iterator[News]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
+from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
 from baton.rpc.messages import NodeStatus, Role
@@ -153,18 +155,28 @@ class Steering:
     async def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
         """Cordon a node and tell how much is left there until nothing is; `stop`: and then end its process.
 
+        Blocks in quarantine wait for reads, which may never end: when nothing else was left for GIVE_UP_AFTER_S the
+        node counts as idle with them, and an event says so.
         Raises as `cordon`, and BatonError when somebody uncordons it meanwhile; else it stays cordoned.
         """
         await self.cordon([name])
         settled_at = self._timers.monotonic() + (SETTLE_S if len(self._routers) > 1 else 0.0)
         told: DrainProgress | None = None
         stopping = ""
+        reads_only_since: float | None = None
         while True:
             changed = self._work_changed
             if name not in self._desired.cordoned:
                 raise BatonError(f"{name} takes requests again: somebody has uncordoned it")
             status = self._nodes().get(name)
-            progress = _progress(status, is_settled=self._timers.monotonic() >= settled_at, stopping=stopping)
+            now = self._timers.monotonic()
+            reads_only_since = (reads_only_since or now) if status is not None and _has_reads_only(status) else None
+            give_up_at = reads_only_since + GIVE_UP_AFTER_S if reads_only_since is not None else None
+            gives_up = give_up_at is not None and now >= give_up_at
+            progress = _progress(status, is_settled=now >= settled_at, stopping=stopping, gives_up=gives_up)
+            if progress.idle and progress.quarantined_blocks and status is not None and progress != told:
+                blocks = f"{progress.quarantined_blocks} blocks in quarantine, whose reads do not end"
+                self._events.record("DrainGaveUp", name, incarnation=status.incarnation, detail=blocks)
             if progress != told:
                 told = progress
                 yield progress
@@ -173,7 +185,7 @@ class Steering:
             if progress.idle and not stopping and status is not None:
                 stopping = status.incarnation
                 await self._stop(status)
-            await self._work_or(changed, settled_at)
+            await self._work_or(changed, [settled_at] if give_up_at is None else [settled_at, give_up_at])
 
     async def reset_cache(self, name: str) -> int:
         """Have a node forget its prefix cache; returns how many blocks it was.
@@ -284,12 +296,11 @@ class Steering:
         self._work_changed.set()
         self._work_changed = asyncio.Event()
 
-    async def _work_or(self, changed: asyncio.Event, settled_at: float) -> None:
-        """Wait until the work of a cordoned node has changed, or the other routers know; not too often."""
+    async def _work_or(self, changed: asyncio.Event, moments: Sequence[float]) -> None:
+        """Wait until the work of a cordoned node has changed, or for one of these moments; not too often."""
         now = self._timers.monotonic()
         waits: list[asyncio.Task[object]] = [asyncio.create_task(changed.wait())]
-        if now < settled_at:
-            waits.append(asyncio.create_task(sleep_until(self._timers, settled_at)))
+        waits += [asyncio.create_task(sleep_until(self._timers, moment)) for moment in moments if now < moment]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -310,8 +321,13 @@ class Steering:
         )
 
 
-def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str) -> DrainProgress:
-    """How much is left. `stopping`: the incarnation that was told to end."""
+def _has_reads_only(status: NodeStatus) -> bool:
+    """Whether a node would be idle but for blocks in quarantine."""
+    return bool(status.quarantined_blocks) and replace(status, quarantined_blocks=0).is_idle
+
+
+def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str, gives_up: bool) -> DrainProgress:
+    """How much is left. `stopping`: the incarnation that was told to end. `gives_up`: on blocks in quarantine."""
     is_there = status is not None and status.status not in ("Suspect", "Lost")
     if status is None or not is_there or (stopping and status.incarnation != stopping):
         # Nothing runs where nobody is; what a lost node had has gone elsewhere.
@@ -322,7 +338,7 @@ def _progress(status: NodeStatus | None, *, is_settled: bool, stopping: str) -> 
         leased_blocks=status.leased_blocks,
         quarantined_blocks=status.quarantined_blocks,
         in_flight=status.in_flight,
-        idle=status.is_idle and is_settled,
+        idle=(status.is_idle or gives_up) and is_settled,
     )
 
 

@@ -46,9 +46,11 @@ def drain(
         finally:
             line.end()
         seconds = patience.spent - began
-        done.append({"name": name, "drained": True, "stopped": last.stopped, "seconds": round(seconds, 3)})
+        said = {"name": name, "drained": True, "stopped": last.stopped, "seconds": round(seconds, 3)}
+        done.append(said | {"quarantined_blocks": last.quarantined_blocks})
         if output is Format.TEXT:
-            say(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}")
+            but = f"; gave up on {left(last)}, whose reads do not end" if last.quarantined_blocks else ""
+            say(f"{name} {'stopped' if last.stopped else 'drained'} after {fine_duration(seconds)}{but}")
     found: dict[str, Any] = {"version": VERSION, "nodes": done}
     if output is Format.JSON:
         print_json(found)

@@ -14,8 +14,9 @@ import structlog
 from baton.config import NodeConfig
 from baton.engine.runner import load
 from baton.engine.runner.base import ModelRunner
-from baton.errors import ConfigError, ExitCode, Unreachable
+from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
+from baton.node.leftovers import describe_left, may_be_written
 from baton.node.name_claim import Asks, require_free_name
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import runner_spec
@@ -129,15 +130,24 @@ async def serve_roles(
     ready: Callable[[NodeDescription], None],
     stop: NodeStop,
 ) -> None:
-    """One incarnation after the other, each as the role that it was asked to be, over one loaded model."""
+    """One incarnation after the other, each as the role that it was asked to be, over one loaded model.
+
+    Raises what `Node.serve` does, and EngineFault when reads may still write to the memory that the next one would use.
+    """
     role: Role | None = first
+    gave_up = ""
     asks = asks_with(_dialer(config))
     while role is not None:
         own = config.model_copy(update={"role": role.value})
-        node = Node(own, runner, role_maker(role), membership, asks)
+        node = Node(own, runner, role_maker(role), membership, asks, gave_up)
         log_also(incarnation=node.incarnation, role=role.value)
         await node.serve(ready, stop)
         role = stop.begin_again()
+        gave_up = describe_left(node.left) if node.left else ""
+        if role is not None and may_be_written(node.left):
+            # The next incarnation would have the same memory. Another process has its own, and finds the role that is
+            # wanted in the registry.
+            raise EngineFault(f"to become a {role.value} node this process has to begin anew: {gave_up}")
         if role is not None:
             # What is left of the old one are cycles, of some megabytes.
             gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from random import SystemRandom
 
@@ -44,7 +44,7 @@ from baton.registry import Membership
 from baton.rpc.credentials import Dialer
 from baton.rpc.door import Door
 from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.messages import NodeDescription, Role
+from baton.rpc.messages import NodeDescription, OpenHandoff, Role
 from baton.rpc.node_service import SERVICE_NAME, NodeServicer
 from baton.rpc.server import RpcServer, join_address, reached_as
 from baton.security.keys import KeyRing
@@ -64,8 +64,15 @@ class Node:
         make_role: Callable[[RoleContext], NodeRole],
         membership: Membership,
         asks: Asks | None = None,
+        gave_up: str = "",
     ) -> None:
-        """`asks`: who answers at a record's address, for a node of its name that started at the same moment."""
+        """`asks`: who answers at a record's address, for a node of its name that started at the same moment.
+
+        `gave_up`: what the drain of the incarnation before left behind, for operators.
+        """
+        self.left: Sequence[OpenHandoff] = ()
+        """Hand-offs whose reads the drain gave up on."""
+        self._gave_up = gave_up
         self.incarnation = new_incarnation(config.node_id, SystemRandom())
         self.scheduler: Scheduler
         self.role: NodeRole
@@ -184,6 +191,7 @@ class Node:
             stop.change_role,
             self._trace(cleanup),
             self._runner.model.compute_paths,
+            self._gave_up,
         )
         for servicer in (NodeServicer(service), *role.servicers):
             servicer.add_to_server(rpc.server)
@@ -233,7 +241,7 @@ class Node:
 
     async def _drain(self, service: NodeService, stop: NodeStop) -> None:
         """Refuse new work and let the running work end, bounded by drain_s (unless a new role is all that is wanted) or
-        the second request to stop."""
+        the second request to stop. Says what it leaves."""
         service.refuse_new_work()
         await self._rpc.set_ready(False)
         idle = asyncio.create_task(service.wait_idle())
@@ -246,6 +254,10 @@ class Node:
             for task in (idle, forced, ending):
                 task.cancel()
             await asyncio.gather(idle, forced, ending, return_exceptions=True)
+        if idle.cancelled():
+            _log.warning("the drain ended before the work did", left=service.work_left())
+        else:
+            self.left = idle.result()
 
     def _describe(self, address: str, key_fields: CacheKeyFields) -> NodeDescription:
         model, layout = self._runner.model, self._runner.layout

@@ -31,6 +31,7 @@ from baton.node.attempts import Attempt, AttemptBook
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
 from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
 from baton.node.port import Port
 from baton.node.reports import load_report, outcome_of, step_figures
 from baton.node.role import NodeRole
@@ -46,6 +47,7 @@ from baton.rpc.messages import (
     LoadReport,
     NodeDescription,
     NodeReport,
+    OpenHandoff,
     Outcome,
     RequestDelta,
     Role,
@@ -82,10 +84,12 @@ class NodeService:
         on_set_role: Callable[[Role], None] = lambda role: None,
         spans: AttemptSpans | None = None,
         compute_paths: Sequence[ComputePath] = (),
+        gave_up: str = "",
     ) -> None:
         """`orphan_grace_s`: how long attempts outlive their router's stream, and are kept when they have ended.
 
-        `spans`: of attempts that are traced; None: none are.
+        `spans`: of attempts that are traced; None: none are. `gave_up`: what the drain before this incarnation of the
+        process left behind; operators see it.
         """
         self._description = description
         self._compute_paths = compute_paths
@@ -103,7 +107,8 @@ class NodeService:
         self._indices = itertools.count(1)
         self._load = LoadReport(total_blocks=description.num_blocks, free_blocks=description.num_blocks)
         self._waiting_by_reason: Mapping[str, int] = {}
-        self._notice = ""
+        self._gave_up = gave_up
+        self._notice = gave_up
         self._draining = False
         self._closed = False
         self._idle = asyncio.Event()
@@ -187,9 +192,32 @@ class NodeService:
         self._set_load(replace(self._load, draining=True))
         self._send({})
 
-    async def wait_idle(self) -> None:
-        """Return when no request runs or waits, no block is leased or quarantined, and nothing waits for adoption."""
-        await self._idle.wait()
+    async def wait_idle(self) -> Sequence[OpenHandoff]:
+        """Return when no request runs or waits, no block is leased or quarantined, and nothing waits for adoption.
+
+        Or when for GIVE_UP_AFTER_S nothing but reads was left, which may never end: then with the hand-offs that they
+        belong to, which operators are told of.
+        """
+        since: float | None = None
+        while not self._idle.is_set():
+            left, now = self._open_handoffs(), self._clock.monotonic()
+            if self._has_requests or not only_reads_left(left):
+                since = None
+            elif since is None:
+                since = now
+            elif now - since >= GIVE_UP_AFTER_S:
+                self._give_up_on(left)
+                return left
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._idle.wait()
+        return ()
+
+    def work_left(self) -> str:
+        """What keeps it from being idle; for a log line."""
+        load, waiting = self._load, self._load.waiting + self._load.waiting_for_remote_kvs
+        blocks = f"{load.leased_blocks} blocks leased, {load.quarantined_blocks} quarantined"
+        return f"{load.running} requests running, {waiting} waiting, {self._attempts.num_awaited} to adopt, {blocks}"
 
     async def heartbeat(self) -> None:
         """Tell every router that the node lives, also when it has nothing to say. Runs until cancelled."""
@@ -229,9 +257,24 @@ class NodeService:
 
     # Inside.
 
+    @property
+    def _has_requests(self) -> bool:
+        load = self._load
+        return bool(load.running or load.waiting or load.waiting_for_remote_kvs or self._attempts.num_awaited)
+
+    def _open_handoffs(self) -> Sequence[OpenHandoff]:
+        return self._role.handoff_report().open
+
+    def _give_up_on(self, left: Sequence[OpenHandoff]) -> None:
+        self._gave_up = describe_left(left)
+        _log.warning("%s", self._gave_up)
+        for handoff in left:
+            self._log.record("drain_gave_up", handoff.attempt, handoff.num_blocks, f"{handoff.state} {handoff.peer}")
+        self._look_for_news()
+
     def _look_for_news(self) -> None:
         """Tell every router what operators should know, when that has changed."""
-        notice = _notice(self._role.handoff_report())
+        notice = self._gave_up or _notice(self._role.handoff_report())
         if notice == self._notice:
             return
         self._notice = notice
@@ -419,9 +462,7 @@ class NodeService:
 
     def _set_load(self, load: LoadReport) -> None:
         self._load = load
-        busy = load.running or load.waiting or load.waiting_for_remote_kvs
-        busy = busy or load.leased_blocks or load.quarantined_blocks or self._attempts.num_awaited
-        if busy:
+        if self._has_requests or load.leased_blocks or load.quarantined_blocks:
             self._idle.clear()
         else:
             self._idle.set()

@@ -13,6 +13,7 @@ from baton.engine.request import KVSource, SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import strike_by
+from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.rpc.messages import Finished, GenerateRequest
 from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
@@ -282,6 +283,31 @@ def test_bytes_that_stop_while_both_nodes_live_are_pulled_from_another_node() ->
             assert sum(answer.path.attempts > 1 for answer in answers) >= PAIR_FAILURES
             assert cluster.dispatcher.placer.open_breakers(cluster.clock.monotonic()) == {"prefill-0->decode-0"}
             assert cluster.nodes["decode-0"].scheduler.make_stats().quarantined_blocks
+            cluster.fabric.thaw("prefill-0.1")
+            await idle(cluster)
+
+    run_virtually(main())
+
+
+def test_a_drain_gives_up_on_reads_that_never_end() -> None:
+    async def main() -> None:
+        async with simulated_cluster(Random(1), limits=SMALL) as cluster:
+            cluster.fabric.freeze("prefill-0.1")
+            asking = asyncio.create_task(
+                cluster.generate(GenerateRequest(prompt_of(30), "leaver", temperature=0.0, max_tokens=4))
+            )
+            await recorded(cluster, "decode-0", "read_started")
+            cluster.dispatcher.cancel("leaver")
+            await asking
+            draining = cluster.nodes["decode-0"].service
+            draining.refuse_new_work()
+            async with asyncio.timeout(GIVE_UP_AFTER_S + 3):
+                (left,) = await draining.wait_idle()
+            assert (left.attempt.request_id, left.state, left.num_blocks) == ("leaver", "QUARANTINED", 4)
+            assert events(cluster, "decode-0", "drain_gave_up") == [("leaver", 4, "QUARANTINED prefill-0")]
+            await asyncio.sleep(1)
+            (seen,) = (node for node in cluster.view.statuses(0.0, 0.0) if node.name == "decode-0")
+            assert seen.detail.startswith("the drain gave up on 4 blocks whose reads do not end")
             cluster.fabric.thaw("prefill-0.1")
             await idle(cluster)
 

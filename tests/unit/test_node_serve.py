@@ -27,7 +27,17 @@ from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import Adopt, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.rpc.messages import (
+    Adopt,
+    HandoffReport,
+    HandoffSide,
+    NodeDescription,
+    OpenHandoff,
+    Outcome,
+    RequestDelta,
+    Role,
+    Submit,
+)
 from baton.rpc.node_client import NodeClient
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from prefill_node.app import PrefillRole
@@ -315,10 +325,43 @@ async def test_a_node_becomes_another_one_when_its_work_is_done_and_keeps_its_mo
         await again.close()
 
 
+@pytest.mark.parametrize("side", HandoffSide)
+async def test_a_change_of_role_that_leaves_reads_behind_says_so_and_reuses_no_memory_that_they_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: HandoffSide
+) -> None:
+    monkeypatch.setattr("baton.node.service.GIVE_UP_AFTER_S", 0.0)
+    async with changing(tmp_path) as (node, ready, task):
+        first = await ready.get()
+        client = NodeClient(first.address)
+        stream = HeardStream(await client.attach("router-0", first.incarnation))
+        stream.send(submit(Leg.PREFILL))
+        assert (await until_end(stream)).outcome is Outcome.HANDED_OFF
+        state = "SUSPECT" if side is HandoffSide.SENDER else "QUARANTINED"
+        node.reported = HandoffReport(open=[OpenHandoff(KEY, side, state, "d0", "d0.x", 1, 60.0)])
+        await client.set_role(Role.DECODE, first.incarnation)
+        if side is HandoffSide.READER:
+            with pytest.raises(EngineFault, match="has to begin anew: the drain gave up on 1 blocks"):
+                await task
+            assert ready.empty()
+        else:
+            second = await ready.get()
+            again = NodeClient(second.address)
+            stream = HeardStream(await again.attach("router-0", second.incarnation))
+            async for report in stream:
+                assert report.notice is not None
+                assert report.notice.startswith("the drain gave up on 1 blocks")
+                break
+            await stream.close()
+            await again.close()
+        await client.close()
+
+
 class Changing:
     """A node that may become another one."""
 
     def __init__(self) -> None:
+        self.reported = HandoffReport()
+        """By the role that it has first."""
         self.made: list[tuple[Role, RoleContext]] = []
         self.stop = NodeStop()
         self.registry = MemoryRegistry(MemoryStore(), "test")
@@ -326,9 +369,18 @@ class Changing:
     def role_maker(self, role: Role) -> RoleMaker:
         def make(context: RoleContext) -> FakeRole:
             self.made.append((role, context))
-            return FakeRole()
+            return ReportingRole(self) if len(self.made) == 1 else FakeRole()
 
         return make
+
+
+class ReportingRole(FakeRole):
+    def __init__(self, node: Changing) -> None:
+        super().__init__()
+        self._node = node
+
+    def handoff_report(self) -> HandoffReport:
+        return self._node.reported
 
 
 @asynccontextmanager

@@ -20,14 +20,18 @@ from baton.errors import Draining, TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.driver import StepNews
+from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.step_log import StepLog
 from baton.node.submit_check import objection
 from baton.rpc.channel import MAX_MESSAGE_BYTES
 from baton.rpc.messages import (
+    HEARTBEAT_S,
     Abort,
     Adopt,
     HandoffReport,
+    HandoffSide,
+    OpenHandoff,
     Outcome,
     RefusedLink,
     RequestDelta,
@@ -37,7 +41,7 @@ from baton.rpc.messages import (
     Submit,
 )
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
-from tests.support.virtual_time import run_virtually
+from tests.support.virtual_time import LoopClock, run_virtually
 
 
 async def test_a_request_ends_once_and_leaves_nothing() -> None:
@@ -265,6 +269,32 @@ async def test_a_node_is_idle_only_when_no_block_is_leased() -> None:
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({str(KEY)})))
     rig.driver.run()
     await idle
+
+
+def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_what_it_left() -> None:
+    """Nothing else is left for a while: a lease whose reader is only queued is waited for, however long."""
+
+    async def main() -> None:
+        rig = NodeRig(Role.PREFILL, clock=LoopClock())
+        port, loop = rig.service.open_port("router-0"), asyncio.get_running_loop()
+        rig.ask(port, leg=Leg.PREFILL)
+        rig.driver.run()
+        lease = OpenHandoff(KEY, HandoffSide.SENDER, "READING", "decode-0", "decode-0.x", 2, 9.0)
+        rig.role.reported = HandoffReport(open=[lease])
+        idle = asyncio.create_task(rig.service.wait_idle())
+        await asyncio.sleep(1000)
+        assert not idle.done()
+        suspect = replace(lease, state="SUSPECT")
+        rig.role.reported = HandoffReport(open=[suspect])
+        suspect_at = loop.time()
+        assert await idle == [suspect]
+        assert GIVE_UP_AFTER_S <= loop.time() - suspect_at <= GIVE_UP_AFTER_S + 2 * HEARTBEAT_S
+        left = [event for event in rig.log.after(0) if event.name == "drain_gave_up"]
+        assert [(event.attempt, event.value, event.detail) for event in left] == [(KEY, 2, "SUSPECT decode-0")]
+        story = f"the drain gave up on 2 blocks whose reads do not end: {KEY} SUSPECT with decode-0, 2 blocks, 9 s"
+        assert [report.notice for report in await heard(port) if report.notice] == [story]
+
+    run_virtually(main())
 
 
 async def test_a_submit_that_comes_twice_runs_once_and_stays_abortable() -> None:

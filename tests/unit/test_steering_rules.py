@@ -15,6 +15,7 @@ from baton.cli.usage import ClientUsageError
 from baton.cli.wait import chosen, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.ids import AttemptKey
+from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus, Role
 from baton.rpc.steering import ClusterEvent, DrainProgress
@@ -225,6 +226,25 @@ async def test_a_drain_tells_what_is_left_until_nothing_is() -> None:
                 await anext(progress)
         assert rig.placeable() == {"p1", "d2"}
         assert rig.drained.empty()
+
+
+async def test_a_drain_gives_up_on_reads_that_do_not_end_and_says_so() -> None:
+    async with steering() as rig:
+        rig.report(decode(), quarantined_blocks=8)
+        async with aclosing(rig.steering.drain("d1", False)) as progress:  # type: ignore[type-var]
+            assert await anext(progress) == DrainProgress(quarantined_blocks=8)
+            waiting = asyncio.ensure_future(anext(progress))
+            await settle()
+            rig.timers.advance(GIVE_UP_AFTER_S - 1)
+            await settle()
+            rig.timers.advance(0.9)
+            await settle()
+            assert not waiting.done()
+            rig.timers.advance(0.1)
+            await settle()
+            rig.timers.advance(1.0)
+            assert await waiting == DrainProgress(quarantined_blocks=8, idle=True)
+        assert rig.reasons().count("DrainGaveUp") == 1
 
 
 async def test_a_node_is_not_idle_before_other_routers_know() -> None:

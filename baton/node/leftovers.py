@@ -1,0 +1,34 @@
+"""What a drain may leave behind: hand-offs that are over but for reads, which can't be taken back and may never end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.rpc.messages import HandoffSide, OpenHandoff
+
+GIVE_UP_AFTER_S = 30.0
+"""A drain waits so long for reads that nobody wants any more, once it waits for nothing else."""
+_OVER_BUT_FOR_READS = frozenset({"SUSPECT", "QUARANTINED"})
+_NAMED = 8
+
+
+def only_reads_left(open_handoffs: Sequence[OpenHandoff]) -> bool:
+    """Whether nobody waits for any of these hand-offs: their blocks are kept for reads alone."""
+    return bool(open_handoffs) and all(handoff.state in _OVER_BUT_FOR_READS for handoff in open_handoffs)
+
+
+def may_be_written(left: Sequence[OpenHandoff]) -> bool:
+    """Whether reads may still write to this process' blocks, which nobody may use then as long as it lives."""
+    return any(handoff.side is HandoffSide.READER for handoff in left)
+
+
+def describe_left(left: Sequence[OpenHandoff]) -> str:
+    """For operators: how many blocks, and the oldest of the hand-offs that keep them."""
+    oldest = sorted(left, key=lambda handoff: -handoff.age_s)
+    named = [
+        f"{one.attempt} {one.state} with {one.peer or 'nobody'}, {one.num_blocks} blocks, {one.age_s:.0f} s"
+        for one in oldest[:_NAMED]
+    ]
+    more = [f"{len(left) - _NAMED} more"] if len(left) > _NAMED else []
+    num_blocks = sum(handoff.num_blocks for handoff in left)
+    return f"the drain gave up on {num_blocks} blocks whose reads do not end: {'; '.join([*named, *more])}"

@@ -7,6 +7,7 @@ gRPC statuses, `baton.cli` alone into exit codes.
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 
 class Status(enum.Enum):
@@ -51,6 +52,15 @@ class BatonError(Exception):
     exit_code: ExitCode = ExitCode.FAILED
     tokens_sent: int | None = None
     """Of a stream that it ended: how many tokens the client was sent before, if any."""
+
+    def not_raised(self) -> Self:
+        """The same error without a traceback, for whoever keeps one to raise it: an error that was raised keeps the
+        frames that it went through, and all that they have.
+        """
+        same = type(self).__new__(type(self), *self.args)
+        same.__dict__.update(self.__dict__)
+        same.__cause__ = self.__cause__
+        return same
 
 
 class InvalidRequest(BatonError):

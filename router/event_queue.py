@@ -72,7 +72,8 @@ class EventQueue:
             await self._turn()
         if not self._events:
             if self._error is not None:
-                raise self._error
+                # What is raised has these frames, and they have this queue: with itself that would be a cycle.
+                raise self._error.not_raised()
             return None
         return self._next()
 

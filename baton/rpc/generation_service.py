@@ -153,7 +153,11 @@ class _Answer:
         self._request_id = request_id
         self._context = context
         self._tokens_sent = 0
-        self.take: TakeChunk | None = self._take if isinstance(context, Call) else None
+
+    @property
+    def take(self) -> TakeChunk | None:
+        """Writes a chunk at once, where that can be done."""
+        return self._take if isinstance(self._context, Call) else None
 
     def _take(self, chunk: Chunk) -> bool:
         context = self._context

@@ -390,3 +390,17 @@ async def test_however_many_flood_they_share_one_turn() -> None:
             await asyncio.sleep(0)
         # Each step takes a second, and the clock is read before it and after.
         assert 0 < clock.most <= 2 * 10
+
+
+@pytest.mark.timeout(20)
+async def test_a_client_with_a_key_has_hundreds_of_streams_at_once(keys: tuple[KeyRing, str]) -> None:
+    """grpcio waits with the hundred and first until it is told that it may."""
+    num_streams = 3 * STREAMS_OF_STRANGERS
+    async with serving(keys[0]) as (server, service), grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        metadata = (("authorization", f"Bearer {keys[1]}"),)
+        streams = [channel.unary_stream(GENERATE, None, None)(b"", metadata=metadata) for _ in range(num_streams)]
+        for one in streams:
+            assert await one.read() == b"first"
+        assert service.num_waiting == num_streams
+        for one in streams:
+            one.cancel()

@@ -1,0 +1,109 @@
+"""However a client's request ends, the router frees all that it had of it at once: nothing waits for the collector."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.errors import EngineFault
+from baton.ids import AttemptKey
+from baton.rpc.fault_barrier import FaultBarrier
+from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
+from baton.rpc.http2.call import Call
+from baton.rpc.messages import ModelCard, Outcome
+from baton.rpc.server import streaming_server
+from baton.v1 import generation_pb2 as generation
+from baton.v1 import generation_pb2_grpc
+from router.flight import Flight
+from router.front import GenerationHandler
+from router.run import Run
+from router.tenants import Tenants
+from tests.support.router_parts import MODEL, decode, prefill
+from tests.support.router_rig import Letters, RouterRig, router_rig
+
+NUM_REQUESTS = 10
+KEPT = (Call, Run, Flight)
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def left() -> Counter[str]:
+    return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in KEPT)
+
+
+@asynccontextmanager
+async def serving(rig: RouterRig) -> AsyncIterator[generation_pb2_grpc.GenerationStub]:
+    card = ModelCard(MODEL, 64, 300)
+    server = streaming_server((SERVICE_NAME,), FaultBarrier(), None)
+    handler = GenerationHandler(rig.dispatcher, Letters(), lambda: card, Tenants())
+    GenerationServicer(handler).add_to_server(server.server)
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield generation_pb2_grpc.GenerationStub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def begun(rig: RouterRig, stub: generation_pb2_grpc.GenerationStub) -> tuple[Any, AttemptKey]:
+    stream = stub.Generate(generation.GenerateRequest(model=MODEL, text="hello"))
+    to_prefill = await rig.submitted("p1")
+    await rig.submitted("d1")
+    rig.tell("p1", to_prefill.attempt, 0, "w", Outcome.HANDED_OFF)
+    rig.tell("d1", to_prefill.attempt, 1, "o")
+    return stream, to_prefill.attempt
+
+
+async def read_to_its_end(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        pass
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("end", ["finish", "cancel", "cancelled by its id", "fault", "shut down"])
+async def test_a_request_that_is_over_is_freed(end: str) -> None:
+    async with router_rig(prefill(), decode()) as rig, serving(rig) as stub:
+        for _ in range(NUM_REQUESTS):
+            stream, attempt = await begun(rig, stub)
+            accepted = await stream.read()
+            if end == "finish":
+                rig.tell("d1", attempt, 2, "rd", Outcome.LENGTH)
+                await read_to_its_end(stream)
+            elif end == "cancel":
+                await stream.read()
+                stream.cancel()
+                await rig.aborted("d1")
+            else:
+                if end == "cancelled by its id":
+                    await stub.Cancel(generation.CancelRequest(request_id=accepted.request_id))
+                elif end == "fault":
+                    rig.tell("d1", attempt, 2, "", Outcome.ERROR)
+                else:
+                    rig.dispatcher.end_all(EngineFault("over"))
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await read_to_its_end(stream)
+            while not rig.nodes["d1"].inbox.empty():
+                rig.nodes["d1"].inbox.get_nowait()
+            while not rig.nodes["p1"].inbox.empty():
+                rig.nodes["p1"].inbox.get_nowait()
+        while rig.dispatcher.num_live:  # noqa: ASYNC110 - the dispatcher tells nobody, and what it keeps is looked at
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert left() == Counter()

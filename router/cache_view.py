@@ -9,7 +9,7 @@ evicted to the host's memory a node may find more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
@@ -112,12 +112,15 @@ class CacheView:
 
         Keys are computed only as far as somebody has them all.
         """
+        return self.cached_of(prompt, frozenset(keys for node in nodes if (keys := cache_keys_of(node)) is not None))
+
+    def cached_of(self, prompt: PromptKeys, names: Set[CacheKeys]) -> Mapping[str, int]:
+        """`cached_tokens` of all nodes that name their blocks so."""
         told = [index for index in self._tiers.values() if not index.is_empty]
         if not told and self._expected.is_empty:
             return {}
         found: dict[str, int] = {}
-        for fields in {cache_keys_of(node) for node in nodes} - {None}:
-            assert fields is not None
+        for fields in names:
             num_blocks = _leading(prompt, fields, told)
             for incarnation, passed in self._expected.leading(milestones(prompt.first(fields, _FIRST_BLOCKS))).items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))

@@ -33,7 +33,7 @@ HANDOFF_MS = 2.0
 _DEFAULT_CHUNK = 512
 _OUTPUT_TOKENS = 128
 """What an output is taken to be at most: few are as long as they may."""
-_WORK_SHARE = 0.25
+WORK_SHARE = 0.25
 """Of what a prompt takes to compute that others are taken to lose by it: of two ways that are as quick, the one with
 less work leaves more to them, and keeps fewer copies of the same in caches."""
 _NEWCOMER_S = 5.0
@@ -41,8 +41,8 @@ _NEWCOMER_S = 5.0
 _LEAST_SHARE = 0.1
 _SHARES = 20
 """It grows in so many steps, between which its costs stay what they are: many decisions then remember the same ones."""
-_SAME_MS = 0.25
-_SAME_SHARE = 0.02
+SAME_MS = 0.25
+SAME_SHARE = 0.02
 """Costs that differ by less are alike."""
 
 
@@ -193,7 +193,7 @@ class Question:
             decode_cached_tokens=here,
             handoff_ms=_handoff_ms(decode, tokens - here, min(left, prefill.chunk), prefill_ms),
             decode_ms=self.output_tokens * decode.decode_ms,
-            stall_ms=_WORK_SHARE * prefill_ms,
+            stall_ms=WORK_SHARE * prefill_ms,
             token_ms=decode.decode_ms,
         )
 
@@ -211,7 +211,7 @@ class Question:
             decode_cached_tokens=there,
             handoff_ms=0.0,
             decode_ms=self.output_tokens * node.decode_ms,
-            stall_ms=_WORK_SHARE * prefill_ms + node.streams * node.token_ms * left,
+            stall_ms=WORK_SHARE * prefill_ms + node.streams * node.token_ms * left,
             token_ms=node.decode_ms,
         )
 
@@ -257,7 +257,7 @@ def cheapest(question: Question) -> Found | None:
     alone = _cheapest_alone(question, decodes or prefills, pair is not None)
     if pair is None or alone is None:
         return pair or alone
-    pair_key, alone_key = _key(question, pair.terms), _key(question, alone.terms)
+    pair_key, alone_key = key_of(question, pair.terms), key_of(question, alone.terms)
     return alone if alone_key < pair_key else pair
 
 
@@ -284,8 +284,8 @@ def _allowed(question: Question, role: Role) -> list[NodeCosts]:
     return [cost for cost in able if cost.node.incarnation not in question.passed_over] or able
 
 
-def _key(question: Question, terms: Terms) -> tuple[int, float]:
-    """What the service level misses, then the cost."""
+def key_of(question: Question, terms: Terms) -> tuple[int, float]:
+    """By which ways are compared: what the service level misses, then the cost."""
     level = question.level
     missed = (terms.first_token_ms > level.first_token_ms) + (terms.token_ms > level.token_ms)
     return missed, terms.total_ms
@@ -326,8 +326,8 @@ def _cheapest_alone(question: Question, nodes: Sequence[NodeCosts], has_pair: bo
     return Found(None, node, question.alone_terms(node), "cheaper on one node" if has_pair else "")
 
 
-# What the service level misses, then the cost, of the part of a way that a node decides: for all nodes at once, and in
-# one expression each, since this is most of the time that a choice takes. `Terms` has the same sums in their parts.
+# What the service level misses, then the cost, of the part of a way that a node decides. `Terms` has the same sums in
+# their parts, and `cost_table` has them for all nodes at once, which is what a request waits for.
 
 
 def _uncached(question: Question, costs: Sequence[NodeCosts], at_least: int = 1) -> list[int]:
@@ -339,7 +339,7 @@ def _uncached(question: Question, costs: Sequence[NodeCosts], at_least: int = 1)
 
 
 def _prefill_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[int, float]]:
-    most_ms, work = question.level.first_token_ms, 1 + _WORK_SHARE
+    most_ms, work = question.level.first_token_ms, 1 + WORK_SHARE
     return [
         (
             cost.queue_ms + (work_ms := -(-left // cost.chunk) * cost.step_ms + left * cost.token_ms) > most_ms,
@@ -370,10 +370,7 @@ def _alone_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[in
         (
             (cost.queue_ms + (work_ms := cost.prefill_ms(left)) > level.first_token_ms)
             + (cost.decode_ms > level.token_ms),
-            cost.queue_ms
-            + (1 + _WORK_SHARE) * work_ms
-            + cost.streams * cost.token_ms * left
-            + outputs * cost.decode_ms,
+            cost.queue_ms + (1 + WORK_SHARE) * work_ms + cost.streams * cost.token_ms * left + outputs * cost.decode_ms,
         )
         for cost, left in zip(costs, _uncached(question, costs), strict=True)
     ]
@@ -382,6 +379,6 @@ def _alone_keys(question: Question, costs: Sequence[NodeCosts]) -> list[tuple[in
 def _best(nodes: Sequence[NodeCosts], keys: Sequence[tuple[int, float]]) -> NodeCosts:
     """Of those that cost about the same, the longest unchosen."""
     missed, least = min(keys)
-    bound = (missed, least + _SAME_MS + _SAME_SHARE * least)
+    bound = (missed, least + SAME_MS + SAME_SHARE * least)
     near = [cost for cost, key in zip(nodes, keys, strict=True) if key <= bound]
     return min(near, key=lambda cost: (cost.candidate.last_chosen, cost.node.incarnation))

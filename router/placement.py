@@ -136,6 +136,15 @@ def fitting_nodes(candidates: Sequence[Candidate], demand: Demand, exclude: Set[
     raise NoCapacity(f"no node that {'embeds with' if demand.embeds else 'serves'} {demand.model} is up")
 
 
+def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Of each role those that are not full; all of them where none has room. The very same where nobody is full."""
+    open_ones = [candidate for candidate in candidates if not candidate.is_full]
+    if len(open_ones) == len(candidates):
+        return candidates
+    open_roles = {candidate.node.role for candidate in open_ones}
+    return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]
+
+
 def _best_by_kv(best_first: Sequence[Candidate]) -> dict[KVWords, Candidate]:
     """Of the nodes that can exchange KV with each other, the best one."""
     best: dict[KVWords, Candidate] = {}

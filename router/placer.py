@@ -29,6 +29,7 @@ from router.cost_model import (
     node_costs,
     ways_beside,
 )
+from router.cost_table import Able, CostTable
 from router.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
 from router.placement import (
     Candidate,
@@ -42,6 +43,7 @@ from router.placement import (
     why_alone,
     why_embedded,
 )
+from router.placement import with_room as only_with_room
 from router.rates import FleetRates
 from router.request import ValidRequest
 
@@ -132,10 +134,7 @@ class Placer:
         """Uncomputed tokens of attempts that a node has not acknowledged, by incarnation."""
         self._kv: dict[str, KVWords] = {}
         """Of nodes that were asked for, by incarnation."""
-        self._known: dict[str, NodeCosts] = {}
-        """What each node costs, by incarnation, until something of it changes. (A candidate is a new one by then.)"""
-        self._roles: frozenset[Role] = frozenset()
-        """Those that were there at the last choice."""
+        self._table = CostTable(self._costs)
         self._judged_at = -math.inf
 
     @property
@@ -157,7 +156,7 @@ class Placer:
         """One step of a node, before its tokens are dealt with. True: it is to be asked again what it has cached."""
         if report.step is not None and self._predicts:
             self._rates.stepped(incarnation, report.step, now)
-        self._known.pop(incarnation, None)
+        self._table.heard_of(incarnation)
         pending = self._pending.get(incarnation)
         for delta in report.deltas:
             if pending:
@@ -178,7 +177,7 @@ class Placer:
         self._rates.forget(incarnation)
         self._pending.pop(incarnation, None)
         self._kv.pop(incarnation, None)
-        self._known.pop(incarnation, None)
+        self._table.heard_of(incarnation)
 
     def _ended(self, incarnation: str, delta: RequestDelta, now: float) -> None:
         live = self._live.get(delta.attempt.request_id)
@@ -215,15 +214,19 @@ class Placer:
         attempt: int,
         waited_s: float,
         now: float,
+        *,
+        with_room: bool = False,
     ) -> Choice:
-        """Where an attempt of the request would go now. `waited_s`: since the request came.
+        """Where an attempt of the request would go now. `waited_s`: since the request came. `with_room`: full nodes are
+        left out, unless all of their role are full.
 
         Raises NoCapacity with the reason when there is nobody, InvalidRequest when nobody is large enough.
         """
         demand = demand_of(request)
         if self._predicts:
-            choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
+            choice = self._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
         else:
+            candidates = only_with_room(candidates) if with_room else candidates
             pick = choose if self._settings.policy is Policy.LEAST_LOADED else take_turns
             choice = Choice(pick(candidates, demand, exclude), request, attempt)
         if not request.embeds:
@@ -259,7 +262,7 @@ class Placer:
             left = len(request.prompt_token_ids) - choice.found.terms.cached_tokens
             incarnation = (prefill or decode).incarnation
             self._pending.setdefault(incarnation, {})[request.request_id, choice.attempt] = left
-            self._known.pop(incarnation, None)
+            self._table.heard_of(incarnation)
             live.expected = self._expect(request, placement)
         if self.log.is_kept:
             self.log.record(_decision(choice, self._settings.policy, now))
@@ -321,72 +324,57 @@ class Placer:
         attempt: int,
         waited_s: float,
         now: float,
+        with_room: bool,
     ) -> Choice:
-        fitting = fitting_nodes(candidates, demand, exclude)
-        question = self._question(fitting, request, demand, waited_s, now)
-        found = cheapest(question)
+        table = self._table
+        table.look_at(candidates)
+        able = table.able(demand, exclude, with_room=with_room)
+        if (able is not None and not able.any()) or not candidates:
+            fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)  # says why
+        table.bring_up(able, now)
+        question = self._question(able, request, demand, waited_s, now)
+        found = table.cheapest(question, able)
         if found is None:
             raise NoCapacity(f"no node that serves {demand.model} is up")
-        why = why_embedded if demand.embeds else why_alone
-        reason = found.reason or why(candidates, *_by_role(fitting), exclude)
+        reason = found.reason
+        if not reason:
+            why = why_embedded if demand.embeds else why_alone
+            fitting = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)
+            reason = why(candidates, *_by_role(fitting), exclude)
         placement = Placement(found.prefill.node if found.prefill else None, found.decode.node, reason)
         return Choice(placement, request, attempt, question, found)
 
-    def _question(
-        self, fitting: Sequence[Candidate], request: ValidRequest, demand: Demand, waited_s: float, now: float
-    ) -> Question:
+    def _question(self, able: Able, request: ValidRequest, demand: Demand, waited_s: float, now: float) -> Question:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
             prompt = self._prompts[request.request_id] = self._prompt_keys(request)
-        nodes = [candidate.node for candidate in fitting]
-        roles = frozenset({node.role for node in nodes})
-        if roles != self._roles:
-            self._roles = roles
-            self._known.clear()
-        prefills_only = len(roles) > 1
+        costs = self._table.costs(able)
         return Question(
             demand=demand,
-            costs=self._all_costs(fitting, now, prefills_only),
-            cached=self._caches.cached_tokens(prompt, nodes),
+            costs=costs,
+            cached=self._caches.cached_of(prompt, self._table.cache_keys),
             level=_level(request, waited_s),
             alone_tokens=0 if self._settings.require_disaggregation else self._settings.alone_tokens,
-            passed_over=self._passed_over(nodes, now),
+            passed_over=self._passed_over(costs, now),
             pairs_passed_over=self._pairs.not_allowed(now),
         )
-
-    def _all_costs(self, fitting: Sequence[Candidate], now: float, prefills_only: bool) -> list[NodeCosts]:
-        """Put together anew only where something has changed: most nodes say nothing between two requests."""
-        found = []
-        known = self._known
-        for candidate in fitting:
-            costs = known.get(candidate.node.incarnation)
-            # A share only grows, and is whole in the end.
-            if (
-                costs is None
-                or costs.candidate is not candidate
-                or (costs.share < 1.0 and costs.share != newcomers_share(now - candidate.attached_at))
-            ):
-                costs = self._costs(candidate, now, prefills_only)
-            found.append(costs)
-        return found
 
     def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
         incarnation = candidate.node.incarnation
         pending = self._pending.get(incarnation)
-        costs = self._known[incarnation] = node_costs(
+        return node_costs(
             candidate,
             sum(pending.values()) if pending else 0,
             self._rates.steps(incarnation, now),
             self._rates.ms_per_byte(incarnation, now),
             newcomers_share(now - candidate.attached_at),
-            prefills_only=prefills_only and candidate.node.role is Role.PREFILL,
+            prefills_only=prefills_only,
             kv=self._kv.get(incarnation) or self._kv.setdefault(incarnation, kv_words(candidate.node)),
         )
-        return costs
 
-    def _passed_over(self, nodes: Sequence[NodeDescription], now: float) -> Set[str]:
+    def _passed_over(self, costs: Sequence[NodeCosts], now: float) -> Set[str]:
         bad = self._nodes.not_allowed(now)
-        return {node.incarnation for node in nodes if node.node_id in bad} if bad else bad
+        return {cost.node.incarnation for cost in costs if cost.node.node_id in bad} if bad else bad
 
     def _expect(self, request: ValidRequest, placement: Placement) -> Sequence[tuple[str, Sequence[bytes]]]:
         """The prompt's first blocks are going to be on its nodes, and whoever has the same should follow."""
@@ -426,7 +414,7 @@ class Placer:
             pending = self._pending.get(incarnation)
             if pending:
                 pending.pop((request_id, live.attempt), None)
-                self._known.pop(incarnation, None)
+                self._table.heard_of(incarnation)
 
     def _judge(self, decision: Decision, now: float) -> tuple[Found, float]:
         """The cheapest way as it looks now, and the regret. The decision has a question and an end."""

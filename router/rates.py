@@ -102,14 +102,13 @@ class StepLearner:
         self.num_prompt_steps += step.prefill_tokens > 0
         tokens, sequences, context = step.prefill_tokens, step.decode_sequences, step.decode_context_tokens
         self._new.append((step.step_ms, 1.0, float(tokens), float(sequences), float(context)))
-        if len(self._new) >= _AT_ONCE:
+        # A node's first steps count soon. Nobody waits for the fit: a placement would, if it were made when asked for.
+        if len(self._new) >= _AT_ONCE or (self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps):
             self._fit()
 
     @property
     def rates(self) -> StepRates:
-        """As of the last fit; a node's first steps count soon."""
-        if self.num_steps < _AT_ONCE and 4 * len(self._new) >= self.num_steps > 0:
-            self._fit()
+        """As of the last fit."""
         return self._fitted
 
     def _fit(self) -> None:

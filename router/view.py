@@ -52,8 +52,6 @@ class _Node:
     ours: int = 0
     """Their sum."""
     attached_at: float = 0.0
-    candidate: Candidate | None = None
-    """What placement sees of it; None while that is to be put together anew."""
     last_chosen: int = 0
     lost_at: float | None = None
     detail: str = ""
@@ -72,7 +70,12 @@ class ClusterView:
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
-        self._ordered: list[_Node] | None = None
+        self._ordered: dict[str, int] | None = None
+        """The place of each incarnation in a stable order; None while nodes came or went."""
+        self._slots: list[Candidate | None] = []
+        """What placement sees at each place; None of a node that takes no work."""
+        self._changed: set[str] = set()
+        """Incarnations whose slots are to be put together anew."""
         self._described: tuple[NodeDescription, ...] | None = None
         self._candidates: tuple[Candidate, ...] | None = None
         """Those that take work; None while one of them has changed."""
@@ -165,7 +168,8 @@ class ClusterView:
 
     def _look_again(self, node: _Node) -> None:
         """What placement sees of it has changed."""
-        node.candidate = self._candidates = None
+        self._changed.add(node.record.incarnation)
+        self._candidates = None
 
     def _note_size(self, description: NodeDescription, now: float) -> None:
         size = size_of(description)
@@ -216,9 +220,13 @@ class ClusterView:
         """Nodes that take work now, in a stable order."""
         if self._candidates is None:
             if self._ordered is None:
-                self._ordered = [node for _, node in sorted(self._nodes.items())]
-            able = [found for node in self._ordered if (found := node.candidate or self._candidate(node))]
-            self._candidates = tuple(able)
+                self._ordered = {incarnation: place for place, incarnation in enumerate(sorted(self._nodes))}
+                self._slots = [None] * len(self._ordered)
+                self._changed = set(self._ordered)
+            for incarnation in self._changed:
+                self._slots[self._ordered[incarnation]] = self._candidate(self._nodes[incarnation])
+            self._changed.clear()
+            self._candidates = tuple(filter(None, self._slots))
         return self._candidates
 
     def _candidate(self, node: _Node) -> Candidate | None:
@@ -227,7 +235,7 @@ class ClusterView:
         if description is None or self._state(node) is not NodeState.READY:
             return None
         sequences = node.others + node.ours
-        node.candidate = Candidate(
+        return Candidate(
             description,
             float(sequences),
             node.last_chosen,
@@ -236,7 +244,6 @@ class ClusterView:
             load.context_tokens,
             node.attached_at,
         )
-        return node.candidate
 
     def is_full(self, incarnation: str) -> bool:
         """Whether it could only queue more, see `router.admission`; so does one that is not there."""

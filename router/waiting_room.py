@@ -220,15 +220,13 @@ class WaitingRoom:
             raise _again(first.item.why_waiting)
         if self.num_placed >= self._limits.max_running:
             raise Overloaded(f"{self._limits.max_running} requests run, as many as may")
-        with_room = _with_room(candidates)
         try:
-            choice = self._choose(with_room, run, place)
+            choice = self._choose(candidates, run, place, with_room=True)
         except (InvalidRequest, NoCapacity):
             choice = self._choose(candidates, run, place)
-        if with_room is not candidates:
-            placement = choice.placement
-            chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
-            if any(candidate.is_full for candidate in candidates if candidate.node.incarnation in chosen):
+        placement = choice.placement
+        for node in (placement.prefill, placement.decode):
+            if node is not None and self._view.is_full(node.incarnation):
                 raise Overloaded("every node is full")
         self._check_in_time(ticket, choice)
         return choice
@@ -259,9 +257,12 @@ class WaitingRoom:
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
         return any(one.load > 0.0 for one in self._view.candidates() if one.node.incarnation in chosen)
 
-    def _choose(self, candidates: Sequence[Candidate], run: Run, place: Place) -> Choice:
-        now = self._timers.monotonic()
-        return self._placer.choose(candidates, run.request, place.exclude, place.attempt, now - run.started, now)
+    def _choose(self, candidates: Sequence[Candidate], run: Run, place: Place, *, with_room: bool = False) -> Choice:
+        now, request = self._timers.monotonic(), run.request
+        waited_s = now - run.started
+        return self._placer.choose(
+            candidates, request, place.exclude, place.attempt, waited_s, now, with_room=with_room
+        )
 
     def _new_ticket(self, run: Run, place: Place) -> Ticket[Run]:
         is_retry = place.attempt > 1
@@ -299,12 +300,3 @@ class WaitingRoom:
 
 def _again(why: Overloaded, retry_after_s: float = 1.0) -> Overloaded:
     return type(why)(str(why), retry_after_s)
-
-
-def _with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Of each role those that are not full; all of them where none has room. The very same where nobody is full."""
-    open_ones = [candidate for candidate in candidates if not candidate.is_full]
-    if len(open_ones) == len(candidates):
-        return candidates
-    open_roles = {candidate.node.role for candidate in open_ones}
-    return [*open_ones, *(candidate for candidate in candidates if candidate.node.role not in open_roles)]

@@ -15,7 +15,8 @@ from baton.rpc.messages import NodeDescription, Role
 from router.cost_model import Found, NodeCosts, Question, cheapest
 from router.decisions import DecisionLog
 from router.placement import Candidate, Demand, Placement, choose, fitting_nodes
-from router.placer import Choice, PlacementSettings, Placer, Policy
+from router.placement import with_room as only_with_room
+from router.placer import Choice, PlacementSettings, Placer, Policy, demand_of
 from router.request import ValidRequest
 
 POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
@@ -68,9 +69,11 @@ class RandomPlacer(Placer):
         attempt: int,
         waited_s: float,
         now: float,
+        *,
+        with_room: bool = False,
     ) -> Choice:
-        demand = Demand(request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens)
-        able = fitting_nodes(candidates, demand, exclude)
+        demand = demand_of(request)
+        able = fitting_nodes(only_with_room(candidates) if with_room else candidates, demand, exclude)
         prefills = [candidate for candidate in able if candidate.node.role is Role.PREFILL]
         decodes = [candidate for candidate in able if candidate.node.role is Role.DECODE]
         if prefills and decodes:
@@ -116,9 +119,10 @@ class FetchingPlacer(Placer):
         attempt: int,
         waited_s: float,
         now: float,
+        with_room: bool,
     ) -> Choice:
         self._fetches.pop(request.request_id, None)
-        choice = super()._cheapest(candidates, request, demand, exclude, attempt, waited_s, now)
+        choice = super()._cheapest(candidates, request, demand, exclude, attempt, waited_s, now, with_room)
         question, found = choice.question, choice.found
         if question is None or found is None or found.prefill is None:
             return choice

@@ -118,7 +118,7 @@ class SampledView(ClusterView):
     def candidates(self) -> tuple[Candidate, ...]:
         drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
         nodes = [self._nodes[name] for names in drawn for name in names]
-        return tuple(candidate for node in nodes if (candidate := node.candidate or self._candidate(node)))
+        return tuple(candidate for node in nodes if (candidate := self._candidate(node)))
 
 
 class SimulatedRouter:

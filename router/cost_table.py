@@ -1,0 +1,341 @@
+"""The costs of all candidates in columns, so that a choice looks at hundreds of nodes in a few vector operations.
+
+`cost_model.cheapest` says what is chosen, node by node; here is the same with numpy, and the tests hold the two against
+each other: the same nodes, to the last bit of the same sums. Between two choices only the rows of those nodes are
+computed anew of which something was heard. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import compress
+from operator import is_not
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.rpc.messages import Role
+from router.cache_view import CacheKeys, cache_keys_of
+from router.cost_model import (
+    HANDOFF_MS,
+    SAME_MS,
+    SAME_SHARE,
+    WORK_SHARE,
+    Found,
+    NodeCosts,
+    Question,
+    key_of,
+    newcomers_share,
+)
+from router.placement import Candidate, Demand, NodeSize, kv_words, size_of
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+Able: TypeAlias = Bools | None
+"""Which rows may be chosen; None: all of them."""
+
+_RANK_BITS = 24
+"""Of the number by which the longest unchosen node is found: ties go by incarnation."""
+
+
+class CostTable:
+    """A row for each candidate, prefill nodes first."""
+
+    def __init__(self, costs_of: Callable[[Candidate, float, bool], NodeCosts]) -> None:
+        """`costs_of` computes a node's costs: at this time, and whether prefill nodes have nothing but prompts."""
+        self._costs_of = costs_of
+        self._candidates: Sequence[Candidate] = ()
+        self._rows: list[int] = []
+        """Of each candidate..."""
+        self._places: list[int] = []
+        """... and which candidate's each row is."""
+        self._row_of: dict[str, int] = {}
+        """By incarnation."""
+        self._rows_of_name: dict[str, list[int]] = {}
+        self._costs: list[NodeCosts] = []
+        self._stale: set[int] = set()
+        """Rows of which something was heard."""
+        self._young: set[int] = set()
+        """Rows of nodes that get less than their full share yet."""
+        self._prefills_only = False
+        self._num_prefills = 0
+        self._sizes: dict[NodeSize, int] = {}
+        self._kinds: dict[object, int] = {}
+        self.cache_keys: frozenset[CacheKeys] = frozenset()
+        """How the candidates name their blocks."""
+        self._make_columns(0)
+
+    def _make_columns(self, count: int) -> None:
+        self._queue_ms, self._step_ms, self._token_ms = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._streams, self._decode_ms, self._kv_token_ms = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
+        self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
+        self._full = np.zeros(count, np.bool_)
+
+    # What is known.
+
+    def heard_of(self, incarnation: str) -> None:
+        """Something of this node has changed that its candidate does not show."""
+        row = self._row_of.get(incarnation)
+        if row is not None:
+            self._stale.add(row)
+
+    def look_at(self, candidates: Sequence[Candidate]) -> None:
+        """These can be chosen from now on."""
+        before = self._candidates
+        if candidates is before:
+            return
+        self._candidates = candidates
+        if len(candidates) != len(before):
+            self._begin_anew()
+            return
+        changed = [*compress(range(len(before)), map(is_not, candidates, before))]
+        if any(candidates[place].node is not before[place].node for place in changed):
+            self._begin_anew()
+            return
+        for place in changed:
+            self._note_candidate(self._rows[place], candidates[place])
+
+    def _begin_anew(self) -> None:
+        candidates = self._candidates
+        nodes = [candidate.node for candidate in candidates]
+        places = sorted(range(len(nodes)), key=lambda place: nodes[place].role is not Role.PREFILL)
+        self._make_columns(len(nodes))
+        self._rows, self._places = [0] * len(nodes), places
+        self._num_prefills = sum(node.role is Role.PREFILL for node in nodes)
+        self._sizes, self._kinds, self._rows_of_name = {}, {}, {}
+        for row, place in enumerate(places):
+            self._rows[place] = row
+            self._size[row] = self._sizes.setdefault(size_of(nodes[place]), len(self._sizes))
+            self._kind[row] = self._kinds.setdefault(kv_words(nodes[place]), len(self._kinds))
+            self._rows_of_name.setdefault(nodes[place].node_id, []).append(row)
+        self._row_of = {node.incarnation: row for node, row in zip(nodes, self._rows, strict=True)}
+        for rank, incarnation in enumerate(sorted(self._row_of)):
+            self._rank[self._row_of[incarnation]] = rank
+        self.cache_keys = frozenset(keys for node in nodes if (keys := cache_keys_of(node)) is not None)
+        self._costs = [None] * len(nodes)  # type: ignore[list-item]  # every row is stale
+        self._stale.clear()
+        self._young.clear()
+        for candidate, row in zip(candidates, self._rows, strict=True):
+            self._note_candidate(row, candidate)
+
+    def _note_candidate(self, row: int, candidate: Candidate) -> None:
+        self._full[row] = candidate.is_full
+        self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
+        self._stale.add(row)
+
+    def bring_up(self, able: Able, now: float) -> None:
+        """Compute the costs anew where something has changed, for a choice among these."""
+        split = self._num_prefills
+        has_both = _any(able, slice(0, split)) and _any(able, slice(split, len(self._rows)))
+        if has_both is not self._prefills_only:
+            self._prefills_only = has_both
+            self._stale.update(range(split))
+        for row in self._young - self._stale:
+            costs = self._costs[row]
+            if costs.share != newcomers_share(now - costs.candidate.attached_at):
+                self._stale.add(row)
+        if self._stale:
+            self._compute(now)
+
+    def _compute(self, now: float) -> None:
+        split, candidates, places = self._num_prefills, self._candidates, self._places
+        for row in self._stale:
+            costs = self._costs_of(candidates[places[row]], now, self._prefills_only and row < split)
+            self._costs[row] = costs
+            self._queue_ms[row] = costs.queue_ms
+            self._step_ms[row] = costs.step_ms
+            self._token_ms[row] = costs.token_ms
+            self._chunk[row] = costs.chunk
+            self._streams[row] = costs.streams
+            self._decode_ms[row] = costs.decode_ms
+            self._kv_token_ms[row] = costs.kv_token_ms
+            if costs.share < 1.0:
+                self._young.add(row)
+            else:
+                self._young.discard(row)
+        self._stale.clear()
+
+    # Who may be chosen.
+
+    def able(self, demand: Demand, exclude: Set[str], *, with_room: bool) -> Able:
+        """The nodes on which the request fits, as `placement.fitting_nodes` has it; none where that raises.
+
+        `with_room`: of each role only those that are not full, unless all of it are.
+        """
+        able: Able = None
+        if with_room and self._full.any():
+            able = ~self._full
+            for some in (able[: self._num_prefills], able[self._num_prefills :]):
+                if not some.any():
+                    some[:] = True
+        holds = [size.holds(demand) for size in self._sizes]
+        if not all(holds):
+            fits = np.array(holds)[self._size]
+            able = fits if able is None else able & fits
+        excluded = self._rows_with(exclude)
+        if excluded:
+            left = self._without(excluded, able)
+            able = left if left.any() else able
+        return able
+
+    def _rows_with(self, incarnations: Iterable[str]) -> list[int]:
+        return [row for incarnation in incarnations if (row := self._row_of.get(incarnation)) is not None]
+
+    def _without(self, rows: Sequence[int], able: Able) -> Bools:
+        left = np.ones(len(self._rows), np.bool_) if able is None else able.copy()
+        left[rows] = False
+        return left
+
+    def costs(self, able: Able) -> Sequence[NodeCosts]:
+        """Of the candidates that may be chosen, as they are now."""
+        return self._costs.copy() if able is None else [*compress(self._costs, able.tolist())]
+
+    # What is chosen.
+
+    def cheapest(self, question: Question, able: Able) -> Found | None:
+        """What `cost_model.cheapest` finds for a question about the same rows."""
+        able = self._not_passed_over(question.passed_over, able)
+        split = self._num_prefills
+        prefills, decodes = slice(0, split), slice(split, len(self._rows))
+        has_prefills = _any(able, prefills)
+        has_decodes = _any(able, decodes)
+        if question.demand.embeds:
+            return self._cheapest_alone(question, prefills if has_prefills else decodes, able, has_pair=False)
+        pair = self._cheapest_pair(question, prefills, decodes, able) if has_prefills and has_decodes else None
+        alone_on = decodes if has_decodes else prefills
+        alone = self._cheapest_alone(question, alone_on, able, has_pair=pair is not None)
+        if pair is None or alone is None:
+            return pair or alone
+        return alone if key_of(question, alone.terms) < key_of(question, pair.terms) else pair
+
+    def _not_passed_over(self, passed_over: Set[str], able: Able) -> Able:
+        rows = self._rows_with(passed_over) if passed_over else ()
+        if not rows:
+            return able
+        left = self._without(rows, able)
+        for of_role in (slice(0, self._num_prefills), slice(self._num_prefills, len(self._rows))):
+            if not left[of_role].any():
+                left[of_role] = True if able is None else able[of_role]
+        return left
+
+    def _cheapest_pair(self, question: Question, prefills: slice, decodes: slice, able: Able) -> Found | None:
+        able_prefills, able_decodes = _part(able, prefills), _part(able, decodes)
+        if len(self._kinds) > 1:
+            kinds = self._kind[decodes]
+            partnered = np.isin(self._kind[prefills], kinds if able_decodes is None else kinds[able_decodes])
+            able_prefills = partnered if able_prefills is None else able_prefills & partnered
+        bad = question.pairs_passed_over
+        if bad:
+            able_prefills = self._with_partners(bad, able_prefills, able_decodes)
+        left = self._uncached(question, prefills)
+        work_ms = self._work_ms(left, prefills)
+        queue_ms, most_ms = self._queue_ms[prefills], question.level.first_token_ms
+        missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
+        row = self._best(prefills, queue_ms + (1 + WORK_SHARE) * work_ms, missed, able_prefills)
+        if row is None:
+            return None
+        prefill = self._costs[row]
+        if len(self._kinds) > 1:
+            alike = self._kind[decodes] == self._kind[row]
+            able_decodes = alike if able_decodes is None else able_decodes & alike
+        if bad:
+            partners = self._partners(prefill.node.node_id, bad, able_decodes)
+            able_decodes = partners if partners.any() else able_decodes
+        uncached = question.uncached(prefill)
+        last_chunk, prefill_ms = min(uncached, prefill.chunk), prefill.prefill_ms(uncached)
+        to_move, kv_token_ms = self._uncached(question, decodes, at_least=0), self._kv_token_ms[decodes]
+        decode_ms, most_ms = self._decode_ms[decodes], question.level.token_ms
+        handoff_ms = np.maximum(np.minimum(to_move, last_chunk) * kv_token_ms, to_move * kv_token_ms - prefill_ms)
+        missed = (decode_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
+        row = self._best(decodes, question.output_tokens * decode_ms + HANDOFF_MS + handoff_ms, missed, able_decodes)
+        assert row is not None  # there is one of the prefill node's kind
+        decode = self._costs[row]
+        return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
+
+    def _partners(self, prefill: str, pairs: Set[tuple[str, str]], able: Able) -> Bools:
+        """The decode nodes of these that did not lose KV of this prefill node."""
+        split = self._num_prefills
+        bad = [row for first, name in pairs if first == prefill for row in self._rows_of_name.get(name, ())]
+        left = np.ones(len(self._rows) - split, np.bool_) if able is None else able.copy()
+        left[[row - split for row in bad if row >= split]] = False
+        return left
+
+    def _with_partners(self, pairs: Set[tuple[str, str]], able: Able, able_decodes: Able) -> Able:
+        """Prefill nodes that have such a partner, if there are any."""
+        split = self._num_prefills
+        left = np.ones(split, np.bool_) if able is None else able.copy()
+        for name in {first for first, _ in pairs}:
+            partners = self._partners(name, pairs, able_decodes)
+            for row in self._rows_of_name.get(name, ()):
+                if row < split and not (partners & (self._kind[split:] == self._kind[row])).any():
+                    left[row] = False
+        return left if left.any() else able
+
+    def _cheapest_alone(self, question: Question, rows: slice, able: Able, *, has_pair: bool) -> Found | None:
+        able_rows, left = _part(able, rows), self._uncached(question, rows)
+        if has_pair:
+            most = question.alone_tokens
+            if isinstance(left, int):
+                if left > most:
+                    return None
+            else:
+                short = left <= most
+                able_rows = short if able_rows is None else able_rows & short
+        work_ms = self._work_ms(left, rows)
+        queue_ms, decode_ms, level = self._queue_ms[rows], self._decode_ms[rows], question.level
+        missed = None
+        if min(level.first_token_ms, level.token_ms) < np.inf:
+            missed = (queue_ms + work_ms > level.first_token_ms).astype(np.int64) + (decode_ms > level.token_ms)
+        stall_ms = self._streams[rows] * self._token_ms[rows] * left
+        cost = queue_ms + (1 + WORK_SHARE) * work_ms + stall_ms + question.output_tokens * decode_ms
+        row = self._best(rows, cost, missed, able_rows)
+        if row is None:
+            return None
+        costs = self._costs[row]
+        return Found(None, costs, question.alone_terms(costs), "cheaper on one node" if has_pair else "")
+
+    def _uncached(self, question: Question, rows: slice, at_least: int = 1) -> Ints | int:
+        """Tokens of the prompt that each node has yet to compute, or to be given; one number where nobody has any."""
+        tokens = question.demand.num_prompt_tokens
+        left: Ints | None = None
+        for incarnation, cached in question.cached.items():
+            row = self._row_of.get(incarnation)
+            if row is not None and rows.start <= row < rows.stop:
+                if left is None:
+                    left = np.full(rows.stop - rows.start, tokens, np.int64)
+                left[row - rows.start] = max(at_least, tokens - cached)
+        return tokens if left is None else left
+
+    def _work_ms(self, left: Ints | int, rows: slice) -> Floats:
+        """Computing so many tokens of a prompt, from its turn on: `NodeCosts.prefill_ms`."""
+        work_ms: Floats = -(-left // self._chunk[rows]) * self._step_ms[rows] + left * self._token_ms[rows]
+        return work_ms
+
+    def _best(self, rows: slice, cost: Floats, missed: Ints | None, able: Able) -> int | None:
+        """Of those that cost about the same, the longest unchosen; None where nobody is able."""
+        if able is not None:
+            if not able.any():
+                return None
+            cost = np.where(able, cost, np.inf)
+        if missed is not None:
+            least_missed = (missed if able is None else missed[able]).min()
+            cost = np.where(missed == least_missed, cost, np.inf)
+        least = float(cost.min())
+        near: Ints = np.flatnonzero(cost <= least + SAME_MS + SAME_SHARE * least)
+        if near.size == 1:
+            return int(rows.start) + int(near[0])
+        return int(rows.start) + int(near[self._order[rows][near].argmin()])
+
+
+def _any(able: Able, rows: slice) -> bool:
+    return bool(rows.stop > rows.start and (able is None or able[rows].any()))
+
+
+def _part(able: Able, rows: slice) -> Able:
+    if able is None:
+        return None
+    part = able[rows]
+    return None if part.all() else part

@@ -1,0 +1,153 @@
+"""The columns choose what the cost model chooses node by node: the same nodes, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest, NoCapacity
+from baton.rpc.messages import NodeDescription
+from router.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
+from router.cost_table import CostTable
+from router.placement import Candidate, Demand, fitting_nodes, with_room
+from router.rates import StepRates
+from tests.support.router_parts import MODEL, decode, prefill
+
+NOW = 100.0
+RATES = [StepRates(4.0, 0.2, 0.5, 1e-4), StepRates(4.0, 0.21, 0.5, 1e-4), StepRates(20.0, 0.05, 1.0, 1e-3)]
+
+
+def some_nodes(rng: Random) -> Sequence[NodeDescription]:
+    made = [
+        replace(
+            (prefill if rng.random() < rng.choice([0.0, 0.5, 1.0]) else decode)(f"n{number}"),
+            max_model_len=rng.choice([64, 8192]),
+            num_blocks=4096,
+            block_bytes=100_000,
+            dtype=rng.choice(["float32", "float32", "bfloat16"]),
+            max_num_batched_tokens=rng.choice([0, 256, 512]),
+            embedding_size=rng.choice([0, 8]),
+        )
+        for number in range(rng.randint(0, 12))
+    ]
+    rng.shuffle(made)
+    return made
+
+
+def some_candidate(rng: Random, node: NodeDescription) -> Candidate:
+    return Candidate(
+        node,
+        load=float(rng.choice([0, 1, 2, 30])),
+        last_chosen=rng.choice([0, 0, 1, 2, 3]),
+        is_full=rng.random() < 0.2,
+        uncomputed_tokens=rng.choice([0, 0, 1, 600]),
+        context_tokens=rng.choice([0, 5000]),
+        attached_at=rng.choice([0.0, NOW, NOW - 1.0]),
+    )
+
+
+class Fleet:
+    """What a placer knows of nodes, and the two ways to choose among them."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._rates: dict[str, StepRates] = {}
+        self._pending: dict[str, int] = {}
+        self.table = CostTable(self._costs)
+        self.candidates: tuple[Candidate, ...] = ()
+
+    def _costs(self, candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
+        incarnation = candidate.node.incarnation
+        share = newcomers_share(now - candidate.attached_at)
+        rates, pending = self._rates.get(incarnation, RATES[0]), self._pending.get(incarnation, 0)
+        return node_costs(candidate, pending, rates, 1e-6, share, prefills_only=prefills_only)
+
+    def renew(self) -> None:
+        """Other nodes, or the same ones of some of which something is heard."""
+        rng = self._rng
+        if not self.candidates or rng.random() < 0.2:
+            self.candidates = tuple(some_candidate(rng, node) for node in some_nodes(rng))
+        else:
+            kept = [
+                some_candidate(rng, candidate.node) if rng.random() < 0.3 else candidate
+                for candidate in self.candidates
+            ]
+            self.candidates = tuple(kept)
+        for candidate in self.candidates:
+            if rng.random() < 0.2:
+                incarnation = candidate.node.incarnation
+                self._rates[incarnation], self._pending[incarnation] = rng.choice(RATES), rng.choice([0, 100])
+                self.table.heard_of(incarnation)
+
+    def some(self, share: float) -> frozenset[str]:
+        return frozenset(c.node.incarnation for c in self.candidates if self._rng.random() < share)
+
+    def check(self, now: float) -> None:
+        """One request's choice, both ways."""
+        rng, candidates = self._rng, self.candidates
+        tokens, embeds = rng.choice([1, 40, 700, 3000]), rng.random() < 0.2
+        demand = Demand(MODEL, tokens, rng.choice([1, 20, 500]), embeds)
+        exclude, rooms = self.some(rng.choice([0.0, 0.3])), rng.random() < 0.5
+        self.table.look_at(candidates)
+        able = self.table.able(demand, exclude, with_room=rooms)
+        try:
+            fitting = fitting_nodes(with_room(candidates) if rooms else candidates, demand, exclude)
+        except (InvalidRequest, NoCapacity):
+            assert not candidates or (able is not None and not able.any())
+            return
+        self.table.bring_up(able, now)
+        prefills_only = len({candidate.node.role for candidate in fitting}) > 1
+        expected = [
+            self._costs(c, now, prefills_only and c.node.role.value == "prefill")
+            for c in sorted(fitting, key=lambda one: one.node.incarnation)
+        ]
+        costs = self.table.costs(able)
+        assert sorted(costs, key=lambda one: one.node.incarnation) == expected
+        infinite = float("inf")
+        question = Question(
+            demand,
+            expected,
+            cached={incarnation: rng.choice([16, 512, 5000]) for incarnation in self.some(rng.choice([0.0, 0.4]))},
+            level=ServiceLevel(rng.choice([infinite, 30.0, 200.0]), rng.choice([infinite, 6.0, 25.0])),
+            alone_tokens=rng.choice([0, 512]),
+            passed_over=self.some(rng.choice([0.0, 0.5])),
+            pairs_passed_over=frozenset(
+                (a.node.node_id, b.node.node_id) for a in candidates for b in candidates if rng.random() < 0.2
+            ),
+        )
+        assert self.table.cheapest(question, able) == cheapest(question)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_columns_choose_what_the_cost_model_does(seed: int) -> None:
+    fleet = Fleet(Random(seed))
+    for number in range(12):
+        fleet.renew()
+        fleet.check(NOW + number / 2)
+
+
+@pytest.mark.parametrize("num_changed", [0, 1, 3])
+def test_only_what_has_changed_is_computed_anew(num_changed: int) -> None:
+    computed: list[str] = []
+
+    def costs_of(candidate: Candidate, now: float, prefills_only: bool) -> NodeCosts:
+        computed.append(candidate.node.incarnation)
+        return node_costs(candidate, 0, RATES[0], 1e-6, prefills_only=prefills_only)
+
+    table = CostTable(costs_of)
+    first = [Candidate(make(f"{name}{i}"), 0.0, 0) for i in range(50) for name, make in (("p", prefill), ("d", decode))]
+    table.look_at(first)
+    table.bring_up(None, NOW)
+    assert len(computed) == 100
+    computed.clear()
+    table.look_at([replace(one, load=1.0) if place < num_changed else one for place, one in enumerate(first)])
+    table.heard_of("p40.1")
+    table.heard_of("a stranger")
+    table.bring_up(None, NOW)
+    assert sorted(computed) == sorted({"p40.1", *(one.node.incarnation for one in first[:num_changed])})

@@ -106,7 +106,8 @@ class BackgroundWatch:
 
 
 current_watch: ContextVar[BackgroundWatch] = ContextVar("current_watch", default=BackgroundWatch())  # noqa: B039
-"""Of the process or the incarnation that is running. A task inherits it from whoever starts it, a thread does not."""
+"""Of the process or the incarnation that is running. A task inherits it from whoever starts it; threads and calls that
+come through grpcio do not, so whoever needs it in a callback asks for it when it is made itself."""
 
 
 def start_background(

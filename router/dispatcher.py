@@ -16,6 +16,7 @@ from functools import partial
 from random import Random
 from typing import TypeVar
 
+from baton.background import current_watch
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -146,6 +147,7 @@ class Dispatcher:
         self._turns = Turns()
         self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
         self._more_to_serve: asyncio.Handle | None = None
+        self._watch = current_watch.get()
         """Goes on with the queue in the next turn."""
         self._draining = False
         self._idle = asyncio.Event()
@@ -498,7 +500,8 @@ class Dispatcher:
     def _serve_queue(self) -> None:
         self._room_came = False
         if self._more_to_serve is None and self._waiting.serve():
-            self._more_to_serve = asyncio.get_running_loop().call_soon(self._serve_more)
+            serve_more = self._watch.guarded(self._serve_more, "request-queue")
+            self._more_to_serve = asyncio.get_running_loop().call_soon(serve_more)
 
     def _serve_more(self) -> None:
         self._more_to_serve = None

@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from baton.background import current_watch
 from baton.ids import AttemptKey
 from baton.rpc.messages import HEARTBEAT_S
 from router.flight_table import NodeGone
@@ -39,6 +40,7 @@ class NodeLosses:
         """When each node of the last moment was lost, the earliest first."""
         self._untold: deque[tuple[Run, AttemptKey, NodeGone]] = deque()
         self._handle: asyncio.Handle | None = None
+        self._watch = current_watch.get()
 
     def lost(self, incarnation: str, reason: str, now: float) -> None:
         """A node is gone. Its flights hear of it soon: in the next turn of the loop, or some turns later."""
@@ -62,7 +64,8 @@ class NodeLosses:
 
     def _go_on_next_turn(self) -> None:
         if self._handle is None:
-            self._handle = asyncio.get_running_loop().call_soon(self._go_on)
+            go_on = self._watch.guarded(self._go_on, "lost-nodes")
+            self._handle = asyncio.get_running_loop().call_soon(go_on)
 
     def _go_on(self) -> None:
         self._handle = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from baton.background import OnFault, current_watch, start_background
+from baton.background import OnFault, current_watch
 from baton.errors import BatonError, NodeLost
 from baton.registry import NodeRecord
 from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
@@ -86,6 +86,7 @@ class NodeLinks:
         self._times = times or LinkTimes()
         self._links: dict[str, _Link] = {}
         self._stopping: set[_Link] = set()
+        self.watch = current_watch.get()
 
     def listen(self, listener: LinkListener) -> None:
         """Who hears of links; to be set before the first `update`."""
@@ -178,7 +179,7 @@ class _Link:
         """The stream has brought a report."""
         self._loss: asyncio.Future[str] | None = None
         """Why the stream is lost, once it is."""
-        self._task = start_background(
+        self._task = owner.watch.start(
             self._run, "node-link", record.incarnation, on_fault=OnFault.RESTART, may_end=True
         )
 
@@ -226,7 +227,7 @@ class _Link:
                     failures += 1
                 except Exception as fault:
                     # Whatever it was, without a link nobody could use the node any more.
-                    current_watch.get().note("node-link", fault, "the link is opened again")
+                    self._owner.watch.note("node-link", fault, "the link is opened again")
                     failures += 1
         finally:
             await client.close()
@@ -237,7 +238,7 @@ class _Link:
         self._stream = stream
         self._last_message = timers.monotonic()
         self._loss = asyncio.get_running_loop().create_future()
-        silence = start_background(
+        silence = self._owner.watch.start(
             self._await_silence, "link-silence", incarnation, on_fault=OnFault.RESTART, may_end=True
         )
         reason = "the router let go of it"
@@ -251,7 +252,7 @@ class _Link:
         finally:
             self._stream = None
             # Requests that did not hear of the loss would wait for ever: a router that fails at that must end.
-            current_watch.get().guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
+            self._owner.watch.guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
             silence.cancel()
             # First: whoever stops the link meanwhile would leave it open.
             with contextlib.suppress(BatonError):
@@ -270,7 +271,7 @@ class _Link:
 
     def _fail(self, fault: Exception) -> None:
         """The router's own fault; it must not be met again at once, for ever."""
-        current_watch.get().note("node-link", fault, "the link is opened again")
+        self._owner.watch.note("node-link", fault, "the link is opened again")
         self._heard = False
         self._lose(f"the router failed at it: {fault}")
 

@@ -269,9 +269,11 @@ class Steering:
         client = self._connect(address)
         try:
             await client.set_role(role, incarnation, _ANSWER_S)
-        except BatonError as error:
+        except Exception as error:
             # The next look asks again.
             self._asked.pop(incarnation, None)
+            if not isinstance(error, BatonError):
+                raise
             if self._refusals.get(incarnation) != str(error):
                 self._refusals[incarnation] = str(error)
                 self._events.record(

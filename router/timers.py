@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.background import current_watch
+
 
 class TimerHandle(Protocol):
     """A callback that has not run yet."""
@@ -32,12 +34,13 @@ class LoopTimers:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._watch = current_watch.get()
 
     def monotonic(self) -> float:
         return self._loop.time()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        return self._loop.call_at(when, callback)
+        return self._loop.call_at(when, self._watch.guarded(callback, "timer"))
 
 
 async def sleep_until(timers: Timers, when: float) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from baton.background import current_watch
 from baton.clock import Clock
 from baton.engine.compute_path import ComputePath
 from baton.engine.kv_events import KVEventBatch, KVSnapshot
@@ -93,6 +94,7 @@ class NodeService:
         """
         self._description = description
         self._compute_paths = compute_paths
+        self._watch = current_watch.get()
         self._role = role
         self._driver = driver
         self._log = log
@@ -397,7 +399,8 @@ class NodeService:
         # A timer that is set already comes early enough: later deadlines follow earlier ones.
         if due is not None and self._sweep is None and not self._closed:
             delay = max(0.0, due - self._clock.monotonic())
-            self._sweep = asyncio.get_running_loop().call_later(delay, self._expire)
+            expire = self._watch.guarded(self._expire, "orphans")
+            self._sweep = asyncio.get_running_loop().call_later(delay, expire)
 
     @staticmethod
     def _say_end(key: AttemptKey, outcome: Outcome, error: str | None) -> None:

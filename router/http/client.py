@@ -7,6 +7,7 @@ from types import TracebackType
 
 from starlette.types import Receive, Send
 
+from baton.background import OnFault, start_background
 from router.http.errors import Headers
 from router.http.events import COMMENT
 
@@ -40,7 +41,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._owner = asyncio.current_task()
-        self._watcher = asyncio.create_task(self._watch(), name="http-client")
+        self._watcher = start_background(self._watch, "http-client", on_fault=OnFault.GO_ON, may_end=True)
         return self
 
     async def __aexit__(
@@ -73,6 +74,22 @@ class Client:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _watch(self) -> None:
+        """Until the client leaves. Nobody would notice that after a fault here, so the exchange ends with it."""
+        try:
+            await self._until_it_leaves()
+        except OSError:
+            pass  # its connection failed under a comment
+        except Exception:
+            self._leave()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        self.is_gone = True
+        if self._owner is not None:
+            self._owner.cancel()
+
+    async def _until_it_leaves(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._keep_alive_s):
@@ -83,7 +100,4 @@ class Client:
                 self._was_silent = True
                 continue
             if message["type"] == "http.disconnect":
-                self.is_gone = True
-                if self._owner is not None:
-                    self._owner.cancel()
                 return

@@ -8,11 +8,13 @@ import logging
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from baton.background import OnFault, start_background
 from baton.errors import ConfigError
 from baton.observe.listener import Listener, listening_socket
 from baton.rpc.turn_budget import TurnBudget
@@ -92,7 +94,8 @@ class HttpServer:
         """Serve; returns once connections are taken."""
         assert self._socket is not None, "bind first"
         self._budget = self._budget or TurnBudget(asyncio.get_running_loop())
-        self._serving = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
+        serve = partial(self._server.serve, [self._socket])
+        self._serving = start_background(serve, "http-server", on_fault=OnFault.END_PROCESS, may_end=True)
         up = asyncio.create_task(self._server.is_up.wait())
         await asyncio.wait((self._serving, up), return_when=asyncio.FIRST_COMPLETED)
         if not up.done():

@@ -24,6 +24,7 @@ from baton.node.fake_role import FakeRole
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
+from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
@@ -49,7 +50,12 @@ KEY = AttemptKey("r", 1, 5)
 class Running:
     """A node that serves, and everything a test wants of it."""
 
-    def __init__(self, directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        make_role: Callable[[RoleContext], NodeRole] | None = None,
+        orphan_grace_s: float = 10.0,
+    ) -> None:
         self.runner = ScriptedRunner(33, 16)
         self.role = FakeRole()
         self.context: RoleContext
@@ -68,6 +74,7 @@ class Running:
                 "drain_s": 60.0,
                 "max_num_seqs": 4,
                 "metrics_port": 0,
+                "orphan_grace_s": orphan_grace_s,
             }
         )
         self.node = Node(config, self.runner, make_role or self._make_role, self.registry)
@@ -83,9 +90,9 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None
+    directory: Path, make_role: Callable[[RoleContext], NodeRole] | None = None, orphan_grace_s: float = 10.0
 ) -> AsyncIterator[tuple[Running, NodeClient, HeardStream]]:
-    node = Running(directory, make_role)
+    node = Running(directory, make_role, orphan_grace_s)
     client = await node.client()
     stream = HeardStream(await client.attach("router-0", (await node.description).incarnation))
     try:
@@ -262,6 +269,28 @@ async def test_a_mover_that_dies_ends_the_node_and_its_streams(tmp_path: Path) -
         with pytest.raises(NodeLost):
             await until_end(stream)
         with pytest.raises(BackgroundFault, match="background task mover failed: OSError"):
+            await node.task
+
+
+@pytest.mark.parametrize("kind", ["heartbeat", "posted-to-loop", "orphans"])
+async def test_background_work_that_fails_ends_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def broken(*_arguments: object) -> None:
+        monkeypatch.undo()
+        raise ValueError("out of luck")
+
+    async with running(tmp_path, orphan_grace_s=0.01) as (node, _, stream):
+        if kind == "heartbeat":
+            monkeypatch.setattr(NodeService, "_look_for_news", broken)
+        elif kind == "posted-to-loop":
+            node.context.post(broken)
+        else:
+            monkeypatch.setattr(NodeService, "_expire", broken)
+            stream.send(submit())
+            await until_end(stream)
+            await stream.close()
+        with pytest.raises(BackgroundFault, match=rf"{kind} failed: ValueError\('out of luck'\)"):
             await node.task
 
 

@@ -1,0 +1,237 @@
+"""Each background task and each callback of a router raises once: the process ends, or the work goes on, never silence.
+
+ARCHITECTURE.md lists them. Those of a node are in tests/unit/test_node_serve.py and tests/fault/test_handoff_faults.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.background import BackgroundWatch, current_watch
+from baton.engine.runner import SimulatedSpec
+from baton.errors import BackgroundFault
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.registry.records import NodeRecord
+from baton.registry.registry import RedisLease, Registry
+from router.app import RouterAddresses, RouterConfig, _Router, run_router
+from router.http.client import Client
+from router.http.server import _Server
+from router.losses import NodeLosses
+from router.steering import Steering
+from router.timers import LoopTimers
+from router.waiting_room import WaitingRoom
+from tests.support.redis_server import RedisProcess
+from tests.support.router_parts import decode, record_of
+from tests.support.router_rig import router_rig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def ended() -> Iterator[asyncio.Queue[BackgroundFault]]:
+    """What ended the process of a test that is no whole router."""
+    faults: asyncio.Queue[BackgroundFault] = asyncio.Queue()
+    before = current_watch.set(BackgroundWatch(faults.put_nowait))
+    yield faults
+    current_watch.reset(before)
+
+
+class Broken:
+    """Raises at its first call, and works from then on."""
+
+    def __init__(self, work: Any = None) -> None:
+        self.work = work
+        self.calls = 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        if self.calls == 1:
+            raise ValueError("out of luck")
+        return self.work(*arguments, **named)
+
+
+async def raising(*_arguments: object) -> None:
+    raise ValueError("out of luck")
+
+
+@asynccontextmanager
+async def running_router(directory: Path) -> AsyncIterator[tuple[asyncio.Task[None], RouterAddresses]]:
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 64}))
+    config = RouterConfig(
+        registry_url="unused",
+        cluster="test",
+        router_id="router-1",
+        model_dir=directory,
+        model_name="m",
+        grpc_port=0,
+        http_port=0,
+        simulated=SimulatedSpec(),
+        drain_s=0.0,
+    )
+    membership, stop = MemoryRegistry(MemoryStore(), "test"), asyncio.Event()
+    ready: asyncio.Future[RouterAddresses] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(run_router(config, ready.set_result, stop, membership))
+    await asyncio.wait((ready, task), return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield task, ready.result() if ready.done() else RouterAddresses("", "", "")
+    finally:
+        stop.set()
+        await asyncio.gather(task, return_exceptions=True)
+        await membership.close()
+
+
+@pytest.mark.parametrize(
+    ("owner", "work", "kind"),
+    [
+        (_Router, "_watch", "router-watch"),
+        (_Router, "_publish_health", "router-health"),
+        (Steering, "watch", "router-steering"),
+        (Steering, "look_around", "router-look"),
+        (_Server, "main_loop", "http-server"),
+    ],
+)
+async def test_what_a_router_cannot_go_on_without_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, work: str, kind: str
+) -> None:
+    monkeypatch.setattr(owner, work, raising)
+    async with running_router(tmp_path) as (task, _):
+        with pytest.raises(BackgroundFault, match=rf"{kind} failed: ValueError\('out of luck'\)"):
+            await task
+
+
+async def test_a_timer_that_raises_ends_the_process(ended: asyncio.Queue[BackgroundFault]) -> None:
+    timers, fired = LoopTimers(), asyncio.Event()
+    timers.call_at(timers.monotonic(), Broken())
+    timers.call_at(timers.monotonic(), fired.set)
+    await fired.wait()
+    assert str(ended.get_nowait()) == "background task timer failed: ValueError('out of luck')"
+
+
+@pytest.mark.parametrize(
+    ("owner", "work", "kind"),
+    [(NodeLosses, "settle", "lost-nodes"), (WaitingRoom, "serve", "request-queue")],
+)
+async def test_a_turn_of_the_loop_that_raises_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault], owner: type, work: str, kind: str
+) -> None:
+    """Requests that were not told would wait for ever."""
+    async with router_rig(decode("d1")) as rig:
+        reader = rig.ask("hello", request_id="r")
+        await rig.submitted("d1")
+        if kind == "lost-nodes":
+            monkeypatch.setattr(owner, work, Broken(lambda *_: None))
+            rig.nodes["d1"].die()
+        else:
+            # More to serve than fits into one turn: the rest is left to the next.
+            monkeypatch.setattr(owner, work, lambda *_: True)
+            rig.dispatcher._serve_queue()
+            monkeypatch.setattr(owner, work, Broken(lambda *_: False))
+        assert str(await ended.get()) == f"background task {kind} failed: ValueError('out of luck')"
+        reader.task.cancel()
+        await asyncio.gather(reader.task, return_exceptions=True)
+
+
+async def test_a_client_whose_leaving_could_not_be_noticed_is_let_go(ended: asyncio.Queue[BackgroundFault]) -> None:
+    async def send(_message: Any) -> None:
+        raise AssertionError
+
+    async def exchange() -> str:
+        async with Client(raising, send, keep_alive_s=60.0) as client:  # type: ignore[arg-type]
+            await asyncio.Event().wait()
+        return f"gone: {client.is_gone}"
+
+    assert await exchange() == "gone: True"
+    assert (current_watch.get().faults, ended.empty()) == ({"http-client": 1}, True)
+
+
+@pytest.fixture
+async def registry(tmp_path: Path) -> AsyncIterator[Registry]:
+    server = RedisProcess(tmp_path)
+    await server.start()
+    made = Registry.connect(server.url, "c")
+    yield made
+    await made.close()
+    await server.stop()
+
+
+async def test_the_registry_is_followed_again(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault]
+) -> None:
+    monkeypatch.setattr(registry, "_take_in", broken := Broken(registry._take_in))
+    lease = await registry.lease(record_of(decode("d1")))
+    async for snapshot in registry.watch():
+        if "d1" in snapshot:
+            break
+    await lease.close()
+    assert broken.calls > 1
+    assert (current_watch.get().faults, ended.empty()) == ({"registry-follower": 1}, True)
+
+
+async def test_a_lease_is_renewed_again(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, ended: asyncio.Queue[BackgroundFault]
+) -> None:
+    renewed = asyncio.Event()
+    publish = registry.publish
+
+    async def then_tell(record: NodeRecord) -> None:
+        await publish(record)
+        renewed.set()
+
+    lease = await registry.lease(replace(record_of(decode("d1")), lease_s=0.3))
+    assert isinstance(lease, RedisLease)
+    monkeypatch.setattr(registry, "publish", Broken(then_tell))
+    await renewed.wait()
+    await lease.close()
+    assert (current_watch.get().faults, ended.empty()) == ({"registry-lease": 1}, True)
+
+
+PACKAGES = ("router", "prefill_node", "decode_node", "kv_transfer", "baton/node", "baton/registry", "baton/rpc")
+PACKAGES += ("baton/observe", "baton/text", "baton/security")
+STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
+GUARDED_OTHERWISE = {
+    "router/app.py": (4, "the run itself awaits them"),
+    "router/http/endpoints.py": (1, "the answer to the call awaits its parts"),
+    "router/http/server.py": (1, "the start awaits it"),
+    "router/node_links.py": (1, "the link's task awaits the attachment"),
+    "router/steering.py": (2, "the drain that waits awaits them"),
+    "kv_transfer/link.py": (4, "the link's run awaits them"),
+    "kv_transfer/mover.py": (2, "the thread reports its fault; digests go back to whoever asked"),
+    "baton/node/driver.py": (1, "the thread reports its fault"),
+    "baton/node/serve.py": (3, "the drain awaits them"),
+    "baton/registry/redis_flights.py": (2, "the writer counts what it loses; a read is awaited by who asked"),
+    "baton/registry/registry.py": (1, "an operation is awaited by who asked"),
+    "baton/rpc/async_generation_client.py": (1, "the client's call awaits it"),
+    "baton/rpc/generation_client.py": (1, "a client's thread; its calls fail with it"),
+    "baton/rpc/http2/server.py": (1, "the call's fault barrier answers INTERNAL"),
+    "baton/rpc/node_service.py": (1, "the stream that it reads for ends, and the link with it"),
+    "baton/observe/listener.py": (1, "one connection's handshake; it is closed"),
+    "baton/observe/otel.py": (1, "the last spans of a process that ends"),
+}
+"""Tasks and threads that are not started by baton/background.py: how many in a file, and what becomes of a fault."""
+
+
+def starters_in(path: Path) -> int:
+    """How many tasks and threads a file starts by itself."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = [call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in calls]
+    return sum(name in STARTERS for name in names)
+
+
+def test_no_task_or_thread_is_started_that_nobody_watches() -> None:
+    """A new one goes through baton/background.py, or here with the reason why it needs not."""
+    found = {
+        str(path.relative_to(ROOT)): count
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if (count := starters_in(path))
+    }
+    assert found == {file: count for file, (count, _) in GUARDED_OTHERWISE.items()}

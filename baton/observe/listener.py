@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable
 
 from baton.observe.log_limit import LimitedLog
@@ -27,6 +28,8 @@ PAUSE_S = 1.0
 """After the kernel had no connection to give: it will not have one in the next turn either."""
 HANDSHAKE_S = 10.0
 """For TLS: until then nobody knows who is there."""
+HANDSHAKES_AT_ONCE = 4
+"""That begin in one turn of the loop: each is a signature, half a millisecond's work or more."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: to close is to reset, so that a refused connection leaves nothing behind."""
 
@@ -72,6 +75,8 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._greeting: deque[asyncio.Future[None]] = deque()
+        """Those who have said something and wait for their handshake's turn."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_open = False
         self._full = LimitedLog(_log)
@@ -148,6 +153,8 @@ class Listener:
 
     async def _connect(self, accepted: socket.socket, place: Place) -> None:
         try:
+            if self._tls is not None:
+                await self._may_shake_hands(accepted)
             await self._loop.connect_accepted_socket(
                 lambda: self._protocol(place),
                 accepted,
@@ -161,3 +168,29 @@ class Listener:
             if not isinstance(error, Exception):
                 raise
             _log.debug("a connection to the port %s failed in its handshake: %s", self._name, error)
+
+    async def _may_shake_hands(self, accepted: socket.socket) -> None:
+        """Wait until the client has begun, and then for a turn: a crowd that begins at one moment holds nobody up."""
+        begun = self._loop.create_future()
+        self._loop.add_reader(accepted, _done, begun)
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                await begun
+        finally:
+            self._loop.remove_reader(accepted)
+        turn = self._loop.create_future()
+        self._greeting.append(turn)
+        if len(self._greeting) == 1:
+            self._loop.call_soon(self._let_some)
+        await turn
+
+    def _let_some(self) -> None:
+        for _ in range(min(HANDSHAKES_AT_ONCE, len(self._greeting))):
+            _done(self._greeting.popleft())
+        if self._greeting:
+            self._loop.call_soon(self._let_some)
+
+
+def _done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import logging
 import os
 import resource
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
-from baton.observe.listener import Listener, listening_socket
+from baton.observe.listener import HANDSHAKES_AT_ONCE, Listener, listening_socket
 from baton.observe.metrics_page import MetricsPage
 from baton.rpc.http2.frames import PREFACE
 from baton.rpc.http2.server import Http2Server
+from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit, Limits
 from router.http.server import HttpServer
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
@@ -155,3 +160,51 @@ def free_descriptor() -> int:
     found = os.open(os.devnull, os.O_RDONLY)
     os.close(found)
     return found
+
+
+class Handshakes:
+    """How many begin in each turn of the loop."""
+
+    def __init__(self) -> None:
+        self.count = self.most = self._before = 0
+        self._loop = asyncio.get_running_loop()
+        self._turn()
+
+    def begun(self, *_: object) -> None:
+        self.count += 1
+
+    def _turn(self) -> None:
+        self.most = max(self.most, self.count - self._before)
+        self._before = self.count
+        self._loop.call_soon(self._turn)
+
+
+@pytest.mark.timeout(20)
+async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(tmp_path: Path) -> None:
+    make_certificates(tmp_path, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
+    context, handshakes = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Handshakes()
+    context.load_cert_chain(tmp_path / "router.crt", tmp_path / "router.key")
+    # Called for each client's greeting.
+    context.sni_callback = handshakes.begun
+    server = Http2Server(tls=context, max_message_bytes=1 << 20, max_metadata_bytes=8192)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    greeting = client_hello(tmp_path / "ca.crt")
+    writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(60)]
+    for writer in writers:
+        writer.write(greeting)
+    while handshakes.count < len(writers):  # noqa: ASYNC110 - turns of the loop are what is counted
+        await asyncio.sleep(0)
+    # Those of two turns may meet.
+    assert handshakes.most <= 2 * HANDSHAKES_AT_ONCE
+    for writer in writers:
+        writer.transport.abort()
+    await server.stop(0)
+
+
+def client_hello(ca: Path) -> bytes:
+    """What a client of TLS begins with."""
+    context, incoming, outgoing = ssl.create_default_context(cafile=str(ca)), ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    return outgoing.read()

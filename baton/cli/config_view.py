@@ -14,6 +14,7 @@ from pydantic import BaseModel, ByteSize
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.config.load import config_file, view
 from baton.config.model import NodeConfig, RouterConfig, UpConfig
+from baton.security.redaction import without_password
 
 
 class Process(enum.StrEnum):
@@ -58,6 +59,8 @@ def view_config(
     environ = os.environ
     found = view(_MODELS[process], environ, config_file(config, environ))
     values = {key: _plain(value) for key, (value, _) in found.items()}
+    if values.get("registry"):
+        values["registry"] = without_password(str(values["registry"]))
     if output is not Format.TEXT:
         origins = {key: where for key, (_, where) in found.items()}
         printed = {key: {"value": value, "origin": origins[key]} for key, value in values.items()} if origin else values

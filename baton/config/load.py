@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from baton.config.model import NodeConfig, RouterConfig, UpConfig
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
+from baton.security.redaction import without_password
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -167,6 +168,7 @@ def _explain(error: ValidationError, model: type[BaseModel], origins: Mapping[st
         elif problem["type"] == "missing":
             told.append(f"--{key.replace('_', '-')} is required")
         else:
-            said = f" {problem['input']!r:.80} from {origins[key]}" if key in origins else ""
+            given = without_password(repr(problem["input"]))
+            said = f" {given:.80} from {origins[key]}" if key in origins else ""
             told.append(f"{key}{said}: {reason}" if key else reason)
     return "; ".join(told)

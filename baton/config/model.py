@@ -113,6 +113,7 @@ MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
 
 
 INSECURE_HELP = "Listen for others without TLS or keys: on a network where everybody is trusted."
+PASSWORD_HELP = "One with a password belongs into BATON_REGISTRY: everybody can read command lines."
 API_KEYS_HELP = "File of hashed keys, one of which each caller must show; `baton keys` writes it. Default: no keys."
 ALLOWED_HOSTS_HELP = (
     "Names, with commas between them, by which HTTP callers may address this cluster besides those of loopback; "
@@ -134,7 +135,9 @@ class _Process(_Config):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     registry: str = Field(
-        ..., min_length=1, description="URL of the Redis that the cluster meets in: redis://, rediss:// or unix://."
+        ...,
+        min_length=1,
+        description=f"URL of the Redis that the cluster meets in: redis://, rediss:// or unix://. {PASSWORD_HELP}",
     )
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     model: Path = Field(default_factory=bundled_model_dir, description="Model directory. Default: the bundled model.")
@@ -286,7 +289,7 @@ class UpConfig(_Config):
     api_keys: Path | None = Field(None, description=API_KEYS_HELP)
     allowed_hosts: str = Field("", description=ALLOWED_HOSTS_HELP)
     insecure: bool = Field(False, description=INSECURE_HELP)
-    registry: str = Field("", description="URL of a running Redis. Default: a private one is started.")
+    registry: str = Field("", description=f"URL of a running Redis. {PASSWORD_HELP} Default: a private one is started.")
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
     threads: Count | None = Field(None, description="Threads of each node. Default: the cores divided by the nodes.")
     runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +50,7 @@ from baton.registry.records import (
     number_of_start,
     read_records,
 )
+from baton.security.redaction import without_password
 
 T = TypeVar("T")
 
@@ -65,7 +65,6 @@ _RESERVE_MS = 10 * 365 * 86_400_000
 """The reserves' lifetime, which nobody waits for. That they have one is what tells whether they are there."""
 _RESERVES_EVERY_S = 60.0
 """How often a process sees to it that the reserves are there."""
-_PASSWORD = re.compile(r"(?<=password=)[^&]*")
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -84,7 +83,7 @@ class Registry:
 
     def __init__(self, client: redis.Redis, url: str, cluster: str, *, clock: Clock, rng: Random) -> None:
         self._client = client
-        self._where = redacted(url)
+        self._where = without_password(url)
         self._cluster = cluster
         self._clock = clock
         self._rng = rng
@@ -444,7 +443,7 @@ def connect_redis(url: str, timeout_s: float) -> redis.Redis:
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
         )
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"registry {redacted(url)!r}: {error}") from None
+        raise ConfigError(f"registry {without_password(url)!r}: {error}") from None
     return client
 
 
@@ -458,7 +457,7 @@ def with_authority(url: str, ca: Path | None) -> str:
 def check_registry_url(url: str) -> None:
     """Raises ConfigError for a URL that can't be a registry's."""
     if not url.startswith(_SCHEMES):
-        raise ConfigError(f"registry {redacted(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
+        raise ConfigError(f"registry {without_password(url)!r} is no URL of Redis: use {', '.join(_SCHEMES)}…")
 
 
 async def require_registry(url: str, cluster: str) -> None:
@@ -468,13 +467,6 @@ async def require_registry(url: str, cluster: str) -> None:
         await require(registry)
     finally:
         await registry.close()
-
-
-def redacted(url: str) -> str:
-    """The URL without its password, for messages."""
-    scheme, mark, rest = url.partition("://")
-    credentials, at, host = rest.rpartition("@")
-    return f"{scheme}{mark}{'***@' if at and credentials else ''}{_PASSWORD.sub('***', host)}"
 
 
 def _text(value: bytes | str) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from baton.registry.registry import connect_redis, redacted
+from baton.registry.registry import connect_redis
+from baton.security.redaction import without_password
 
 _TIMEOUT_S = 5.0
 
@@ -30,7 +31,7 @@ async def server_memory(url: str) -> ServerMemory:
     try:
         found = await client.info("memory")
     except (TimeoutError, RedisError, OSError) as error:
-        return ServerMemory(error=f"{redacted(url)}: {str(error) or type(error).__name__}")
+        return ServerMemory(error=f"{without_password(url)}: {str(error) or type(error).__name__}")
     finally:
         await client.aclose()
     return ServerMemory(

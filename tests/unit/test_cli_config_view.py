@@ -33,6 +33,18 @@ def test_the_stronger_source_wins_and_is_named(
     assert ["max_num_seqs", "7"] in [line.split() for line in lines]
 
 
+@pytest.mark.parametrize("form", [(), ("-o", "json"), ("-o", "yaml"), ("--origin",)])
+def test_passwords_are_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("BATON_REGISTRY", "redis://me:s3cret@host:1?password=s3cret")
+    for process in ("up", "node", "router"):
+        assert main(["config", "view", process, *form]) == 0
+        said = capsys.readouterr().out
+        assert "redis://***@host:1?password=***" in said
+        assert "s3cret" not in said
+
+
 def test_what_no_command_would_take_is_refused_here_as_well(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ from baton.cli.emit.processes import EmittedProcess, emitted_processes
 from baton.cli.emit.slurm import slurm_files
 from baton.cli.emit.systemd import systemd_files
 from baton.cli.emit.write import write
+from baton.cli.supervisor.plan import plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, load
 from baton.errors import ConfigError, UsageError
 
@@ -240,9 +243,46 @@ def test_gpus_are_asked_for() -> None:
 
 
 def test_a_dollar_is_no_variable_of_a_compose_file() -> None:
-    config = up(model_name="m", registry="redis://:pa$word@h")
-    command = compose(config)["services"]["decode-0"]["command"]
-    assert "redis://:pa$$word@h" in command
+    config = up(allowed_hosts="a$b", registry="redis://:pa$word@h")
+    service = compose(config)["services"]["decode-0"]
+    assert "a$$b" in service["command"]
+    assert service["environment"]["BATON_REGISTRY"] == "redis://:pa$$word@h"
+
+
+# secrets
+
+
+@pytest.mark.parametrize("kind", Emission)
+@pytest.mark.parametrize("registry", ["redis://:s3cret@h:1", "rediss://me:s3cret@h", "unix://h/s?password=s3cret"])
+def test_a_password_is_in_no_command_line_and_in_no_file_that_others_read(
+    tmp_path: Path, kind: Emission, registry: str
+) -> None:
+    config = up(registry=registry, insecure=True)
+    umask = os.umask(0)
+    try:
+        written = write(kind, config, None, tmp_path)
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600] * len(written)
+    for path in written:
+        lines = [line for line in path.read_text().splitlines() if "s3cret" in line]
+        # Each says it where a process reads its environment from.
+        assert all("BATON_REGISTRY" in line for line in lines), lines
+        if kind is Emission.HELM:
+            assert not lines
+            assert yaml.safe_load(path.read_text())["redis"]["urlSecret"] == {"name": "baton-redis"}
+        elif path.suffix == ".service":
+            assert not lines
+            service = unit(path.read_text())["Service"]
+            assert service["EnvironmentFile"] == "/etc/baton/baton.env"
+            assert "--registry" not in service["ExecStart"]
+
+
+def test_a_planned_process_is_told_the_registry_in_its_environment() -> None:
+    for child in plan_nodes(up(prefill=2, routers=2), "redis://:s3cret@h", 8, None):
+        assert not any("s3cret" in word for word in child.command)
+        assert child.environment["BATON_REGISTRY"] == "redis://:s3cret@h"
+    assert not any("BATON_REGISTRY" in process.environment for process in processes(up()))
 
 
 # helm and slurm

@@ -7,7 +7,9 @@ from typing import Any
 
 from baton.cli.emit.processes import EmittedProcess, words
 from baton.cli.output import yaml_text
+from baton.cli.supervisor.plan import REGISTRY
 from baton.config import UpConfig
+from baton.security.redaction import has_password
 
 FILE = "compose.yaml"
 SETTINGS = "baton.toml"
@@ -61,8 +63,12 @@ def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str,
         "stop_grace_period": f"{config.drain_s + STOP_GRACE_S:g}s",
         "healthcheck": _health(config, process),
     }
-    if process.environment:
-        service["environment"] = dict(process.environment)
+    environment = dict(process.environment)
+    if has_password(config.registry):
+        # Not among the words of a command, which everybody on the host can read.
+        environment[REGISTRY] = config.registry.replace("$", "$$")
+    if environment:
+        service["environment"] = environment
     if mounts:
         service["volumes"] = mounts
     if process.command == "router":
@@ -79,6 +85,8 @@ def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str,
 
 def _own_flags(config: UpConfig, process: EmittedProcess) -> dict[str, str]:
     own = {"--host": "0.0.0.0", "--registry": config.registry or "redis://redis:6379", "--cluster": config.cluster}
+    if has_password(config.registry):
+        del own["--registry"]
     if process.command == "node":
         ports = {"--port": str(NODE_PORT), "--metrics-port": str(METRICS_PORT)}
         return own | ports | {"--advertise": f"{process.name}:{NODE_PORT}"}

@@ -9,10 +9,12 @@ from typing import Any
 from baton.cli.emit.processes import EmittedProcess, shared_flags
 from baton.cli.output import yaml_text
 from baton.config import UpConfig
+from baton.security.redaction import has_password
 
 FILE = "values.yaml"
 TLS_SECRET = "baton-tls"
 KEYS_SECRET = "baton-keys"
+REDIS_SECRET = "baton-redis"
 _OF_THE_CHART = frozenset(
     {
         *("--model", "--model-name", "--config", "--tls-cert", "--tls-key", "--tls-ca", "--api-keys", "--drain-s"),
@@ -40,7 +42,9 @@ def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: 
         values["model"] = {"path": f"/models/{config.model.name}", "volume": {"hostPath": {"path": path}}}
     if config.model_name:
         values.setdefault("model", {})["name"] = config.model_name
-    if config.registry:
+    if has_password(config.registry):
+        values["redis"] = {"enabled": False, "urlSecret": {"name": REDIS_SECRET}}
+    elif config.registry:
         values["redis"] = {"enabled": False, "url": config.registry}
     if settings:
         values["config"] = settings
@@ -75,4 +79,6 @@ def _comments(config: UpConfig) -> str:
         lines.append(f"# kubectl create secret generic {TLS_SECRET} {_from_files(config.certs.absolute())}")
     if config.api_keys:
         lines.append(f"# kubectl create secret generic {KEYS_SECRET} --from-file=keys={config.api_keys.absolute()}")
+    if has_password(config.registry):
+        lines.append(f"# kubectl create secret generic {REDIS_SECRET} --from-file=url=FILE   # FILE: Redis' URL alone")
     return "".join(line + "\n" for line in lines)

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from baton.cli.supervisor.plan import command_and_flags, flag_words, plan_nodes
+from baton.cli.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir
 
-_OF_THIS_MACHINE = frozenset({"--host", "--port", "--registry", "--await-nodes", "--cluster"})
+_OF_THIS_MACHINE = frozenset({"--host", "--port", "--await-nodes", "--cluster"})
 """Flags whose values each way to run a cluster has its own for."""
 
 
@@ -35,7 +35,7 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
     processes = []
     for child in plan_nodes(config, "", cores or 1, file):
         command, flags = command_and_flags(child.command)
-        environment = dict(child.environment)
+        environment = {name: value for name, value in child.environment.items() if name != REGISTRY}
         dropped = set(_OF_THIS_MACHINE)
         if cores is None and config.threads is None:
             # Each machine knows how many cores it gives.

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from baton.cli.emit.processes import EmittedProcess, words
+from baton.cli.supervisor.plan import REGISTRY
 from baton.config import UpConfig
+from baton.security.redaction import has_password
 
+SECRETS = "/etc/baton"
+"""Where root keeps what units must not say."""
 RUN_DIR = "/run/baton"
 """Stands for the directory that systemd makes for the private Redis."""
 STOP_GRACE_S = 15
@@ -49,11 +53,27 @@ def systemd_files(
         units[f"{prefix}-redis.service"] = _redis_unit(prefix, redis, user)
         registry = f"unix://%t/{prefix}/redis.sock"
     own = {"--host": config.host, "--registry": registry, "--cluster": config.cluster}
+    secret, from_file = {}, ""
+    if has_password(registry):
+        # Everybody can read a command line, and what Environment= says by `systemctl show`.
+        del own["--registry"]
+        from_file = f"EnvironmentFile={SECRETS}/{prefix}.env\n"
+        secret = {f"{prefix}.env": _secret_file(prefix, registry)}
     for process in processes:
         command = [baton, process.command, *words({**own, **process.flags})]
         after = f" {prefix}-redis.service" if redis else ""
-        units[f"{prefix}-{process.name}.service"] = _unit(prefix, process, command, after, user, config.drain_s)
-    return {f"{prefix}.target": _target(config.cluster, list(units)), **units}
+        units[f"{prefix}-{process.name}.service"] = _unit(
+            prefix, process, command, from_file + _environment(process.environment), after, user, config.drain_s
+        )
+    return {f"{prefix}.target": _target(config.cluster, list(units)), **units, **secret}
+
+
+def _secret_file(prefix: str, registry: str) -> str:
+    quoted = registry.replace("\\", "\\\\").replace('"', '\\"')
+    return f"""\
+# What only root may read: `install -D -m 600 {prefix}.env {SECRETS}/{prefix}.env`, then remove this file.
+{REGISTRY}="{quoted}"
+"""
 
 
 def _target(cluster: str, units: Sequence[str]) -> str:
@@ -69,7 +89,15 @@ WantedBy=multi-user.target
 """
 
 
-def _unit(prefix: str, process: EmittedProcess, command: Sequence[str], after: str, user: str, drain_s: float) -> str:
+def _unit(
+    prefix: str,
+    process: EmittedProcess,
+    command: Sequence[str],
+    environment: str,
+    after: str,
+    user: str,
+    drain_s: float,
+) -> str:
     return f"""\
 [Unit]
 Description=Baton {process.name}
@@ -84,7 +112,7 @@ StartLimitIntervalSec=0
 Type=notify
 User={user}
 ExecStart={_line(command)}
-{_environment(process.environment)}Restart=on-failure
+{environment}Restart=on-failure
 RestartSec=1
 # No such flag: to try again would not help.
 RestartPreventExitStatus=64

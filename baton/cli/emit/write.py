@@ -54,5 +54,9 @@ def _files(kind: Emission, config: UpConfig, file: Path | None) -> Mapping[str, 
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
+    # A registry's URL may have a password, and whoever may read the file decides that later.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(text)
     return path

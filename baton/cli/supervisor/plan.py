@@ -13,6 +13,8 @@ from baton.security.tls_files import certificate_files
 REDIS = "redis"
 _MAIN = "baton.cli.main"
 _FLAG = "--"
+REGISTRY = "BATON_REGISTRY"
+"""How processes are told the registry: its URL may have a password, and a command line is everybody's to read (ps)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,6 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
     threads = config.threads_per_node(cores)
     shared = {
         "--host": config.host,
-        "--registry": registry,
         "--cluster": config.cluster,
         "--model": str(config.model.absolute()),
         "--runner": config.runner,
@@ -91,15 +92,15 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
                 | {"--role": role, "--node-id": f"{role}-{index}"}
                 | _metrics_port(config, number),
             ),
-            environment={"OMP_NUM_THREADS": str(threads), **_insecure(config)},
+            environment={"OMP_NUM_THREADS": str(threads), REGISTRY: registry, **_insecure(config)},
             announces=True,
         )
         for number, (role, index) in enumerate(names)
     ]
-    return children + [_router(config, shared, index) for index in range(config.routers)]
+    return children + [_router(config, shared, registry, index) for index in range(config.routers)]
 
 
-def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpec:
+def _router(config: UpConfig, shared: Mapping[str, str], registry: str, index: int) -> ChildSpec:
     name = f"router-{index}"
     # A port that is picked is another one for each.
     ports = {
@@ -119,7 +120,7 @@ def _router(config: UpConfig, shared: Mapping[str, str], index: int) -> ChildSpe
         command=_baton(
             "router", {**shared, **_tls(config, "router"), **ports, **bounds, **placement, "--router-id": name}
         ),
-        environment={"OMP_NUM_THREADS": "1", **_insecure(config)},
+        environment={"OMP_NUM_THREADS": "1", REGISTRY: registry, **_insecure(config)},
         announces=True,
         keep_ports=("--grpc-port", "--operator-port", "--http-port"),
         # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that

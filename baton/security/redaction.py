@@ -1,0 +1,20 @@
+"""Secrets in what is shown: a URL of Redis may have a password."""
+
+from __future__ import annotations
+
+import re
+
+HIDDEN = "***"
+_CREDENTIALS = re.compile(r"(?<=://)\S*@")
+_PASSWORD = re.compile(r"://[^/?#\s]*:\S*@|[?&]password=[^&\s]")
+_PARAMETER = re.compile(r"(?<=[?&]password=)[^&\s]*")
+
+
+def has_password(url: str) -> bool:
+    """Whether the URL says a password, before its host or as a parameter."""
+    return _PASSWORD.search(url) is not None
+
+
+def without_password(text: str) -> str:
+    """The same with asterisks for user and password of every URL in it: for logs, messages and tables."""
+    return _PARAMETER.sub(HIDDEN, _CREDENTIALS.sub(f"{HIDDEN}@", text))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from baton.cli.log_rotation import older_parts
 
 _REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
 _REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
@@ -56,7 +59,7 @@ def parse_line(text: str, process: str, before: float) -> LogLine:
 
 
 class LogFile:
-    """One process's log, read as it grows."""
+    """One process's log, read as it grows and rotates (`baton.cli.log_rotation`)."""
 
     def __init__(self, path: Path) -> None:
         self.process = path.stem
@@ -64,11 +67,34 @@ class LogFile:
         self._offset = 0
         self._rest = b""
         self._at = 0.0
+        self._newest_part: int | None = None
+        """The inode of the newest part that the log had rotated to by the last call."""
 
     def read(self) -> Sequence[LogLine]:
         """The whole lines that were written since the last call; none when the file is gone."""
         lines: list[LogLine] = []
-        while piece := self._read_piece():
+        for part in self._new_parts():
+            # What was read of the log before it rotated is in the oldest of them.
+            lines += self._read_to_end(part)
+            self._offset = 0
+        return lines + self._read_to_end(self._path)
+
+    def _new_parts(self) -> Sequence[Path]:
+        """Those to which the log has rotated since the last call, the oldest first."""
+        new: list[Path] = []
+        inodes: list[int] = []
+        for part in older_parts(self._path):
+            with suppress(FileNotFoundError):
+                inodes.append(part.stat().st_ino)
+                if inodes[-1] == self._newest_part:
+                    break
+                new.append(part)
+        self._newest_part = inodes[0] if inodes else None
+        return new[::-1]
+
+    def _read_to_end(self, path: Path) -> list[LogLine]:
+        lines: list[LogLine] = []
+        while piece := self._read_piece(path):
             *whole, self._rest = (self._rest + piece).split(b"\n")
             for text in whole:
                 line = parse_line(text.decode(errors="replace"), self.process, self._at)
@@ -76,9 +102,9 @@ class LogFile:
                 lines.append(line)
         return lines
 
-    def _read_piece(self) -> bytes:
+    def _read_piece(self, path: Path) -> bytes:
         try:
-            with self._path.open("rb") as file:
+            with path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
                     # Another cluster's: it begins again.
                     self._offset, self._rest = 0, b""

@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 _LOCK = "lock"
 _STATE = "cluster.json"
 _LOOK_S = 0.02
-_LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log\Z")
+_LOG_NAME = re.compile(r"(redis|supervisor|(prefill|decode|router)-\d+)\.log(\.(\d+|new))?\Z")
 
 
 def default_run_dir(environ: Mapping[str, str]) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli.log_rotation import MAX_LOG_BYTES, older_parts
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState, start_time
 from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
@@ -81,6 +82,18 @@ def process(state: ClusterState, name: str) -> ProcessState:
 
 def is_gone(pid: int, was_started_at: int) -> bool:
     return start_time(pid) != was_started_at
+
+
+async def test_logs_that_are_too_large_rotate(bench: Bench) -> None:
+    log = bench.run_dir.log("decode-0")
+    log.touch()
+    os.truncate(log, MAX_LOG_BYTES + 1)
+    running = asyncio.create_task(bench.run(bench.child("decode-0")))
+    await bench.until(lambda state: state.phase == "ready")
+    assert log.stat().st_size < MAX_LOG_BYTES
+    assert older_parts(log)[0].stat().st_size == MAX_LOG_BYTES + 1
+    bench.stop()
+    await running
 
 
 async def test_start_ready_and_the_order_of_the_end(bench: Bench) -> None:

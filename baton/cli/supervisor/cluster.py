@@ -17,6 +17,7 @@ from pathlib import Path
 
 import structlog
 
+from baton.cli.log_rotation import LOOK_EVERY_S, LogRotation
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState, start_time
 from baton.cli.supervisor.child import ChildRun, DeathPipe, describe_exit
@@ -122,6 +123,8 @@ class ClusterSupervisor:
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._rotation = LogRotation(run_dir.logs)
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
         """Start everything, call `on_ready`, keep it running until a signal, stop everything.
@@ -131,6 +134,7 @@ class ClusterSupervisor:
         self._run_dir.write_state(self.state())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
+        self._look_at_logs()
         try:
             await self._start()
             if not self._stop.is_set():
@@ -144,6 +148,8 @@ class ClusterSupervisor:
             self._write()
             await self._stop_all()
             self._death_pipe.close()
+            if self._next_look is not None:
+                self._next_look.cancel()
 
     def stop(self) -> None:
         """Begin to drain; the second time, end everything at once."""
@@ -172,6 +178,10 @@ class ClusterSupervisor:
             certs=str(self._plan.certs or ""),
             needs_key=self._plan.needs_key,
         )
+
+    def _look_at_logs(self) -> None:
+        self._rotation.look()
+        self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look_at_logs)
 
     async def _start(self) -> None:
         deadline = self._loop.time() + self._plan.start_timeout_s

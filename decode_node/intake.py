@@ -30,6 +30,7 @@ from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram
 from baton.rpc.credentials import PLAIN
 from baton.rpc.messages import HandoffReport
@@ -115,6 +116,7 @@ class Intake:
         self._clock = clock = clock or SystemClock()
         self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock, vocab_size=vocab_size)
         self._refused = RefusedLinks(clock)
+        self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._links: dict[str, LinkClient] = {}
         self._absent = AbsentSenders(self.mover.disconnect, look_at)
         self._reopening: dict[str, asyncio.TimerHandle] = {}
@@ -194,7 +196,7 @@ class Intake:
         failpoint(f"{place}-done", request_id)
 
     def link_down(self, incarnation: str, error: TransferFailed) -> None:
-        _log.info("link to %s ended: %s", incarnation, error)
+        self._ending.happened("link to %s ended: %s", incarnation, error)
         link = self._links.pop(incarnation, None)
         self._opened_at.pop(incarnation, None)
         was_up = self._num_blocks.pop(incarnation, None) is not None

@@ -24,6 +24,7 @@ from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.observe.log_limit import LimitedLog
 from baton.rpc.messages import HandoffReport
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
@@ -79,6 +80,8 @@ class HandOff:
         self._due: float | None = None
         self._server: LinkServer | None = None
         self._refused = RefusedLinks(clock)
+        self._refusing = LimitedLog(_log, now=clock.monotonic)
+        self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._nobody_listens = nobody_listens
         self._is_running = is_running
         self._readers: dict[int, tuple[str, str]] = {}
@@ -183,8 +186,8 @@ class HandOff:
         self._carry_out(self._book.link_opened(link, node_id, incarnation))
 
     def link_refused(self, node_id: str, cause: TransferCause, story: str) -> None:
-        _log.warning("a link of %s was refused: %s", node_id, story)
         self._refused.ended(node_id, cause, story)
+        self._refusing.happened("a link of %s was refused: %s", node_id, story)
 
     def link_received(self, link: int, message: ReaderMessage) -> None:
         place, request_id = type(message).__name__, request_of(message)
@@ -193,7 +196,7 @@ class HandOff:
         failpoint(f"{place}-done", request_id)
 
     def link_closed(self, link: int, reason: str) -> None:
-        _log.info("link %d ended: %s", link, reason)
+        self._ending.happened("link %d ended: %s", link, reason)
         self._carry_out(self._book.link_closed(link))
         incarnation, address = self._readers.pop(link)
         if address and not self._stopped and self._book.may_be_read_by(incarnation):

@@ -18,6 +18,7 @@ from itertools import islice
 from redis import asyncio as redis
 from redis.exceptions import RedisError
 
+from baton.observe.log_limit import LimitedLog
 from baton.registry.flights import ENDED_S, LIFETIME_S, MAX_RECORD_BYTES
 from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
 
@@ -53,6 +54,8 @@ class RedisFlightRecords:
         self._closing = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         self._reads: set[asyncio.Task[bytes | None]] = set()
+        self._unreadable = LimitedLog(_log)
+        self._unwritable = LimitedLog(_log)
 
     @classmethod
     def connect(cls, url: str, cluster: str, *, lifetime_s: float = LIFETIME_S) -> RedisFlightRecords:
@@ -107,7 +110,7 @@ class RedisFlightRecords:
         try:
             found = await self._client.get(self._key(request_id))
         except _FOREIGN as error:
-            _log.warning("the record of request %s can't be read: %s", request_id, error)
+            self._unreadable.happened("records of requests can't be read, like that of %s: %s", request_id, error)
             return None
         return _bytes(found)[_OWNER_BYTES:] if found is not None else None
 
@@ -133,13 +136,15 @@ class RedisFlightRecords:
                 try:
                     await self._send(batch)
                     failures = 0
+                    self._unwritable.is_over("records of requests are written again")
                     if not self._closing.is_set():
                         await asyncio.sleep(_PAUSE_S)
                 except _FOREIGN as error:
                     failures += 1
                     self._keep(batch)
-                    if failures == 1:
-                        _log.warning("records of requests can't be written, which goes on without them: %s", error)
+                    self._unwritable.happened(
+                        "records of requests can't be written, and requests go on without them: %s", error
+                    )
                     if self._closing.is_set():
                         return
                     with contextlib.suppress(TimeoutError):

@@ -12,6 +12,7 @@ import grpc
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.ids import AttemptKey
+from baton.observe.log_limit import LimitedLog
 from baton.rpc.codec_node import (
     attempt_from_pb,
     description_to_pb,
@@ -28,6 +29,7 @@ from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 
 _log = logging.getLogger(__name__)
+_skipping = LimitedLog(_log)
 
 SERVICE_NAME = "baton.v1.Node"
 
@@ -165,4 +167,4 @@ def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:
     if kind == "submit":
         port.refuse(attempt_from_pb(request.submit.attempt), error)
     else:
-        _log.warning("skipped a message of a router (%s): %s", kind, error)
+        _skipping.happened("skipped a message of a router (%s): %s", kind, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -98,6 +99,17 @@ async def found(records: FlightRecords, request_id: str, wanted: bytes | None) -
     async with asyncio.timeout(BOUND_S):
         while await records.get(request_id) != wanted:
             pass
+
+
+async def test_a_redis_that_is_away_is_one_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nobody = RedisFlightRecords.connect(f"unix://{tmp_path}/nobody.sock", "c")
+    with caplog.at_level(logging.INFO):
+        for number in range(20):
+            assert await nobody.get(str(number)) is None
+    await nobody.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1
+    assert told[0].startswith("records of requests can't be read, like that of 0: ")
 
 
 async def test_another_process_finds_the_latest_record_of_its_own_cluster(server: Server) -> None:

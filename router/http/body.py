@@ -23,8 +23,8 @@ from router.http.errors import HttpError, Kind
 
 MAX_BODY_BYTES = MAX_REQUEST_BYTES
 MAX_HEADER_BYTES = 8 << 10
-_SMALL_BYTES = 8 << 10
-_SMALL_VALUES = 512
+_SMALL_BYTES = 16 << 10
+_SMALL_CONTAINERS = 256
 _PATIENCE_S = 60.0
 
 CLOSE = (b"connection", b"close")
@@ -80,8 +80,8 @@ def check_headers(scope: Scope) -> None:
 
 
 def is_small(body: bytes) -> bool:
-    """Whether a body is parsed, checked and tokenized within a millisecond or two, and so on the loop itself."""
-    return len(body) <= _SMALL_BYTES and body.count(b",") + body.count(b"[") + body.count(b"{") <= _SMALL_VALUES
+    """Whether a body is parsed, checked and tokenized within a few milliseconds, and so on the loop itself."""
+    return len(body) <= _SMALL_BYTES and body.count(b"[") + body.count(b"{") <= _SMALL_CONTAINERS
 
 
 def parse_json(body: bytes) -> dict[str, Any]:

@@ -330,8 +330,9 @@ def test_the_most_messages_are_taken() -> None:
     ("fields", "is_large"),
     [
         (PROMPT, False),
-        ({"prompt": "a" * 10_000}, True),
-        ({"prompt": [1] * 600}, True),
+        ({"prompt": [1] * 1000}, False),
+        ({"prompt": "a" * 20_000}, True),
+        (PROMPT | {"metadata": {"x": [{}] * 300}}, True),
     ],
 )
 async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object], is_large: bool) -> None:
@@ -346,7 +347,7 @@ async def test_a_large_body_is_taken_apart_in_a_thread(fields: dict[str, object]
 async def test_a_large_chat_and_large_embeddings_are_too() -> None:
     rig = HttpRig()
     kind = {"content-type": "application/json"}
-    chat = {"messages": [{"role": "user", "content": "a" * 10_000}]}
+    chat = {"messages": [{"role": "user", "content": "a" * 20_000}]}
     exchange = rig.ask("POST", "/v1/chat/completions", json.dumps(chat).encode(), kind)
     (await rig.called()).tell(finished())
     assert (await exchange.end()).status == 200

@@ -37,7 +37,7 @@ class DispatchLimits:
     """How long a client may leave more than the backlog unread."""
     min_priority: int = MIN_PRIORITY
     """Requests with a smaller one are refused."""
-    thread_text_chars: int = 8192
+    thread_text_chars: int = 4096
     """Longer prompts are tokenized, and checked, in a thread, so that nobody else waits."""
 
 

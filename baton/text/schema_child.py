@@ -21,8 +21,6 @@ from baton.errors import InvalidRequest
 from baton.text.schema_compiling import JSON_OBJECT, check_json_schema
 
 LENGTH_BYTES = 4
-_NICENESS = 5
-"""Who decodes tokens and who answers clients come first."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,7 +30,6 @@ def main(arguments: list[str]) -> None:
     # Ctrl-C in a terminal is for the parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with(parent)
-    os.nice(_NICENESS)
     # What is made only once does not count against the first schema.
     check_json_schema(JSON_OBJECT)
     _limit_memory(memory_bytes)

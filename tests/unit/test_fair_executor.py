@@ -105,6 +105,17 @@ def test_whoever_no_longer_wants_it_leaves_room() -> None:
     assert jobs.begun.empty()
 
 
+def test_whatever_a_job_raises_is_its_own_and_the_thread_goes_on() -> None:
+    def end() -> None:
+        raise SystemExit(3)
+
+    executor = FairExecutor("jobs", 1, 4)
+    with pytest.raises(SystemExit):
+        executor.submit("a", end).result(LONG_S)
+    assert executor.submit("a", threading.active_count).result(LONG_S) == threading.active_count()
+    executor.close()
+
+
 async def test_a_loop_awaits_results_and_errors() -> None:
     executor, loop = FairExecutor("jobs", 1, 4), asyncio.get_running_loop()
     assert await loop.run_in_executor(executor.of("a"), len, "abc") == 3

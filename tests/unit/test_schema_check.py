@@ -83,6 +83,7 @@ async def test_known_ones_pass_those_that_wait_and_a_flood_is_turned_away(
     schemas: SchemaCheck, sandbox: FakeSandbox
 ) -> None:
     await schemas.check("known", "")
+    assert sandbox.begun.get_nowait() == "known"
     sandbox.gate.clear()
     running = [asyncio.create_task(schemas.check(f"r{number}", "")) for number in range(NUM_COMPILING)]
     for _ in running:

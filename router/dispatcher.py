@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -142,8 +142,8 @@ class Dispatcher:
         """A node has less to do, or there is a new one."""
         self._texts = FairExecutor("router-texts", NUM_TEXT_THREADS, limits.max_tokenizing)
         self._runs: dict[str, Run] = {}
-        self._adopting: set[Run] = set()
-        """Those whose nodes have yet to tell what they brought for another router."""
+        self._adopting: dict[str, dict[str, Run]] = {}
+        """By node and request id, those of which the node has yet to tell what it brought for another router."""
         self._turns = Turns()
         self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
         self._more_to_serve: asyncio.Handle | None = None
@@ -205,16 +205,18 @@ class Dispatcher:
         timeout_s: float | None = None,
         take: TakeChunk | None = None,
         call: int = 0,
+        repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions (`Chunk.next_position`, one for each sequence), Finished.
 
         For a client that lost its stream, here or at another router; a stream that is still open ends with Cancelled.
         `call`: the how-manieth call of its client for this request it is; 0: the client does not say. Raises
-        ContinuedElsewhere when a later one is served, RequestNotFound when nobody knows the request: the same request
-        with the same seed gives the same.
+        ContinuedElsewhere when a later one is served, RequestNotFound when nobody knows the request, or nobody has its
+        prompt any more, at once or later: the same request with the same seed gives the same. `repeat`: the request,
+        where the client sent it again, for its prompt.
         """
         return self._answer(
-            lambda started: self._come_back(request_id, next_token_index, started, timeout_s, call), take
+            lambda started: self._come_back(request_id, next_token_index, started, timeout_s, call, repeat), take
         )
 
     async def _answer(
@@ -229,7 +231,7 @@ class Dispatcher:
                 self._guarded(run, begin)
             if run.finish is not None or not run.flight.is_over:
                 name = unscoped(request.request_id)
-                yield Accepted(name, request.sampling_params.seed, len(request.prompt_token_ids))
+                yield Accepted(name, request.sampling_params.seed, request.num_prompt_tokens)
             while (event := await queue.get()) is not None:
                 self._ease_stall(run)
                 yield event
@@ -249,11 +251,19 @@ class Dispatcher:
             return self._open(request, answer, started, timeout_s, raw.traceparent, takeover)
 
     async def _come_back(
-        self, request_id: str, positions: Sequence[int], started: float, timeout_s: float | None, call: int
+        self,
+        request_id: str,
+        positions: Sequence[int],
+        started: float,
+        timeout_s: float | None,
+        call: int,
+        repeat: GenerateRequest | None,
     ) -> Run:
         run = self._runs.get(request_id)
         if run is None:
             record = await self._record(request_id)
+            if record is not None and repeat is not None:
+                record = replace(record, request=await self._with_prompt(record.request, repeat))
             # Somebody may have been quicker.
             run = self._runs.get(request_id)
             if run is None and record is None:
@@ -268,6 +278,13 @@ class Dispatcher:
         takeover = _following(call, run.flight.takeover)
         self.counters.resumed += 1
         return self._take_over(run, positions, started, timeout_s, takeover)
+
+    async def _with_prompt(self, request: ValidRequest, repeat: GenerateRequest) -> ValidRequest:
+        """Raises InvalidRequest for another request than that one."""
+        prompt = (await self._validated(repeat)).prompt_token_ids
+        if len(prompt) != request.num_prompt_tokens:
+            raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the request had {request.num_prompt_tokens}")
+        return replace(request, prompt_token_ids=prompt, prompt_length=0)
 
     async def _record(self, request_id: str) -> FlightRecord | None:
         if self._journal is None or not SCOPED_ID_PATTERN.match(request_id):
@@ -298,7 +315,9 @@ class Dispatcher:
         self.placer.adopted(run.request, record.key.attempt, placement, self._timers.monotonic())
         self._waiting.placed(run, run.admitted_at)
         run.placed_last_at = run.placed_at
-        self._adopting.add(run)
+        if placement.prefill is not None:
+            run.settles_at = placement.decode.incarnation
+            self._adopting.setdefault(run.settles_at, {})[run.request.request_id] = run
         run.is_adopted = True
         effects = run.flight.adopt(record.key, placement, record.num_given)
         # The next one to adopt it has to have a larger number, and our end is the one that counts.
@@ -383,8 +402,8 @@ class Dispatcher:
                 self._relay(run, delta)
             else:
                 self._feed(run, Delta(incarnation, delta))
-        if self._adopting:
-            self._settle(incarnation, report)
+        if adopting := self._adopting.get(incarnation):
+            self._settle(adopting, incarnation, report)
         self._view.reported(incarnation, report.load)
         if report.notice is not None:
             self._view.noticed(incarnation, report.notice)
@@ -393,13 +412,26 @@ class Dispatcher:
         if self._waiting and not self._view.is_full(incarnation):
             self._serve_queue()
 
-    def _settle(self, incarnation: str, report: StepReport) -> None:
-        told = {delta.attempt for delta in report.deltas}
-        for run in list(self._adopting):
-            if run.flight.key not in told:
+    def _settle(self, adopting: Mapping[str, Run], incarnation: str, report: StepReport) -> None:
+        """A node that tells of other things has told all that it had of those that are adopted from it.
+
+        What it tells again comes in reports of its own, one for each request: those concern nobody else, or a thousand
+        requests of a dead router would be looked at a thousand times each.
+        """
+        told = [run for delta in report.deltas if (run := adopting.get(delta.attempt.request_id)) is not None]
+        for run in told or list(adopting.values()):
+            if not told:
+                self.counters.adoption_looks += 1
                 self._guarded(run, partial(run.flight.settle, incarnation))
             if not run.flight.is_adopting:
-                self._adopting.discard(run)
+                self._settled(run)
+
+    def _settled(self, run: Run) -> None:
+        adopting = self._adopting.get(run.settles_at, {})
+        if adopting.get(run.request.request_id) is run:
+            del adopting[run.request.request_id]
+            if not adopting:
+                del self._adopting[run.settles_at]
 
     def on_lost(self, incarnation: str, reason: str) -> None:
         """A node is gone: nothing is placed on it from now on, and its flights hear of it soon."""
@@ -479,7 +511,7 @@ class Dispatcher:
         if not run.flight.is_over:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
-        self._adopting.discard(run)
+        self._settled(run)
         self._waiting.gone(run)
         self._forget(run)
         if self._waiting:
@@ -565,6 +597,9 @@ class Dispatcher:
 
     def _place(self, run: Run, place: Place) -> Sequence[FlightEffect]:
         """Find nodes, or wait for some."""
+        if not run.request.prompt_token_ids:
+            why = "nodes have lost it that another router had chosen, and nobody else has its prompt: ask for it again"
+            return run.flight.handle(GiveUp(RequestNotFound(f"request {unscoped(run.request.request_id)!r}: {why}")))
         choice = self._waiting.seat(run, place)
         if choice is None:
             return ()
@@ -655,7 +690,7 @@ class Dispatcher:
         finished = Finished(
             finish_reason=run.answer.finish_reason,
             stop_reason=run.answer.stop_reason,
-            prompt_tokens=len(run.request.prompt_token_ids),
+            prompt_tokens=run.request.num_prompt_tokens,
             completion_tokens=run.answer.num_tokens,
             cached_tokens=timings.cached_tokens,
             queue_ms=timings.queue_ms + ((run.placed_at or run.started) - run.started) * 1e3,

@@ -207,8 +207,8 @@ class Flight:
 
     @property
     def is_adopting(self) -> bool:
-        """Whether `settle` is wanted."""
-        return self._is_adopting and not self.is_over
+        """Whether `settle` is wanted: until the decode leg has told a token."""
+        return self._is_adopting and not self.is_over and not self._has_all_of_prefill
 
     def settle(self, incarnation: str) -> list[FlightEffect]:
         """The node spoke of other things: if it took an adoption, it has told all that it had.

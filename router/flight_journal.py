@@ -36,7 +36,7 @@ class FlightJournal:
         `owner`: the flight that has it now; `takeover`: that one's number (see `baton.rpc.messages.Adopt`).
         """
         record = FlightRecord(
-            request=request,
+            request=request.without_prompt(),
             flight_id=key.flight,
             attempt=key.attempt,
             prefill=placement.prefill.incarnation if placement.prefill else "",

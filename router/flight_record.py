@@ -1,6 +1,8 @@
-"""What another router has to know of a flight to go on with it: the request, and where its running attempt is.
+"""What another router has to know of a flight to go on with it: the request but for its prompt, and where its running
+attempt is.
 
-Nothing in it changes with a token. It is JSON with a version; a record that is not as it should be is as good as none.
+Nothing in it changes with a token or grows with the prompt, which the nodes have. It is JSON with a version; a record
+that is not as it should be is as good as none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class FlightRecord:
     """One flight's latest attempt."""
 
     request: ValidRequest
+    """Without its prompt, which its nodes have: a record is small, and read in no time, however long that is."""
     flight_id: Annotated[int, Field(ge=0, lt=2**64)]
     attempt: Annotated[int, Field(ge=1, lt=2**31)]
     prefill: str
@@ -63,19 +66,17 @@ def read_record(data: bytes, request_id: str, card: ModelCard) -> FlightRecord |
         # Of another version of the router: what this one does not know may matter.
         return None
     request = record.request
-    prompt, params = tuple(request.prompt_token_ids), request.sampling_params
+    params = request.sampling_params
     fits = (
         request.request_id == request_id
         and request.model == card.name
-        and bool(prompt)
-        and 0 <= min(prompt) <= max(prompt) < card.vocab_size
+        and not request.prompt_token_ids
+        and request.prompt_length >= 1
         and params.max_tokens >= 1
-        and len(prompt) + params.max_tokens <= card.max_model_len
+        and request.prompt_length + params.max_tokens <= card.max_model_len
         and 1 <= request.num_returned <= params.n
     )
-    return (
-        replace(record, request=replace(request, prompt_token_ids=prompt, stop=tuple(request.stop))) if fits else None
-    )
+    return replace(record, request=replace(request, prompt_token_ids=(), stop=tuple(request.stop))) if fits else None
 
 
 def _keys(value: Any) -> Any:

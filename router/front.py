@@ -66,14 +66,16 @@ class GenerationHandler:
         timeout_s: float | None,
         take: TakeChunk | None = None,
         call: int = 0,
+        repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request."""
         caller = current_caller.get()
         if not caller.tenant:
-            return self._dispatcher.resume(request_id, next_token_index, timeout_s, take, call)
+            return self._dispatcher.resume(request_id, next_token_index, timeout_s, take, call, repeat)
         name = scoped(caller.tenant, request_id)
+        owned = replace(repeat, tenant=caller.tenant) if repeat is not None else None
         return self._tenants.counted(
-            caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take, call)
+            caller, lambda: self._dispatcher.resume(name, next_token_index, timeout_s, take, call, owned)
         )
 
     async def cancel(self, request_id: str) -> None:

@@ -60,6 +60,8 @@ class DispatchCounters:
     """... that ran on at their nodes meanwhile, for another router."""
     moved: int = 0
     """Requests that another router adopted from this one."""
+    adoption_looks: int = 0
+    """How often a flight was looked at because its node might have told all that it had for another router."""
     served: Served = field(default_factory=Served)
     rejections: Counter[str] = field(default_factory=Counter)
     """Requests that were turned away without a token, by the error's name."""

@@ -61,9 +61,7 @@ def prompt_keys_of(request: ValidRequest) -> PromptKeys:
 
 def demand_of(request: ValidRequest) -> Demand:
     """What of a request decides where it fits."""
-    return Demand(
-        request.model, len(request.prompt_token_ids), request.sampling_params.max_tokens, embeds=request.embeds
-    )
+    return Demand(request.model, request.num_prompt_tokens, request.sampling_params.max_tokens, embeds=request.embeds)
 
 
 class Policy(enum.Enum):
@@ -480,7 +478,7 @@ def _decision(choice: Choice, policy: Policy, now: float) -> Decision:
         policy=policy.value,
         decision="pair" if placement.prefill is not None else alone,
         reason=placement.reason,
-        prompt_tokens=len(choice.request.prompt_token_ids),
+        prompt_tokens=choice.request.num_prompt_tokens,
         prefill=placement.prefill.node_id if placement.prefill is not None else "",
         decode=placement.decode.node_id,
         found=choice.found,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import PlainSerializer
@@ -34,3 +35,13 @@ class ValidRequest:
     """The longest mean time per output token after the first."""
     embeds: bool = False
     """Its prompt's embedding is wanted, and nothing generated."""
+    prompt_length: int = 0
+    """Tokens of a prompt that is not at hand, see `without_prompt`."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids) or self.prompt_length
+
+    def without_prompt(self) -> ValidRequest:
+        """What is needed to go on with an attempt that runs, and not to begin one."""
+        return replace(self, prompt_token_ids=(), prompt_length=self.num_prompt_tokens)

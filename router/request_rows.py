@@ -33,7 +33,7 @@ def _running(run: Run, router: str, now: float) -> RequestRow:
         age_s=now - run.started,
         prefill_node=measured.prompt_node if measured.decode_node else "",
         decode_node=measured.decode_node or measured.prompt_node,
-        prompt_tokens=len(run.request.prompt_token_ids),
+        prompt_tokens=run.request.num_prompt_tokens,
         output_tokens=flight.num_output_tokens,
         attempts=flight.key.attempt,
         ttft_ms=None if first is None else (first - run.started) * 1e3,

@@ -74,6 +74,8 @@ class Run:
         """How it ended, if it ended well."""
         self.is_noted = False
         """There is a record of it."""
+        self.settles_at = ""
+        """The node that has yet to tell what it brought for another router; empty: none."""
         self.is_adopted = False
         """Another router began its first attempt here."""
 
@@ -109,7 +111,7 @@ class Run:
             is_adopted=self.is_adopted,
             first=first,
             last=self.flight.measured(),
-            prompt_tokens=len(self.request.prompt_token_ids),
+            prompt_tokens=self.request.num_prompt_tokens,
             completion_tokens=self.answer.num_tokens,
             trace_id=self.span.trace_id if self.span is not None else "",
         )

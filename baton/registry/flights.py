@@ -13,8 +13,8 @@ from typing import Protocol
 ENDED_S = 60.0
 """How long the record of a request that is over is kept: its client may have missed the end."""
 LIFETIME_S = 3600.0
-MAX_RECORD_BYTES = 8 << 20
-"""A larger one is not kept."""
+MAX_RECORD_BYTES = 256 << 10
+"""A larger one is not kept; a grammar is the largest thing in one."""
 
 
 class FlightRecords(Protocol):

@@ -149,6 +149,10 @@ class RedisFlightRecords:
                         return
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._closing.wait(), retry_delay(failures, LAST_RETRY_S))
+                except Exception:
+                    # These are lost, and perhaps the cause of it: whatever it was, the next ones are to be written.
+                    self._num_lost += len(batch)
+                    _log.exception("%d records of requests are lost", len(batch))
 
     def _keep(self, batch: Mapping[str, _Write]) -> None:
         """For the next try, where nothing newer and no crowd is in the way. The oldest go first."""

@@ -50,9 +50,16 @@ class Handler(Protocol):
         ...
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        *,
+        repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, what lies behind these positions, Finished; raises RequestNotFound."""
+        """Accepted, what lies behind these positions, Finished; raises RequestNotFound. `repeat`: the request, which
+        comes again with each call of a client of HTTP.
+        """
         ...
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
@@ -127,7 +134,7 @@ class Endpoint:
         await self._send_events(client, question, events, None)
 
     async def _resume(self, client: Client, question: Question, positions: Sequence[int]) -> None:
-        events = self._handler.resume(question.request_id, positions, question.timeout_s)
+        events = self._handler.resume(question.request_id, positions, question.timeout_s, repeat=question.requests[0])
         await self._send_events(client, question, events, positions)
 
     async def _send_events(

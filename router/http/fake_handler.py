@@ -66,7 +66,12 @@ class FakeHandler:
         return self.most
 
     def resume(
-        self, request_id: str, next_token_index: Sequence[int], timeout_s: float | None
+        self,
+        request_id: str,
+        next_token_index: Sequence[int],
+        timeout_s: float | None,
+        *,
+        repeat: GenerateRequest | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         return self._begin(FakeCall(request_id, tuple(next_token_index), timeout_s))
 

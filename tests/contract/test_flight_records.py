@@ -199,6 +199,18 @@ async def test_what_could_not_be_written_is_written_when_the_server_is_back(redi
     assert writer.num_lost == 0
 
 
+async def test_a_record_that_breaks_the_writer_is_counted_and_those_behind_it_are_written(redis: RedisServer) -> None:
+    await redis.start()
+    writer, reader = redis.connect(), redis.connect()
+    writer.put("broken", "no bytes")  # type: ignore[arg-type]
+    async with asyncio.timeout(BOUND_S):
+        while not writer.num_lost:
+            await reader.get("broken")
+    writer.put("r", b"behind it")
+    await found(reader, "r", b"behind it")
+    assert writer.num_lost == 1
+
+
 async def test_what_waits_is_bounded_and_the_oldest_go_first(redis: RedisServer) -> None:
     writer, reader = redis.connect(), redis.connect()
     for number in range(MAX_PENDING + 5):

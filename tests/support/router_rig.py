@@ -157,9 +157,12 @@ class RouterRig:
     def ask(self, prompt: str = "hello", timeout_s: float | None = None, **fields: object) -> Reader:
         return Reader(self.dispatcher.generate(GenerateRequest(prompt, **fields), timeout_s))  # type: ignore[arg-type]
 
-    def resume(self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0) -> Reader:
-        """A client that comes back."""
-        return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call))
+    def resume(
+        self, request_id: str, *positions: int, timeout_s: float | None = None, call: int = 0, **fields: object
+    ) -> Reader:
+        """A client that comes back; with `fields` it sends its request again."""
+        repeat = GenerateRequest(**fields) if fields else None  # type: ignore[arg-type]
+        return Reader(self.dispatcher.resume(request_id, positions, timeout_s, call=call, repeat=repeat))
 
     async def adopted(self, name: str) -> AttemptKey:
         """The next message to that node, which must ask for an attempt that another router began."""

@@ -38,6 +38,8 @@ PARAMS = SamplingParams(seed=5, max_tokens=6)
 REQUEST = ValidRequest("r", MODEL, (5, 6, 7), PARAMS)
 CARD = ModelCard(MODEL, 64, 300)
 THEIRS = AttemptKey("r", 2, 99)
+AGAIN = {"prompt": (5, 6, 7)}
+"""What a client says that sends its request with each call, as those of HTTP do."""
 
 
 def left_behind(
@@ -204,7 +206,7 @@ async def test_a_prefill_node_that_forgot_is_not_missed_while_the_other_flows(fi
 async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case: str) -> None:
     async with router_rig(prefill(), decode()) as rig:
         left_behind(rig, prefill(), decode())
-        reader = rig.resume("r", 2)
+        reader = rig.resume("r", 2, **AGAIN)
         for name in ("p1", "d1"):
             await rig.adopted(name)
         # A prefill node that never heard of it is as bad, while the decode node has nothing to tell.
@@ -241,7 +243,7 @@ async def test_what_nodes_do_not_have_is_generated_again_under_another_name(case
 async def test_without_its_nodes_it_begins_again_at_once() -> None:
     async with router_rig(prefill("p2"), decode("d2")) as rig:
         left_behind(rig, prefill("p1"), decode("d1"))
-        reader = rig.resume("r", 1)
+        reader = rig.resume("r", 1, **AGAIN)
         again = (await rig.submitted("p2")).attempt
         assert again.attempt == 3
         await rig.submitted("d2")
@@ -249,6 +251,61 @@ async def test_without_its_nodes_it_begins_again_at_once() -> None:
         rig.tell("d2", again, 1, "bcdef", Outcome.LENGTH)
         await reader.finished()
         assert reader.text == "bcdef"
+
+
+@pytest.mark.parametrize("case", ["gone", "forgotten", "lost later"])
+async def test_without_its_nodes_and_its_prompt_it_is_to_be_asked_for_again(case: str) -> None:
+    """A record has no prompt: the nodes have it, and the client, who sends the request again when it is not found."""
+    async with router_rig(prefill("p2"), decode("d2")) as rig:
+        of = "1" if case == "gone" else "2"
+        left_behind(rig, prefill(f"p{of}"), decode(f"d{of}"))
+        reader = rig.resume("r", 1)
+        if case != "gone":
+            assert await rig.adopted("p2") == await rig.adopted("d2") == THEIRS
+        if case == "lost later":
+            rig.tell("d2", THEIRS, 0, "ab")
+            await reader.tokens_read(1)
+            rig.nodes["d2"].die()
+        elif case == "forgotten":
+            rig.tell("d2", THEIRS, outcome=Outcome.UNKNOWN)
+        with pytest.raises(RequestNotFound, match="ask for it again"):
+            await reader.finished()
+
+
+async def test_another_prompt_than_that_of_the_request_is_refused() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        left_behind(rig, prefill(), decode())
+        with pytest.raises(InvalidRequest, match="has 2 tokens; the request had 3"):
+            await rig.resume("r", 1, prompt=(5, 6)).finished()
+
+
+async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_requests() -> None:
+    count = 50
+    async with router_rig(prefill(), decode()) as rig:
+        keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
+        for key in keys:
+            request = replace(REQUEST, request_id=key.request_id)
+            rig.journal("router-0.a").placed(request, key, Placement(prefill(), decode(), "because"))
+        readers = [rig.resume(key.request_id) for key in keys]
+        for _ in keys:
+            await rig.adopted("p1")
+            await rig.adopted("d1")
+        for number, key in enumerate(keys):
+            rig.tell("d1", key)
+            # Some have no token yet.
+            if number % 2:
+                rig.tell("d1", key, 0, "abc")
+        await rig.nodes["d1"].all_read()
+        assert rig.dispatcher.counters.adoption_looks == 0, "it only told again what it had"
+        rig.nodes["d1"].report()
+        await rig.nodes["d1"].all_read()
+        assert rig.dispatcher.counters.adoption_looks == count / 2
+        for number, key in enumerate(keys):
+            first = 3 if number % 2 else 0
+            rig.tell("d1", key, first, "abcdef"[first:], Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
+        assert rig.dispatcher.counters.adoption_looks == count / 2
 
 
 async def test_a_decode_node_alone_is_asked_alone() -> None:
@@ -264,7 +321,7 @@ async def test_a_decode_node_alone_is_asked_alone() -> None:
 async def test_an_adopted_attempt_that_dies_goes_on_as_one_of_ours() -> None:
     async with router_rig(prefill(), decode("d1"), decode("d2")) as rig:
         left_behind(rig, prefill(), decode("d1"))
-        reader = rig.resume("r", 1)
+        reader = rig.resume("r", 1, **AGAIN)
         for name in ("p1", "d1"):
             await rig.adopted(name)
         rig.tell("p1", THEIRS, 0, "a", Outcome.HANDED_OFF)
@@ -403,7 +460,7 @@ async def test_who_was_cancelled_by_a_broken_connection_may_come_back() -> None:
         reader.task.cancel()
         for name in ("p1", "d1"):
             await rig.aborted(name)
-        back = rig.resume("r", 1)
+        back = rig.resume("r", 1, prompt="hello")
         for name in ("p1", "d1"):
             assert await rig.adopted(name) == attempt
             rig.tell(name, attempt, outcome=Outcome.UNKNOWN)

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.request import SamplingParams
+from baton.ids import AttemptKey
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.rpc.messages import ModelCard
+from router.flight_journal import FlightJournal
 from router.flight_record import FlightRecord, read_record
+from router.placement import Placement
 from router.request import ValidRequest
+from tests.support.router_parts import decode, prefill
 
 CARD = ModelCard("m", 64, 300)
 PARAMS = SamplingParams(
@@ -25,7 +30,7 @@ PARAMS = SamplingParams(
     max_tokens=20,
     n=3,
 )
-REQUEST = ValidRequest("r", "m", (1, 299), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True)
+REQUEST = ValidRequest("r", "m", (), PARAMS, ("a\n", "é"), -3, "salt", 2, wants_logprobs=True, prompt_length=2)
 RECORD = FlightRecord(REQUEST, 2**64 - 1, 2, "p.1", "d.1", 3, "r.1", 1e9, f"00-{'a' * 32}-{'b' * 16}-01")
 
 
@@ -42,17 +47,17 @@ KEYS = [path for path in paths(json.loads(RECORD.to_json())) if "logit_bias" not
 
 
 @given(
-    prompt=st.lists(st.integers(0, 299), min_size=1, max_size=40),
+    prompt_length=st.integers(1, 40),
     stop_token_ids=st.frozensets(st.integers(0, 299), max_size=20),
     temperature=st.floats(0, 2),
     stop=st.lists(st.text(min_size=1, max_size=8), max_size=3),
     flight=st.integers(0, 2**64 - 1),
 )
 def test_it_is_read_back_as_it_was(
-    prompt: list[int], stop_token_ids: frozenset[int], temperature: float, stop: list[str], flight: int
+    prompt_length: int, stop_token_ids: frozenset[int], temperature: float, stop: list[str], flight: int
 ) -> None:
     params = replace(PARAMS, stop_token_ids=stop_token_ids, temperature=temperature)
-    request = replace(REQUEST, prompt_token_ids=tuple(prompt), sampling_params=params, stop=tuple(stop))
+    request = replace(REQUEST, prompt_length=prompt_length, sampling_params=params, stop=tuple(stop))
     record = replace(RECORD, request=request, flight_id=flight)
     assert read_record(record.to_json(), "r", CARD) == record
 
@@ -77,10 +82,10 @@ def test_each_of_its_keys_counts(path: tuple[str, ...], change: str) -> None:
     [
         replace(REQUEST, request_id="other"),
         replace(REQUEST, model="other"),
-        replace(REQUEST, prompt_token_ids=()),
-        replace(REQUEST, prompt_token_ids=(1, 300)),
-        replace(REQUEST, prompt_token_ids=(-1, 2)),
-        replace(REQUEST, prompt_token_ids=tuple(range(45))),
+        replace(REQUEST, prompt_token_ids=(1, 2)),
+        replace(REQUEST, prompt_length=0),
+        replace(REQUEST, prompt_length=-1),
+        replace(REQUEST, prompt_length=45),
         replace(REQUEST, num_returned=4),
         replace(REQUEST, sampling_params=replace(PARAMS, max_tokens=0)),
     ],
@@ -97,3 +102,16 @@ def test_broken_bytes_are_none(data: bytes, at: int, keep: bool) -> None:
     at = min(at, len(good) - 2)
     broken = good[:at] + data if keep else data
     assert read_record(broken, "r", CARD) is None
+
+
+def test_a_record_is_as_small_for_a_prompt_of_131072_tokens_as_for_a_short_one() -> None:
+    def size(num_tokens: int) -> int:
+        prompt = tuple(range(100_000, 100_000 + num_tokens))
+        store = MemoryFlightStore()
+        journal = FlightJournal(MemoryFlightRecords(store, "c"), "r.1", lambda: 0.0)
+        request = ValidRequest("r", "m", prompt, SamplingParams(seed=1, max_tokens=100))
+        journal.placed(request, AttemptKey("r", 1, 2**63), Placement(prefill(), decode(), "because"))
+        return len(store.kept["c", "r"].record)
+
+    assert size(131_072) - size(1) < 8
+    assert size(131_072) < 1200

@@ -11,7 +11,7 @@ from baton.node.attempt_clock import TransferFigures
 from baton.node.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
@@ -98,6 +98,9 @@ class DecodeRole:
 
     def handoff_report(self) -> HandoffReport:
         return self.intake.report()
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self.intake.refused_links()
 
 
 def make_role(context: RoleContext) -> NodeRole:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import grpc
 
-from baton.background import current_watch
+from baton.background import OnFault, current_watch
 from baton.clock import Clock, SystemClock
 from baton.engine.connector import (
     NO_EXTERNAL_TOKENS,
@@ -33,7 +33,7 @@ from baton.ids import AttemptKey
 from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram
 from baton.rpc.credentials import PLAIN
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import PickedUp
@@ -129,11 +129,13 @@ class Intake:
         self._may_plan: set[AttemptKey] = set()
         self._stats: OrderedDict[AttemptKey, TransferStats] = OrderedDict()
         self._watch = current_watch.get()
+        self._turns: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
         """Bring up the transfer agent; raises its error."""
         await asyncio.to_thread(self.mover.start)
+        self._turns = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
 
     async def stop(self) -> None:
         """End the links and the agent. Transfers that were not done are not reported any more."""
@@ -143,6 +145,9 @@ class Intake:
         links, self._links = list(self._links.values()), {}
         for link in links:
             await link.close()
+        if self._turns is not None:
+            self._turns.cancel()
+            await asyncio.gather(self._turns, return_exceptions=True)
         await self._absent.close()
         await asyncio.to_thread(self.mover.stop)
 
@@ -219,13 +224,16 @@ class Intake:
     def counts(self) -> TransferCounts:
         return self._book.counts()
 
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self._refused.latest()
+
     def report(self) -> HandoffReport:
         """For operators."""
         return HandoffReport(
             layout=str(self._identity.layout),
             open=self._book.open_handoffs(),
             ended=self._book.ended_handoffs(),
-            refused_links=self._refused.latest(),
+            refused_links=self.refused_links(),
         )
 
     @property

@@ -13,13 +13,15 @@ The rules it keeps:
    that grow the longer nothing has arrived. It never spins: NIXL polls with the interpreter's lock held, and a thread
    that only polls would make the one that computes wait 5 ms for every single operation.
 4. A fault of the thread, or of the one that computes digests, ends the process (`baton/background.py`): nothing would
-   move any more, and nobody be told. What concerns one read alone is that read's failure.
+   move any more, and nobody be told. So does a call into the agent that does not return (`watch_turns`). What concerns
+   one read alone is that read's failure.
 5. Digests of what was read are computed here, while the bytes are in the cache and after others were told of them:
    that costs no wake-up. While there is something to move a helper computes them, so that no byte waits for a digest.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import queue
@@ -32,7 +34,7 @@ from dataclasses import dataclass
 from baton.background import current_watch
 from baton.clock import Clock
 from baton.engine.runner.block_digests import BlockDigests
-from baton.errors import TransferCause, TransferFailed
+from baton.errors import EngineFault, TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from kv_transfer.backends.base import (
     PeerGone,
@@ -76,6 +78,11 @@ STALL_S = 10.0
 _LONGEST_LOOK_S = 0.5
 """No more counts of the time between two looks at what is in flight: the thread was held up, or its process stopped."""
 STOP_WITHIN_S = 2.0
+_END_WITHIN_S = 10.0
+"""From then on to the end of the thread: longer takes only a call into the agent that does not return."""
+TURN_LOOK_S = 1.0
+HUNG_LOOKS = 60
+"""In a row in which the thread was in one and the same turn. Looks, not seconds: a process may be stopped."""
 SHORTEST_PAUSE_S = 20e-6
 LONGEST_PAUSE_S = 0.001
 _PAUSE_SHARE = 0.01
@@ -184,6 +191,9 @@ class Mover:
         self._helper = helper or ThreadPoolExecutor(1, "baton-digests")
         self._to_digest: deque[tuple[int, Sequence[int]]] = deque()
         """Reads and blocks of theirs."""
+        self._num_turns = 0
+        self._in_turn = False
+        """It has commands or reads in hand, and does not wait for any."""
         self._moved = False
         """Something was posted or finished in this turn: more may be possible at once."""
         self._moved_at = 0.0
@@ -248,8 +258,19 @@ class Mover:
                 return
             self._accepting = False
             self._inbox.put(self._begin_stop)
-        self._thread.join()
-        self._helper.shutdown()
+        self._thread.join(STOP_WITHIN_S + _END_WITHIN_S)
+        if self._thread.is_alive():
+            _log.error("the mover did not end: a call into the transfer agent does not return")
+        self._helper.shutdown(wait=not self._thread.is_alive())
+
+    async def watch_turns(self) -> None:
+        """Raises EngineFault when the thread hangs in a turn; runs until cancelled otherwise. On a loop."""
+        seen, looks = 0, 0
+        while looks < HUNG_LOOKS:
+            await asyncio.sleep(TURN_LOOK_S)
+            looks = looks + 1 if self._in_turn and self._num_turns == seen else 0
+            seen = self._num_turns
+        raise EngineFault("a call into the transfer agent does not return")
 
     def _tell(self, command: Callable[[], None]) -> bool:
         with self._gate:
@@ -285,6 +306,7 @@ class Mover:
     def _turn(self) -> bool:
         """Take commands, post one piece, look at all; says whether to go on."""
         self._take_commands()
+        self._in_turn = True
         piece = self._window.take()
         if piece is not None:
             self._moved = True
@@ -295,6 +317,8 @@ class Mover:
             self._free_stuck()
         if self._open_leases:
             self._backend.pump()
+        self._in_turn = False
+        self._num_turns += 1
         if self._stop_by is None:
             return True
         return bool(self._in_flight) and self._clock.monotonic() < self._stop_by
@@ -304,7 +328,9 @@ class Mover:
             if self._moved:
                 self._moved = False
             else:
-                self._inbox.get(timeout=self._pause())()
+                command = self._inbox.get(timeout=self._pause())
+                self._in_turn = True
+                command()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -11,7 +11,7 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
@@ -87,6 +87,9 @@ class PrefillRole:
 
     def handoff_report(self) -> HandoffReport:
         return self.handoff.report()
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self.handoff.refused_links()
 
 
 def make_role(context: RoleContext) -> NodeRole:

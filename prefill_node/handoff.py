@@ -25,7 +25,7 @@ from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
 from baton.observe.log_limit import LimitedLog
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
@@ -88,11 +88,13 @@ class HandOff:
         """Of each link, the reader's incarnation and where it listens."""
         self._looking: set[asyncio.Task[None]] = set()
         self._watch = current_watch.get()
+        self._turns: asyncio.Task[None] | None = None
         self._stopped = False
 
     async def start(self) -> None:
         """Bring up the transfer agent; raises its error. Before `add_to_server`."""
         await asyncio.to_thread(self.mover.start)
+        self._turns = self._watch.start(self.mover.watch_turns, "mover-turns", on_fault=OnFault.END_PROCESS)
         memory = PeerMemory.of(self._memory, self._identity.incarnation, self.mover.agent_metadata)
         self._server = LinkServer(self._identity, memory, self, self._heartbeat_s, is_running=self._is_running)
 
@@ -106,9 +108,10 @@ class HandOff:
         self._links.close()
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._looking:
+        tasks = [*self._looking, *([self._turns] if self._turns is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._looking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self.mover.stop)
 
     @property
@@ -231,10 +234,13 @@ class HandOff:
     def stats(self) -> LeaseStats:
         return self._book.stats()
 
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self._refused.latest()
+
     def report(self) -> HandoffReport:
         """For operators."""
         return HandoffReport(
-            layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self._refused.latest()
+            layout=str(self._identity.layout), open=self._book.open_handoffs(), refused_links=self.refused_links()
         )
 
     def tick(self) -> None:

@@ -9,7 +9,7 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 
 
 class FakeRole:
@@ -45,3 +45,6 @@ class FakeRole:
 
     def handoff_report(self) -> HandoffReport:
         return self.reported
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self.reported.refused_links

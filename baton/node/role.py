@@ -14,7 +14,7 @@ from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
 from baton.rpc.credentials import PLAIN, Dialer
-from baton.rpc.messages import HandoffReport
+from baton.rpc.messages import HandoffReport, RefusedLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,5 +84,9 @@ class NodeRole(Protocol):
         ...
 
     def handoff_report(self) -> HandoffReport:
-        """What is handed over or taken in now, and how it went."""
+        """What is handed over or taken in now, and how it went. Costs as much as there are hand-offs."""
+        ...
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        """Those of that report, at any time."""
         ...

@@ -44,12 +44,12 @@ from baton.rpc.messages import (
     HEARTBEAT_S,
     Abort,
     Adopt,
-    HandoffReport,
     LoadReport,
     NodeDescription,
     NodeReport,
     OpenHandoff,
     Outcome,
+    RefusedLink,
     RequestDelta,
     Role,
     RouterMessage,
@@ -276,7 +276,7 @@ class NodeService:
 
     def _look_for_news(self) -> None:
         """Tell every router what operators should know, when that has changed."""
-        notice = self._gave_up or _notice(self._role.handoff_report())
+        notice = self._gave_up or _notice(self._role.refused_links())
         if notice == self._notice:
             return
         self._notice = notice
@@ -569,6 +569,6 @@ def _parts(deltas: Sequence[RequestDelta]) -> list[Sequence[RequestDelta]]:
     return [*parts, part]
 
 
-def _notice(handoff: HandoffReport) -> str:
+def _notice(refused_links: Sequence[RefusedLink]) -> str:
     """The latest link that was refused of late."""
-    return next((link.story for link in handoff.refused_links if link.age_s < _REFUSAL_SHOWN_S), "")
+    return next((link.story for link in refused_links if link.age_s < _REFUSAL_SHOWN_S), "")

@@ -43,6 +43,7 @@ from baton.rpc.messages import (
     HandoffReport,
     ModelCard,
     NodeDescription,
+    RefusedLink,
     Role,
     RouterMessage,
     StepReport,
@@ -243,6 +244,9 @@ class _Role:
 
     def handoff_report(self) -> HandoffReport:
         return self.half.report()
+
+    def refused_links(self) -> Sequence[RefusedLink]:
+        return self.half.refused_links()
 
 
 class SimulatedNode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import dataclasses
 import queue
@@ -12,7 +13,7 @@ import pytest
 
 from baton.background import BackgroundWatch, current_watch
 from baton.clock import ManualClock, SystemClock
-from baton.errors import BackgroundFault, ConfigError, TransferCause
+from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
@@ -36,6 +37,7 @@ from kv_transfer.mover_events import BlocksDigested, NotDigested
 from kv_transfer.stuck_reads import LONGEST_PROBE_S
 from kv_transfer.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
+from tests.support.virtual_time import run_virtually
 
 NUM_BLOCKS = 64
 BLOCK_BYTES = 256
@@ -552,6 +554,28 @@ def test_a_mover_that_was_held_up_takes_nothing_for_stalled() -> None:
     bench.fabric.thaw("sender")
     bench.pass_s(1)
     bench.mover.stop()
+
+
+def test_a_call_into_the_agent_that_does_not_return_is_a_fault_and_an_idle_mover_is_none() -> None:
+    class Hanging(SlowBench):
+        """Its agent hangs in a call, during which time passes."""
+
+        def poll_for_ever(self, handle: ReadHandle) -> ReadState:
+            with pytest.raises(EngineFault, match="does not return"):
+                run_virtually(self.mover.watch_turns())
+            raise SystemExit
+
+    async def watch_for_a_day(mover: Mover) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(86_400):
+                await mover.watch_turns()
+
+    bench = Hanging("sender")
+    run_virtually(watch_for_a_day(bench.mover))
+    bench.backend.poll = bench.poll_for_ever  # type: ignore[method-assign]
+    bench.mover.read(1, "sender", [ReadRange(0, 0, 1)])
+    with pytest.raises(SystemExit):
+        bench.turn()
 
 
 # Digests

@@ -1,8 +1,9 @@
 """Requests that wait, in which order they get in, and what each needs for it.
 
 Admission takes the blocks of everything a request has so far, all or nothing, though they are computed in chunks: two
-half-admitted requests can't wait for each other, and a prompt tends to lie in one run of neighbours. A load from
-elsewhere also reserves the slot of its first generated token, so that an arrival never waits for a block.
+half-admitted requests can't wait for each other, and a prompt tends to lie in one run of neighbours. Where they don't
+fit and the model's windows bound what is held at a time, it takes that many instead, and goes round in them. A load
+from elsewhere also reserves the slot of its first generated token, so that an arrival never waits for a block.
 
 Waiting requests lack one of two things, and nobody waits behind somebody who lacks the other one:
 
@@ -433,16 +434,32 @@ class Admission:
         allocation = self._manager.allocate_slots(
             request, missing, computed=computed, num_spared_blocks=self._spared_blocks()
         )
-        if allocation.answer is AllocationAnswer.LATER:
+        answer = allocation.answer
+        if answer is not AllocationAnswer.OK and self._may_grow(request):
+            computed = computed.without_host()
+            answer = self._manager.allocate_to_grow(request, computed, self._longest_chunk, self._spared_blocks())
+        if answer is AllocationAnswer.LATER:
             return _Tried.NO_BLOCKS
-        if allocation.answer is AllocationAnswer.NEVER:
+        if answer is AllocationAnswer.NEVER:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
+        if answer is not allocation.answer:
+            num_tokens = self._manager.grow(request, num_tokens).num_tokens
         plan.blocks_to_copy += allocation.copies
         self._run(request, num_tokens, plan)
         if request.leg is Leg.PREFILL:
             self._say_begun(request)
         return _Tried.ADMITTED
+
+    def _may_grow(self, request: Request) -> bool:
+        """Whether it holds less than all its tokens while it is computed. Sequences to come share its whole prompt."""
+        is_alone = request.group is None and request.beams is None
+        return is_alone and self._manager.has_windows and self._config.enable_chunked_prefill
+
+    @property
+    def _longest_chunk(self) -> int:
+        config = self._config
+        return min(config.max_num_batched_tokens, config.long_prefill_token_threshold or config.max_num_batched_tokens)
 
     def _say_begun(self, request: Request) -> None:
         try:

@@ -27,6 +27,18 @@ class CacheGroups:
         """The first stripe with a key that a query at `position` sees."""
         return max(0, position - window + 1) // self._block_size
 
+    def num_held(self, num_stripes: int, num_chunk_tokens: int) -> int:
+        """Entries that a request of so many stripes holds at most while it is computed in chunks of so many tokens.
+
+        Of a group with a window: what a query sees, what a chunk adds, and a stripe that both begin within.
+        """
+        held = num_stripes * len(self._sees_all)
+        for _, window in self.windows:
+            held += min(
+                num_stripes, -(-(window - 1) // self._block_size) + -(-num_chunk_tokens // self._block_size) + 2
+            )
+        return held
+
     def unseen_entries(self, entries: range, num_tokens: int) -> set[int]:
         """Which of these entries nobody sees who goes on behind so many tokens, or computes the last of them again."""
         unseen: set[int] = set()

@@ -48,6 +48,14 @@ class Allocation:
 
 
 @value(frozen=True, slots=True)
+class Growth:
+    """How many tokens a request may compute now, and the blocks that its table got for them."""
+
+    num_tokens: int
+    new_block_ids: Sequence[int] = ()
+
+
+@value(frozen=True, slots=True)
 class ComputedBlocks:
     """A prefix of a request that the cache has. Valid until the next call that takes blocks; not held yet."""
 
@@ -61,6 +69,10 @@ class ComputedBlocks:
     num_host_tokens: int = 0
     """Of `num_tokens`: those in them."""
 
+    def without_host(self) -> ComputedBlocks:
+        """What of it is here."""
+        return ComputedBlocks(self.blocks, self.num_tokens - self.num_host_tokens, self.copy_from)
+
 
 NO_COMPUTED_BLOCKS = ComputedBlocks((), 0)
 
@@ -72,7 +84,15 @@ _NEVER = Allocation(AllocationAnswer.NEVER)
 class _BlockTable:
     """One live request's blocks in token order."""
 
-    __slots__ = ("blocks", "num_cached_stripes", "num_dropped_stripes", "num_filling_entries", "num_hit_entries")
+    __slots__ = (
+        "blocks",
+        "num_cached_stripes",
+        "num_dropped_stripes",
+        "num_filling_entries",
+        "num_hit_entries",
+        "num_stripes_to_come",
+        "spare",
+    )
 
     def __init__(self, blocks: list[Block], num_groups: int, num_filling_stripes: int) -> None:
         """`blocks`: cache hits. `num_filling_stripes`: right after them; a transfer writes to those."""
@@ -84,6 +104,10 @@ class _BlockTable:
         """Leading stripes that have been offered to the index."""
         self.num_dropped_stripes = [0] * num_groups
         """For each group: leading stripes in which it has nothing, as far as they were looked through."""
+        self.spare: list[Block] | None = None
+        """Of one that grows while its prompt is computed: blocks that it has in no entry; see `allocate_to_grow`."""
+        self.num_stripes_to_come = 0
+        """So many it grows to."""
 
 
 class KVCacheManager:
@@ -108,6 +132,8 @@ class KVCacheManager:
         self._hasher = hasher
         self._enable_caching = enable_caching
         self._tables: dict[str, _BlockTable] = {}
+        self.num_growing = 0
+        """Requests whose tables grow while they are computed."""
         self._leased: dict[str, list[Block]] = {}
         self._quarantined: dict[str, list[Block]] = {}
         self.kv_events = KVEventLog()
@@ -185,14 +211,16 @@ class KVCacheManager:
                 return _NOTHING_NEEDED
         else:
             missing = num_entries - len(computed.blocks)
-        if num_entries > self.pool.num_total_blocks:
-            return _NEVER
         unseen: Collection[int] = ()
         if num_external_tokens and self._groups.windows:
             unseen = self._groups.unseen_entries(
                 range(num_entries - missing, num_entries), request.num_submitted_tokens
             )
             missing -= len(unseen)
+        if missing + len(self._there(table.blocks if table is not None else list(computed.blocks))) > (
+            self.pool.num_total_blocks
+        ):
+            return _NEVER
         idle_hits = sum([block.is_on_free_list for block in computed.blocks]) if computed.blocks else 0
         if missing + idle_hits + num_spared_blocks > self.pool.num_free_blocks:
             return _LATER
@@ -215,11 +243,59 @@ class KVCacheManager:
             ]
         return Allocation(AllocationAnswer.OK, [block.block_id for block in taken], copies)
 
+    def allocate_to_grow(
+        self, request: Request, computed: ComputedBlocks, num_chunk_tokens: int, num_spared_blocks: int
+    ) -> AllocationAnswer:
+        """As many blocks as the request holds at most while it is computed in chunks, where windows bound that.
+
+        Its table then grows with its chunks (`grow`), and takes again what it lets go of: it never waits for anybody
+        else, as if it had all its blocks from the start. Until it is whole nothing of it can be found by others, who
+        would keep what it is to use again.
+        """
+        num_tokens = request.num_tokens - computed.num_tokens
+        num_missing = -(-num_tokens // self.block_size)
+        num_held = self._groups.num_held(num_missing, self.block_size)
+        num_hits = len(self._there(list(computed.blocks)))
+        if num_held + num_hits > self.pool.num_total_blocks:
+            return AllocationAnswer.NEVER
+        idle_hits = sum([block.is_on_free_list for block in computed.blocks])
+        num_available = self.pool.num_free_blocks - idle_hits - num_spared_blocks
+        if num_held > num_available:
+            return AllocationAnswer.LATER
+        num_wished = self._groups.num_held(num_missing, num_chunk_tokens)
+        # With less its chunks are as short as what it has.
+        num_held = num_wished if num_wished <= num_available else num_held
+        table = self._open_table(request.request_id, computed.blocks, 0)
+        table.spare = self.pool.get_new_blocks(num_held)
+        table.num_stripes_to_come = len(computed.blocks) // self.num_groups + num_missing
+        self.num_growing += 1
+        return AllocationAnswer.OK
+
+    def grow(self, request: Request, num_tokens: int) -> Growth:
+        """Entries for the next tokens of a request, all that it has blocks for; nothing new if it has them all."""
+        table = self._tables[request.request_id]
+        if table.spare is None:
+            return Growth(num_tokens)
+        groups, num_stripes = self.num_groups, len(table.blocks) // self.num_groups
+        wanted = -(-(request.num_computed_tokens + num_tokens) // self.block_size) - num_stripes
+        count = max(0, min(wanted, len(table.spare) // groups))
+        taken, table.spare = table.spare[: count * groups], table.spare[count * groups :]
+        table.blocks += taken
+        num_stripes += count
+        if num_stripes >= table.num_stripes_to_come:
+            self._end_growth(table)
+        num_slots = num_stripes * self.block_size - request.num_computed_tokens
+        return Growth(min(num_tokens, num_slots), [block.block_id for block in taken])
+
+    @property
+    def has_windows(self) -> bool:
+        return bool(self._groups.windows)
+
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens have KV: their full blocks may be found from now on."""
         table = self._tables[request.request_id]
         num_full = num_computed_tokens // self.block_size
-        if num_full <= table.num_cached_stripes or not self._enable_caching:
+        if num_full <= table.num_cached_stripes or not self._enable_caching or table.spare is not None:
             return
         self._hasher.extend_request(request, num_computed_tokens)
         first, table.num_cached_stripes = table.num_cached_stripes, num_full
@@ -273,10 +349,18 @@ class KVCacheManager:
         for group, window in self._groups.windows:
             first, end = table.num_dropped_stripes[group], self._groups.first_seen(num_computed_tokens, window)
             if end > first:
-                dropped = self._there(table.blocks[first * groups + group : end * groups : groups])
+                table_entries = table.blocks[first * groups + group : end * groups : groups]
+                dropped = self._there(table_entries)
                 table.blocks[first * groups + group : end * groups : groups] = [null] * (end - first)
                 table.num_dropped_stripes[group] = end
-                self.pool.free_blocks(dropped)
+                if table.spare is None:
+                    self.pool.free_blocks(dropped)
+                else:
+                    # Others may have what it found in the cache.
+                    num_hits = max(0, table.num_hit_entries // groups - first)
+                    own = self._there(table_entries[num_hits:])
+                    table.spare += own
+                    self.pool.free_blocks(self._there(table_entries[:num_hits]))
 
     def block_ids(self, request_id: str) -> list[int]:
         """A live request's table, with the null block where it has none; empty when it has no table."""
@@ -301,6 +385,7 @@ class KVCacheManager:
         """Let go of a live request's blocks, here or in the host tier; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
+            self._end_growth(table)
             self.pool.free_blocks(self._there(table.blocks))
         elif self.host is not None:
             self.host.drop(request_id)
@@ -315,7 +400,7 @@ class KVCacheManager:
         """Move a request's KV to the host tier in the coming step; False, and nothing changes, without room there."""
         table, null = self._tables[request.request_id], self.pool.null_block
         num_stripes = -(-request.num_computed_tokens // self.block_size)
-        if self.host is None or num_stripes == 0:
+        if self.host is None or num_stripes == 0 or table.spare is not None:
             return False
         entries = table.blocks[: num_stripes * self.num_groups]
         keys = self._groups.entry_keys(request.block_hashes[: min(table.num_cached_stripes, num_stripes)])
@@ -374,6 +459,7 @@ class KVCacheManager:
         """The request ended, but a peer may read its blocks until `release`; nothing when it has none."""
         table = self._tables.pop(request_id, None)
         if table is not None:
+            self._end_growth(table)
             blocks = self._leased[request_id] = self._there(table.blocks)
             self.pool.lease(blocks)
 
@@ -413,6 +499,7 @@ class KVCacheManager:
         if self.host is not None:
             self.host.check_invariant()
         owners = Counter(block.block_id for table in self._tables.values() for block in self._there(table.blocks))
+        owners.update(block.block_id for table in self._tables.values() for block in table.spare or ())
         owners.update(block.block_id for block in self.pool.fenced)
         leases = Counter(block.block_id for blocks in self._leased.values() for block in blocks)
         held = Counter(block.block_id for blocks in self._quarantined.values() for block in blocks)
@@ -435,6 +522,13 @@ class KVCacheManager:
     def _evicted_from_host(self, evicted: Sequence[tuple[Block, bytes]]) -> None:
         if self.kv_events.is_recording:
             self.kv_events.record(BlockRemoved([key for _, key in evicted], "host"))
+
+    def _end_growth(self, table: _BlockTable) -> None:
+        """It has all the entries that it will get while it is computed: what it has besides is for others."""
+        if table.spare is not None:
+            self.num_growing -= 1
+            spare, table.spare = table.spare, None
+            self.pool.free_blocks(spare)
 
     def _holders(self, block: Block) -> list[str]:
         return [

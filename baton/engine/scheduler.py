@@ -18,7 +18,7 @@ Rules that keep it from wedging and from serving wrong KV:
   - The newest running request (or the one of the largest priority) is preempted first: the first in turn always
     progresses. Nothing is loaded in a step that preempts, so no peer writes to blocks that are still to be copied out.
   - A prefill leg is never preempted: its blocks are offered while it runs, and a peer may be reading them. It never
-    needs to be: it has all its blocks from the start.
+    needs to be: it has all its blocks from the start, or goes round in those that it has.
   - Blocks enter the prefix cache at commit, when their KV is known to be there.
 
 A step can be decided while the one before it runs (`may_run_ahead`): how far a request is computed and when it reaches
@@ -364,8 +364,13 @@ class Scheduler:
                 # A long prompt leaves a token to everyone behind it: their streams would stall while it is computed.
                 behind = len(filling) - index - 1 + arriving
                 num_tokens = plan.cut(num_tokens, max(1, plan.token_budget - behind))
-            # All its blocks were taken when it was admitted.
-            plan.add_known(request, num_tokens, ())
+            if not self.kv_cache_manager.num_growing:
+                # All its blocks were taken when it was admitted.
+                plan.add_known(request, num_tokens, ())
+                continue
+            growth = self.kv_cache_manager.grow(request, num_tokens)
+            if growth.num_tokens > 0:
+                plan.add_known(request, growth.num_tokens, growth.new_block_ids)
 
     def _let_decode(self, plan: StepPlan) -> None:
         """Whose last known token is computed in this step decodes from the next one on, if there is more to come."""

@@ -86,7 +86,21 @@ class SchedulerConfig:
     @property
     def effective_max_model_len(self) -> int:
         """max_model_len, or what the pool can hold: the KV of a request's last token is never computed."""
-        return min(self.max_model_len, self.num_slots + 1)
+        return min(self.max_model_len, max(self.num_slots, self._num_slots_of_one) + 1)
+
+    @property
+    def _num_slots_of_one(self) -> int:
+        """Tokens of one request alone, computed in the shortest chunks: of what its windows left it holds nothing."""
+        windows = [window for window in self.windows if window is not None]
+        if not windows or not self.enable_chunked_prefill:
+            return self.num_slots
+        # As CacheGroups.num_held has it, for chunks of a block.
+        in_windows = sum(-(-(window - 1) // self.block_size) + 3 for window in windows)
+        left = self.num_blocks - 1 - in_windows
+        num_whole = len(self.windows) - len(windows)
+        if left < 0:
+            return self.num_slots
+        return left // num_whole * self.block_size if num_whole else self.max_model_len
 
     @property
     def num_slots(self) -> int:

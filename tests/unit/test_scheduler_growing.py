@@ -1,0 +1,127 @@
+"""A prompt whose windows bound what is held of it needs no more blocks than that, and never waits half-way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engine.block_hash import CacheKeyFields
+from baton.engine.core import EngineCore
+from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.runner.model_runner import load_runner
+from baton.engine.runner.random_model import write_random_model
+from baton.engine.runner.step_thread import StepThread
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from tests.support.engine_rig import EngineRig
+from tests.support.tiny_models import TINY_MODELS
+
+
+def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
+    """60 stripes of both groups are 120 blocks; with a window of 160 keys it holds 73 at most, of 76."""
+    rig = EngineRig(num_blocks=77, windows=(None, 160), block_size=16, max_num_batched_tokens=512)
+    rig.add("long", 960, max_tokens=4)
+    rig.run()
+    assert rig.reason("long") is FinishReason.LENGTH
+    assert rig.tokens["long"] == rig.expected("long", 4)
+    assert rig.core.make_stats().free_blocks == 76
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("windows", [(10,), (None, 10), (6, None, 12)])
+@pytest.mark.parametrize("leg", [Leg.WHOLE, Leg.PREFILL])
+def test_it_holds_no_more_than_it_was_given(windows: tuple[int | None, ...], leg: Leg, ahead: bool) -> None:
+    num_whole = windows.count(None)
+    num_blocks = 1 + 50 * num_whole + 6 * (len(windows) - num_whole)
+    executor = StepThread() if ahead else None
+    rig = EngineRig(num_blocks=num_blocks, windows=windows, max_num_batched_tokens=40, executor=executor)
+    rig.add("long", 180, leg=leg, max_tokens=12)
+    rig.run()
+    if leg is Leg.PREFILL:
+        assert rig.reason("long") is FinishReason.HANDED_OFF
+        rig.check_offered("long", *rig.connector.leased["long"])
+        rig.transfer(released=["long"])
+    else:
+        assert rig.tokens["long"] == rig.expected("long", 12)
+    assert rig.core.make_stats().free_blocks == num_blocks - 1
+    rig.core.close()
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    rig = EngineRig(num_blocks=1 + 20, windows=(None, 10))
+    rig.add("long", 90, max_tokens=4)
+    assert rig.reason("long") is FinishReason.IGNORED
+
+
+def test_its_last_blocks_are_found_by_the_next_one() -> None:
+    rig = EngineRig(num_blocks=1 + 50 + 6, windows=(None, 10), max_num_batched_tokens=40)
+    prompt = list(range(180))
+    rig.add("first", prompt, max_tokens=1)
+    rig.run()
+    rig.add("again", [*prompt, 7], max_tokens=2)
+    rig.run()
+    assert rig.ends["again"].num_cached_tokens == 180
+    assert rig.tokens["again"] == rig.expected("again", 2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_many_of_them_in_a_small_pool_all_end(seed: int) -> None:
+    """Prompts of all lengths and both legs, streams that are preempted, aborts: nobody wedges and no block is lost."""
+    rng = Random(seed)
+    windows: tuple[int | None, ...] = rng.choice([(10,), (None, 10), (6, None, 12)])
+    num_blocks = 1 + 40 * max(1, windows.count(None)) + 7 * len(windows)
+    rig = EngineRig(
+        num_blocks=num_blocks,
+        windows=windows,
+        max_num_batched_tokens=rng.choice([8, 24, 64]),
+        max_num_seqs=rng.choice([2, 5, 8]),
+        preemption_mode=rng.choice(["recompute", "swap"]),
+        num_host_blocks=200,
+    )
+    for number in range(24):
+        leg = rng.choice([Leg.WHOLE, Leg.WHOLE, Leg.PREFILL])
+        length = rng.choice([3, 20, 60, 120, 140])
+        prompt = [(place * 3 + min(number, 3)) % 900 for place in range(length)]
+        rig.add(f"r{number}", prompt, leg=leg, max_tokens=rng.randint(1, 16))
+        for _ in range(rng.randint(0, 4)):
+            if rig.core.has_work():
+                rig.step()
+        if rng.random() < 0.2:
+            rig.abort(f"r{rng.randint(0, number)}")
+        if rng.random() < 0.5:
+            rig.transfer(released=list(rig.connector.leased))
+            rig.connector.leased.clear()
+    for _ in range(40):
+        rig.run()
+        rig.transfer(released=list(rig.connector.leased))
+        rig.connector.leased.clear()
+    assert not rig.scheduler.requests
+    assert rig.core.make_stats().free_blocks == num_blocks - 1
+    for name, tokens in rig.tokens.items():
+        assert tokens == rig.expected(name, len(tokens))
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, architecture: str) -> None:
+    write_random_model(tmp_path, TINY_MODELS[architecture], 0)
+    outputs = []
+    for small in (False, True):
+        layout = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=64).layout
+        num_whole = layout.windows.count(None)
+        num_stripes = 30 * num_whole + 9 * (len(layout.windows) - num_whole)
+        num_blocks = 1 + (num_stripes if small else 100 * len(layout.windows))
+        runner = load_runner(tmp_path, dtype="float32", block_size=4, num_blocks=num_blocks)
+        config = SchedulerConfig(num_blocks, 4, 32, 4, windows=layout.windows, watermark=0.0)
+        scheduler = Scheduler(config, CacheKeyFields.of(runner.model, runner.layout), ManualClock())
+        core = EngineCore(scheduler, runner)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        request = Request("r", [(13 * place) % 250 for place in range(100)], params)
+        core.add_request(request)
+        while core.has_work():
+            core.step()
+            scheduler.check_invariant()
+        outputs.append(request.output_token_ids)
+        assert len(request.output_token_ids) == 8
+    assert outputs[0] == outputs[1]

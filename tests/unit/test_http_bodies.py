@@ -62,6 +62,8 @@ def test_every_field_of_the_core_can_be_had() -> None:
         # Who asks is known from the key, and its trace from a header.
         "tenant": "",
         "traceparent": "",
+        # HTTP has no field for it: a stream that goes on is asked for with last-event-id.
+        "call": 0,
         # Asked for at a path of its own.
         "embeds": False,
     }

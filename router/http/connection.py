@@ -258,7 +258,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_lingering = True
         self._unparsed = b""
         if self._real.can_write_eof():
-            self._real.write_eof()
+            try:
+                self._real.write_eof()
+            except OSError:
+                # The client has reset the connection, and that was not read yet: nobody is left to read an answer.
+                self._real.abort()
+                return
         self._linger_due = self.loop.call_later(LINGER_S, self._real.close)
         self._read_or_pause()
 

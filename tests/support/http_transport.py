@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,8 @@ class FakeTransport(asyncio.Transport):
         self.has_ended = False
         """Nothing more will be written."""
         self.is_closed = False
+        self.is_reset = False
+        """By the client, and nobody here has heard of it yet."""
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -36,12 +39,17 @@ class FakeTransport(asyncio.Transport):
         return True
 
     def write_eof(self) -> None:
+        if self.is_reset:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
         self.has_ended = True
 
     def is_closing(self) -> bool:
         return self.is_closed
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
     def pause_reading(self) -> None:

@@ -239,3 +239,11 @@ async def test_nothing_else_is_spoken_instead_of_http() -> None:
         app.answer()
         await client.turns()
     assert [scope["path"] for scope in app.scopes] == ["/1", "/2"]
+
+
+async def test_a_refused_client_that_has_reset_its_connection_leaves_none_behind() -> None:
+    client = Client(App())
+    client.transport.is_reset = True
+    client.send(b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n")
+    await client.turns()
+    assert client.transport.is_closed

@@ -1,0 +1,93 @@
+"""Requests over HTTP that are meant to cost more than they may, by somebody who has a key if there are any."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.hostile.http1_attacks import exchange
+from tests.hostile.peers import Answers, Target, together
+
+_HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+_CHAT, _COMPLETIONS, _EMBEDDINGS = b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"
+Attack = Callable[[Target, threading.Event], Answers]
+
+
+def _again(path: bytes, body: Callable[[], bytes], at_once: int) -> Attack:
+    """The same request again and again, so many at a time; the first of each is waited for."""
+
+    def attack(target: Target, over: threading.Event) -> Answers:
+        answers: Answers = Counter()
+        said = body()
+
+        def one() -> None:
+            while not over.is_set():
+                try:
+                    answers[exchange(target, _HEAD % path, said, over)] += 1
+                except OSError:
+                    answers["closed"] += 1
+                    over.wait(0.02)
+
+        together([one] * at_once)
+        return answers
+
+    return attack
+
+
+def _chat(messages: list[dict[str, str]]) -> Callable[[], bytes]:
+    return lambda: json.dumps({"model": "", "messages": messages, "max_tokens": 2}, separators=(",", ":")).encode()
+
+
+def _schema(schema: Mapping[str, Any]) -> Attack:
+    shape = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema, "strict": True}}
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4, "response_format": shape}
+    return _again(_CHAT, lambda: json.dumps(body).encode(), 2)
+
+
+def _prompt(**fields: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps({"prompt": "go", "max_tokens": 2, **fields}).encode()
+
+
+def _patterns(patterns: list[str]) -> list[dict[str, str]]:
+    return [{"type": "string", "pattern": pattern} for pattern in patterns]
+
+
+_RECURSION = {
+    "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#/$defs/a"}}],
+}
+_NESTED_ARRAYS = {
+    "type": "array",
+    "items": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{500}$"}, "minItems": 2000},
+    "minItems": 2000,
+    "maxItems": 4000,
+}
+_OPTIONAL = {f"p{number}": {"type": "string", "pattern": "^[a-z]{1,50}.*[0-9]{3,40}$"} for number in range(800)}
+
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "allOf of patterns": {"allOf": _patterns([f"^.*a.{{{number}}}$" for number in range(1, 28)])},
+    "anyOf of patterns": {"anyOf": _patterns([f"^.*{number}.{{10}}$" for number in range(400)])},
+    "nested quantifiers": {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
+    "an automaton of 2^30 states": {"type": "string", "pattern": "^.*a.{30}$"},
+    "classes of Unicode": {"type": "string", "pattern": "^(\\p{L}{1,1000}){1,50}$"},
+    "$ref recursion": {"$defs": {"a": _RECURSION}, "$ref": "#/$defs/a"},
+    "ranges of numbers": {"type": "number", "minimum": 1e-300, "maximum": 1e300, "multipleOf": 0.0000001},
+    "ranges of integers": {"type": "integer", "minimum": -(10**300), "maximum": 10**300},
+    "arrays of arrays": _NESTED_ARRAYS,
+    "long strings": {"type": "string", "minLength": 100_000, "maxLength": 10_000_000},
+    "800 patterns": {"type": "object", "properties": _OPTIONAL},
+    "10,000 properties": {"type": "object", "properties": {f"p{number}": {} for number in range(4_000)}},
+    "an enum of 5,000": {"enum": [f"v{number}" for number in range(5_000)]},
+}
+"""The one with 10,000 has as many as fit into 64 KiB, which is the most that is taken."""
+
+ATTACKS: Mapping[str, Attack] = {
+    **{f"schema: {name}": _schema(schema) for name, schema in SCHEMAS.items()},
+    "chat of 65,523 empty messages": _again(_CHAT, _chat([{"role": "user"}] * 65_523), 4),
+    "50,000 embeddings": _again(_EMBEDDINGS, lambda: json.dumps({"input": ["a"] * 50_000}).encode(), 4),
+    "100,000 unknown fields": _again(_COMPLETIONS, _prompt(**{f"k{n}": 1 for n in range(80_000)}), 4),
+    "JSON of 100,000 levels": _again(_COMPLETIONS, lambda: b'{"prompt":' + b"[" * 400_000 + b"]" * 400_000 + b"}", 4),
+    "control characters": _again(_COMPLETIONS, _prompt(prompt="\x00\x01\x1b[2J" * 1000, user="\r\n\x00"), 4),
+}

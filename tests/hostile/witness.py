@@ -1,0 +1,223 @@
+"""What is looked at while a cluster is attacked: its processes, by their own figures, and clients that behave well."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.client import Access, GenerationClient
+from baton.rpc.messages import Chunk, Finished, GenerateRequest
+
+BOUND_S = 60.0
+"""No answer is waited for longer."""
+CALM_S = 20.0
+"""After an attack everything is as it was before."""
+_PAUSE_S = 0.05
+_SAMPLE = re.compile(r"^baton_(\w+)\{(.*)\} (\S+)$")
+_HELD, _HELD_CPU = "event_loop_held_seconds", "event_loop_held_cpu_seconds"
+_COUNTED = ("process_open_fds", "event_loop_tasks", "grpc_calls", "grpc_connections", "http_connections")
+MEMORY_GROWTH = 0.10
+_PROMPT = [40 + number % 50 for number in range(40)]
+NUM_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where a process tells its figures, and with what they are asked for."""
+
+    address: str
+    headers: Mapping[str, str]
+    tls: ssl.SSLContext | None
+
+    def connect(self) -> http.client.HTTPConnection:
+        if self.tls is None:
+            return http.client.HTTPConnection(self.address, timeout=BOUND_S)
+        return http.client.HTTPSConnection(self.address, timeout=BOUND_S, context=self.tls)
+
+    def reading(self) -> Reading:
+        connection = self.connect()
+        try:
+            connection.request("GET", "/metrics", headers={**self.headers, "connection": "close"})
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            assert answer.status == 200, text
+        finally:
+            connection.close()
+        found: dict[str, float] = {}
+        for line in text.splitlines():
+            if (sample := _SAMPLE.match(line)) is not None:
+                labels = re.findall(r'\b(?:le|cause)="([^"]*)"', sample[2])
+                found[" ".join((sample[1], *labels))] = float(sample[3])
+        return Reading(found)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a process said of itself at one moment."""
+
+    figures: Mapping[str, float]
+
+    @property
+    def memory(self) -> float:
+        return self.figures["process_resident_memory_bytes"]
+
+    def counts(self) -> dict[str, float]:
+        """What comes back to where it was when nobody asks for anything."""
+        return {name: self.figures[name] for name in _COUNTED if name in self.figures}
+
+    def longest_since(self, before: Reading, *, cpu: bool) -> float:
+        """The bound below which every turn of the loop was that ended between the two readings."""
+        name = f"{_HELD_CPU if cpu else _HELD}_bucket"
+        bounds = [key.partition(" ")[2] for key in self.figures if key.startswith(f"{name} ")]
+        ordered = sorted(bounds, key=float)
+        all_turns = f"{name} +Inf"
+        longer = {
+            bound: (self.figures[all_turns] - before.figures[all_turns])
+            - (self.figures[f"{name} {bound}"] - before.figures[f"{name} {bound}"])
+            for bound in ordered
+        }
+        return next(float(bound) for bound in ordered if longer[bound] == 0)
+
+    def attempts(self) -> dict[str, float]:
+        """How many attempts there were after the first one of a request, by cause."""
+        return {
+            key: value
+            for key, value in self.figures.items()
+            if key.startswith("request_attempts_total") and "first" not in key
+        }
+
+
+@dataclass
+class Victim:
+    """Two clients that ask for the same tokens again and again, over gRPC and over HTTP."""
+
+    grpc_address: str
+    page: Page
+    """Of the router's HTTP port, with a client's key."""
+    access: Access
+    told: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+    expected: Mapping[str, object] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Learn what undisturbed answers are."""
+        self._client = GenerationClient(self.grpc_address, access=self.access)
+        self.expected = {"grpc": self._over_grpc(), "http": self._over_http()}
+        assert len(self.expected["grpc"]) == NUM_TOKENS  # type: ignore[arg-type]
+
+    def have_schemas_compiled(self) -> None:
+        """By several clients at once: whatever compiles them stays for the next ones."""
+        shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True}}
+        body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2, "response_format": shape}
+        threads = [threading.Thread(target=self._post, args=("/v1/chat/completions", body)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def ask_until(self, over: threading.Event) -> None:
+        """Ask until it is over, and each at least once."""
+        self.told, self.wrong, self.longest_s = Counter(), [], 0.0
+        threads = [threading.Thread(target=self._ask, args=(kind, over)) for kind in self.expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _ask(self, kind: str, over: threading.Event) -> None:
+        ask = {"grpc": self._over_grpc, "http": self._over_http}[kind]
+        while True:
+            began = time.monotonic()
+            try:
+                got = ask()
+                if got != self.expected[kind]:
+                    self.wrong.append(f"{kind}: {got} instead of {self.expected[kind]}")
+            except Exception as error:
+                self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
+            self.told[kind] += 1
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+            if over.is_set() or self.wrong:
+                return
+
+    def _over_grpc(self) -> Sequence[int]:
+        got: list[int] = []
+        request = GenerateRequest(_PROMPT, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for event in self._client.generate(request, timeout_s=BOUND_S):
+            if isinstance(event, Chunk):
+                got += event.token_ids
+            elif isinstance(event, Finished):
+                assert event.path.attempts == 1, event
+        return got
+
+    def _over_http(self) -> object:
+        body = {"prompt": _PROMPT, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+        said = self._post("/v1/completions", body)
+        events = [line.removeprefix("data: ") for line in said.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]", said
+        chosen = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+        return "".join(choice["text"] for choice in chosen), chosen[-1]["finish_reason"]
+
+    def _post(self, path: str, body: Mapping[str, object]) -> str:
+        connection = self.page.connect()
+        try:
+            headers = {**self.page.headers, "content-type": "application/json", "connection": "close"}
+            connection.request("POST", path, json.dumps(body), headers)
+            answer = connection.getresponse()
+            said = answer.read().decode()
+            assert answer.status == 200, said
+            return said
+        finally:
+            connection.close()
+
+
+class Watched:
+    """The processes of a cluster."""
+
+    def __init__(self, pages: Mapping[str, Page]) -> None:
+        self._pages = pages
+        self._idle = self._settled()
+
+    def read(self) -> dict[str, Reading]:
+        return {name: page.reading() for name, page in self._pages.items()}
+
+    def calm(self, before: Mapping[str, Reading]) -> tuple[dict[str, Reading], list[str]]:
+        """Wait until everything is as it was; returns the last reading and what still was not."""
+        deadline = time.monotonic() + CALM_S
+        while True:
+            now = self.read()
+            wrong = [problem for name in now for problem in self._left(name, before[name], now[name])]
+            if not wrong or time.monotonic() > deadline:
+                return now, wrong
+            time.sleep(_PAUSE_S)
+
+    def _left(self, name: str, before: Reading, now: Reading) -> list[str]:
+        idle = self._idle[name].counts()
+        found = [
+            f"{name}: {value:.0f} {what} instead of {idle[what]:.0f}"
+            for what, value in now.counts().items()
+            if value > idle[what]
+        ]
+        if now.memory > before.memory * (1 + MEMORY_GROWTH):
+            found.append(f"{name}: {now.memory / 1e6:.1f} MB instead of {before.memory / 1e6:.1f} MB")
+        return found
+
+    def _settled(self) -> dict[str, Reading]:
+        """The first reading that the next one agrees with."""
+        seen = self.read()
+        while True:
+            time.sleep(10 * _PAUSE_S)
+            again = self.read()
+            if all(again[name].counts() == seen[name].counts() for name in seen):
+                return again
+            seen = again

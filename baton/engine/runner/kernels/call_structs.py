@@ -1,9 +1,12 @@
-"""The structures of csrc/kernels.h and csrc/program.c for ctypes, field by field."""
+"""The structures of csrc/kernels.h and csrc/program.c for ctypes; they are compared when the library is loaded."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from enum import IntEnum
+
+from baton.engine.runner.kernel_file import KernelsUnavailable
 
 _POINTER, _SIZE, _INT64, _INT, _FLOAT = (
     ctypes.c_void_p,
@@ -102,3 +105,66 @@ class Step(ctypes.Structure):
         *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
         *_fields(_INT64, "rows num_sampled num_seqs"),
     ]
+
+
+class _LayoutEntry(ctypes.Structure):
+    """`struct layout_entry` of csrc/layout.inc.h."""
+
+    _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", _SIZE), ("size", _SIZE)]
+
+
+_STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
+    "linear_call": LinearCall,
+    "norm_call": NormCall,
+    "rotate_call": RotateCall,
+    "store_call": StoreCall,
+    "attention_call": AttentionCall,
+    "take_rows_call": TakeRowsCall,
+    "call": Call,
+    "place": Place,
+    "operation": Operation,
+    "step_group": StepGroup,
+    "step": Step,
+}
+
+Layout = dict[tuple[str, str], tuple[int, int]]
+"""By structure and field: offset and size in bytes. The field without a name is the whole; a constant has its value."""
+
+
+def layout_here() -> Layout:
+    """What this file says."""
+    layout: Layout = {}
+    for name, structure in _STRUCTURES.items():
+        layout[name, ""] = (0, ctypes.sizeof(structure))
+        if issubclass(structure, ctypes.Structure):
+            for field, *_ in structure._fields_:
+                descriptor = getattr(structure, field)
+                layout[name, field] = (descriptor.offset, descriptor.size)
+    return layout | {("operation_kind", kind.name): (int(kind), 0) for kind in OperationKind}
+
+
+def layout_of(functions: ctypes.CDLL) -> Layout:
+    """What the library was compiled with; raises KernelsUnavailable for one that does not say."""
+    if not hasattr(functions, "baton_layout"):
+        raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
+    functions.baton_layout.argtypes = [_SIZE]
+    functions.baton_layout.restype = ctypes.POINTER(_LayoutEntry)
+    layout: Layout = {}
+    for index in itertools.count():
+        found = functions.baton_layout(index)
+        if not found:
+            return layout
+        entry = found.contents
+        layout[entry.structure.decode(), entry.field.decode()] = (entry.offset, entry.size)
+    raise AssertionError("it counts for ever")
+
+
+def check_layout(compiled: Layout) -> None:
+    """Raises KernelsUnavailable with the first difference when the library's structures are not those of this file."""
+    here = layout_here()
+    for place in {**here, **compiled}:
+        if here.get(place) != compiled.get(place):
+            raise KernelsUnavailable(
+                f"the kernel library was built from another source: {'.'.join(filter(None, place))} has offset and"
+                f" size {compiled.get(place)} there and {here.get(place)} here; run `pip install -e .` again"
+            )

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
+from baton.engine.runner.kernels.call_structs import check_layout, layout_of
 from baton.engine.runner.kernels.errors import KernelArgumentError
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -58,6 +59,7 @@ def check_status(status: int) -> None:
 def library() -> Library:
     """Open the library. Raises KernelsUnavailable with the reason and the way out."""
     functions = open_kernels()
+    check_layout(layout_of(functions))
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     functions.baton_isa_name.restype = ctypes.c_char_p
     functions.baton_set_parallel.argtypes = [pointer]

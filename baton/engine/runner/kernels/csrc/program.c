@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* call_structs.py has the same */
+/* call_structs.py has the same, and compares it with layout.inc.h */
 enum operation_kind { OP_LINEAR, OP_NORM, OP_ROTATE, OP_STORE_KV, OP_ATTENTION, OP_TAKE_ROWS };
 enum which_rows { ALL_ROWS, SAMPLED_ROWS };
 
@@ -166,3 +166,5 @@ int baton_run_program(int isa, int dtype, const struct operation *operations, si
     free(prepared);
     return status;
 }
+
+#include "layout.inc.h"

@@ -1,0 +1,77 @@
+/* How the structures that Python fills lie in memory: call_structs.py compares its own with this when the library is loaded. */
+#include <stddef.h>
+
+struct layout_entry {
+    const char *structure, *field; /* field: empty for the whole structure */
+    size_t offset, size;
+};
+
+#define WHOLE(kind, name) {name, "", 0, sizeof(kind)}
+#define NAMED(kind, member, name) {#kind, name, offsetof(struct kind, member), sizeof(((struct kind *)0)->member)}
+#define FIELD(kind, member) NAMED(kind, member, #member)
+#define VALUE(kind, name, value) {kind, name, (size_t)(value), 0}
+
+static const struct layout_entry layout[] = {
+    WHOLE(struct linear_call, "linear_call"),
+    FIELD(linear_call, x), FIELD(linear_call, packed), FIELD(linear_call, bias), FIELD(linear_call, out),
+    FIELD(linear_call, m), FIELD(linear_call, n), FIELD(linear_call, k), FIELD(linear_call, x_stride),
+    FIELD(linear_call, rows_per_task), FIELD(linear_call, groups_per_task), FIELD(linear_call, activation),
+
+    WHOLE(struct norm_call, "norm_call"),
+    FIELD(norm_call, x), FIELD(norm_call, weight), FIELD(norm_call, out), FIELD(norm_call, residual), FIELD(norm_call, sum),
+    FIELD(norm_call, rows), FIELD(norm_call, columns), FIELD(norm_call, n), NAMED(norm_call, stride[0], "row_stride"),
+    NAMED(norm_call, stride[1], "column_stride"), FIELD(norm_call, rows_per_task), FIELD(norm_call, eps),
+    FIELD(norm_call, plus_one),
+
+    WHOLE(struct rotate_call, "rotate_call"),
+    FIELD(rotate_call, x), FIELD(rotate_call, cos), FIELD(rotate_call, sin), FIELD(rotate_call, tokens),
+    FIELD(rotate_call, heads), FIELD(rotate_call, half), FIELD(rotate_call, token_stride), FIELD(rotate_call, head_stride),
+    FIELD(rotate_call, angle_stride), FIELD(rotate_call, tokens_per_task),
+
+    WHOLE(struct store_call, "store_call"),
+    FIELD(store_call, key), FIELD(store_call, value), FIELD(store_call, cache), FIELD(store_call, slots),
+    FIELD(store_call, tokens), FIELD(store_call, kv_heads), FIELD(store_call, num_blocks), FIELD(store_call, block_size),
+    FIELD(store_call, key_size), FIELD(store_call, value_size), FIELD(store_call, key_stride),
+    FIELD(store_call, value_stride), FIELD(store_call, block_stride), FIELD(store_call, key_offset),
+    FIELD(store_call, value_offset), FIELD(store_call, tokens_per_task),
+
+    WHOLE(struct attention_call, "attention_call"),
+    FIELD(attention_call, query), FIELD(attention_call, out), FIELD(attention_call, cache),
+    FIELD(attention_call, query_start), FIELD(attention_call, seq_lens), FIELD(attention_call, block_tables),
+    FIELD(attention_call, sinks), FIELD(attention_call, block_stride), FIELD(attention_call, key_offset),
+    FIELD(attention_call, value_offset), FIELD(attention_call, rows), FIELD(attention_call, query_stride),
+    FIELD(attention_call, num_seqs), FIELD(attention_call, table_width), FIELD(attention_call, table_stride),
+    FIELD(attention_call, num_blocks), FIELD(attention_call, heads), FIELD(attention_call, kv_heads),
+    FIELD(attention_call, key_dim), FIELD(attention_call, value_dim), FIELD(attention_call, block_size),
+    FIELD(attention_call, window), FIELD(attention_call, scale), FIELD(attention_call, softcap),
+
+    WHOLE(struct take_rows_call, "take_rows_call"),
+    FIELD(take_rows_call, x), FIELD(take_rows_call, out), FIELD(take_rows_call, index), FIELD(take_rows_call, rows),
+    FIELD(take_rows_call, row_bytes), FIELD(take_rows_call, x_stride),
+
+    WHOLE(union call, "call"),
+
+    WHOLE(struct place, "place"),
+    FIELD(place, buffer), FIELD(place, offset),
+
+    WHOLE(struct operation, "operation"),
+    FIELD(operation, kind), FIELD(operation, which_rows), FIELD(operation, group), FIELD(operation, x),
+    FIELD(operation, out), FIELD(operation, second), FIELD(operation, third), FIELD(operation, call),
+
+    WHOLE(struct step_group, "step_group"),
+    FIELD(step_group, slots), FIELD(step_group, block_tables), FIELD(step_group, table_width),
+    FIELD(step_group, table_stride),
+
+    WHOLE(struct step, "step"),
+    FIELD(step, buffers), FIELD(step, sampled), FIELD(step, query_start), FIELD(step, sample_start), FIELD(step, seq_lens),
+    FIELD(step, groups), FIELD(step, rows), FIELD(step, num_sampled), FIELD(step, num_seqs),
+
+    VALUE("operation_kind", "LINEAR", OP_LINEAR), VALUE("operation_kind", "NORM", OP_NORM),
+    VALUE("operation_kind", "ROTATE", OP_ROTATE), VALUE("operation_kind", "STORE_KV", OP_STORE_KV),
+    VALUE("operation_kind", "ATTENTION", OP_ATTENTION), VALUE("operation_kind", "TAKE_ROWS", OP_TAKE_ROWS),
+};
+
+/* The entry at an index, NULL behind the last one. */
+const struct layout_entry *baton_layout(size_t index) {
+    return index < sizeof layout / sizeof *layout ? &layout[index] : NULL;
+}

@@ -66,7 +66,7 @@ def validate(
         raise InvalidRequest("priority", f"must be a 32-bit integer, not {raw.priority}")
     if raw.priority < min_priority:
         raise InvalidRequest("priority", f"must be at least {min_priority} here, not {raw.priority}")
-    check_text("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
+    _check_name("cache_salt", raw.cache_salt, MAX_SALT_BYTES)
     if raw.embeds:
         return _for_embedding(raw, card, encode, request_id)
     stop = _stop(raw.stop, encode is not None)
@@ -119,15 +119,21 @@ def check_model(name: str, card: ModelCard) -> None:
 
 
 def check_text(field: str, text: str, max_bytes: int) -> None:
-    """Raises InvalidRequest for text with NUL, that is no Unicode, or that is too long."""
+    """Raises InvalidRequest for text that is no Unicode, or that is too long. A model may write NUL, and a client may
+    send back what a model wrote."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(field, "is not valid UTF-8") from None
-    if "\0" in text:
-        raise InvalidRequest(field, "contains NUL")
     if num_bytes > max_bytes:
         raise InvalidRequest(field, f"has {num_bytes} bytes; at most {max_bytes} are taken")
+
+
+def _check_name(field: str, text: str, max_bytes: int) -> None:
+    """As `check_text`, of what no model has written: NUL is refused there."""
+    check_text(field, text, max_bytes)
+    if "\0" in text:
+        raise InvalidRequest(field, "contains NUL")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -174,7 +180,7 @@ def _stop(stop: Sequence[str], has_text: bool) -> tuple[str, ...]:
     for text in stop:
         if not text:
             raise InvalidRequest("stop", "contains an empty string")
-        check_text("stop", text, MAX_STOP_BYTES)
+        _check_name("stop", text, MAX_STOP_BYTES)
     if stop and not has_text:
         raise InvalidRequest("stop", "this model is served without a tokenizer; use stop_token_ids")
     return tuple(stop)
@@ -256,7 +262,7 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
     for field in ("ignore_eos", "min_tokens"):
         if getattr(sampling, field):
             raise InvalidRequest(field, "does not go with json_schema")
-    check_text("json_schema", json_schema, MAX_SCHEMA_BYTES)
+    _check_name("json_schema", json_schema, MAX_SCHEMA_BYTES)
     return replace(sampling, json_schema=json_schema)
 
 

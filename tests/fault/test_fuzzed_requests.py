@@ -120,7 +120,7 @@ def _set(draw: st.DrawFn, request: pb.GenerateRequest, name: str, is_spoilt: boo
         kind = draw(st.sampled_from(["text", "ids", "none" if is_spoilt else "ids"]))
         if kind == "text":
             texts = st.sampled_from(["", "\0", "x" * 127, "x" * 128, "é" * 300, "x" * (2**20 + 1)])
-            letters = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
+            letters = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
             request.text = draw(texts if is_spoilt else letters)
         elif kind == "ids":
             request.token_ids.SetInParent()
@@ -261,7 +261,7 @@ def test_every_question_has_its_answer(run: Run, question: tuple[str, Any], tail
         return
     assert reply.code in ANSWERS[method], reply
     if method == "Tokenize":
-        assert (reply.code == "OK") == (request.model == "" and "\0" not in request.text), reply
+        assert (reply.code == "OK") == (request.model == ""), reply
     if method == "Detokenize":
         is_good = request.model != "é" and all(token < SPEC.vocab_size for token in request.token_ids)
         assert (reply.code == "OK") == is_good, reply

@@ -109,7 +109,7 @@ def _wrong_lengths(pb: GenerateRequest, present: dict[str, Any], served: Served)
     wrong = set()
     num_prompt = num_prompt_tokens(pb)
     left = served.max_model_len - num_prompt
-    if not num_prompt or left < 1 or "\0" in pb.text:
+    if not num_prompt or left < 1:
         wrong.add("prompt")
     if not 1 <= present.get("max_tokens", 1) <= max(left, 1):
         wrong.add("max_tokens")

@@ -103,9 +103,14 @@ def test_several_sequences() -> None:
     assert (asked.sampling_params.logprobs, asked.wants_logprobs) == (5, True)
 
 
+def test_what_a_model_wrote_can_be_sent_back() -> None:
+    """A byte-level vocabulary has a token for NUL, and a model may draw it."""
+    assert len(check(prompt="a\0b").prompt_token_ids) == 3
+
+
 NAN, INF = float("nan"), float("inf")
 BAD: list[tuple[str, dict[str, Any]]] = [
-    *[("prompt", {"prompt": p}) for p in (None, "", (), [], "--", "\0", "\ud800", [100], [-1], [1.5], [True])],
+    *[("prompt", {"prompt": p}) for p in (None, "", (), [], "--", "\ud800", [100], [-1], [1.5], [True])],
     ("prompt", {"prompt": tuple(range(32))}),
     ("prompt", {"prompt": "x" * 32}),
     ("prompt", {"prompt": "x" * (1 << 20) + "y"}),

@@ -10,6 +10,10 @@ from baton.rpc.messages import ModelCard
 from router.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
 from router.placement import Placement
 from router.request import ValidRequest
+from router.turns import Turns
+
+READS_PER_TURN = 16
+"""Each takes a fraction of a millisecond to read, and about as long to adopt."""
 
 
 class FlightJournal:
@@ -18,6 +22,7 @@ class FlightJournal:
     def __init__(self, records: FlightRecords, router: str, wall: Callable[[], float]) -> None:
         """`router` is this router's incarnation, `wall` the time of the day in seconds."""
         self._records = records
+        self._turns = Turns(READS_PER_TURN)
         self._router = router
         self._wall = wall
 
@@ -55,6 +60,13 @@ class FlightJournal:
         self._records.end(request_id, owner)
 
     async def find(self, request_id: str, card: ModelCard) -> FlightRecord | None:
-        """What some router left of the request; None where nobody knows it, or can be asked."""
+        """What some router left of the request; None where nobody knows it, or can be asked.
+
+        A thousand clients of a dead router come at once: only so many records are read in one turn of the loop. What
+        the caller does with its own before it waits belongs to the same turn.
+        """
         data = await self._records.get(request_id)
-        return None if data is None else read_record(data, request_id, card)
+        if data is None:
+            return None
+        await self._turns.wait()
+        return read_record(data, request_id, card)

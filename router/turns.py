@@ -48,6 +48,21 @@ class Turns:
         elif self._goes(go):
             self._take_one()
 
+    async def wait(self) -> None:
+        """Return when it is the caller's turn; what it does before it waits for anything else belongs to that turn."""
+        if self.may_go():
+            return
+        waiter = self.future()
+
+        def go() -> bool:
+            if waiter.done():
+                return False
+            waiter.set_result(None)
+            return True
+
+        self.serve(go)
+        await waiter
+
     def _take_one(self) -> None:
         self._left -= 1
         if self._ends is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -29,6 +31,7 @@ from baton.rpc.messages import (
     Outcome,
     SequenceFinished,
 )
+from router.flight_journal import READS_PER_TURN
 from router.placement import Placement
 from router.request import ValidRequest
 from tests.support.router_parts import MODEL, decode, prefill
@@ -306,6 +309,25 @@ async def test_what_a_dead_routers_nodes_tell_is_looked_at_once_for_each_of_its_
         for reader in readers:
             await reader.finished()
         assert rig.dispatcher.counters.adoption_looks == count / 2
+
+
+async def test_the_clients_of_a_dead_router_are_taken_some_in_each_turn_of_the_loop() -> None:
+    count = 5 * READS_PER_TURN
+    async with router_rig(decode()) as rig:
+        keys = [AttemptKey(f"r{number}", 1, 7) for number in range(count)]
+        for key in keys:
+            request = replace(REQUEST, request_id=key.request_id)
+            rig.journal("router-0.a").placed(request, key, Placement(None, decode(), "because"))
+        readers = [rig.resume(key.request_id) for key in keys]
+        steps, counters = [0], rig.dispatcher.counters
+        while counters.adopted < count:
+            await asyncio.sleep(0)
+            steps.append(counters.adopted)
+        assert max(after - before for before, after in pairwise(steps)) == READS_PER_TURN
+        for key in keys:
+            rig.tell("d1", key, 0, "abcdef", Outcome.LENGTH)
+        for reader in readers:
+            await reader.finished()
 
 
 async def test_a_decode_node_alone_is_asked_alone() -> None:

@@ -55,8 +55,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-# asyncio gives each TLS connection a buffer of 256 KiB to read into: a thousand of a stranger's take 256 MB before one of
-# them has said anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
+# asyncio gives each TLS connection a buffer of 256 KiB to read into: a thousand of a stranger's take 256 MB before one
+# of them has said anything. A TLS record has at most 16 KiB (RFC 8446, 5.1).
 sslproto.SSLProtocol.max_size = 32 << 10
 
 

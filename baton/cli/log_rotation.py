@@ -7,15 +7,14 @@ what a process writes between the two, which is a matter of microseconds, is los
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
-_log = structlog.get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 16 << 20
 """Of a log before it rotates."""
@@ -47,7 +46,7 @@ class LogRotation:
                 if log.stat().st_size > self._max_bytes:
                     self._rotate(log)
             except OSError as error:
-                _log.warning("a log can't be rotated", log=str(log), reason=error.strerror)
+                _log.warning("the log %s can't be rotated: %s", log, error.strerror)
 
     def _rotate(self, log: Path) -> None:
         copy = log.with_name(f"{log.name}.new")
@@ -60,7 +59,7 @@ class LogRotation:
                 # A full disk: what would have been kept makes room for what comes.
                 with suppress(OSError):
                     copy.unlink()
-                _log.warning("a log is cut without being kept", log=str(log), reason=error.strerror)
+                _log.warning("the log %s is cut without being kept: %s", log, error.strerror)
             else:
                 for number in range(self._num_kept - 1, 0, -1):
                     if (part := _part(log, number)).exists():

@@ -13,7 +13,7 @@ import structlog
 
 from baton.config import NodeConfig
 from baton.engine.runner import load
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner.base import ModelInfo, ModelRunner
 from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
 from baton.node.leftovers import describe_left, may_be_written
@@ -61,9 +61,17 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     # Before the model is loaded, which may take minutes.
     role = asyncio.run(_role_to_be(config))
     runner = load(runner_spec(config))
+    log_slow_paths(runner.model)
     with asyncio.Runner(loop_factory=ProbedEventLoop) as loop:
         loop.run(_serve(config, runner, role, role_maker))
     return int(ExitCode.OK)
+
+
+def log_slow_paths(model: ModelInfo) -> None:
+    """Say once, of each part of the model that could be computed faster elsewhere, why it is not here."""
+    for path in model.compute_paths:
+        if path.why_not_faster:
+            _log.warning("a slower path", part=path.part, runs=path.runs, because=path.why_not_faster)
 
 
 async def _role_to_be(config: NodeConfig) -> Role:

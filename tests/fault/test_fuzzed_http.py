@@ -101,7 +101,7 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
 ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
     "prompt": (
         COMPLETIONS,
-        ["hello", [1, 2, 96], ["hello"], [[1, 2]], "é\U0001f600"],
+        ["hello", [1, 2, 96], ["hello"], [[1, 2]], "é\U0001f600", "a\0"],
         [
             None,
             1,
@@ -114,7 +114,6 @@ ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
             [1.5],
             "x" * 128,
             [1] * 128,
-            "\0",
             "\ud800",
             {},
             ["a"] * 33,
@@ -129,7 +128,7 @@ ALONE: dict[str, tuple[str, list[Any], list[Any]]] = {
         [[{"role": "user", "content": "hi"}], [{"role": "system", "content": "s"}, {"role": "user", "content": []}]],
         [
             *(None, [], "x", [1], [{}], [{"role": "user", "content": 1}], [{"role": "x", "content": "x"}]),
-            *([{"role": "user", "content": "x" * 200}], [{"role": "user", "content": "\0"}]),
+            *([{"role": "user", "content": "x" * 200}], [{"role": "user", "content": "\ud800"}]),
             *([{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "user", "content": "\udfff"}]),
             [{"role": "user", "content": "x", "y": 1}],
         ],
@@ -142,7 +141,7 @@ OF_EMBEDDINGS: dict[str, tuple[list[Any], list[Any]]] = {
         ["hello", [1, 2, 96], ["hello", "é"], [[1, 2], [3]], "x" * 128, [1] * 128],
         [
             *(None, 1, "", [], [[]], ["a", ""], ["a", [1]], [1, "a"], {}, [[1], []]),
-            *([97], [-1], [[1], [97]], [True], [1.5], [10**400], "x" * 129, [1] * 129, "\0", ["a", "\ud800"]),
+            *([97], [-1], [[1], [97]], [True], [1.5], [10**400], "x" * 129, [1] * 129, "\ud800", ["a", "\ud800"]),
             ["a"] * 257,
         ],
     ),

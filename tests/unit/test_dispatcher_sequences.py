@@ -63,7 +63,7 @@ async def test_a_stop_string_ends_its_own_sequence() -> None:
         rig.tell("d1", attempt, 0, "abENDx", sequence_index=1)
         rig.tell("d1", attempt, 0, "cE")
         told = await rig.aborted("d1")
-        assert told == Abort(attempt, told.reason, 1)
+        assert told == Abort(attempt, told.reason, 1, takeover=1)
         rig.tell("d1", attempt, 6, "yz", sequence_index=1)
         rig.tell("d1", attempt, 8, outcome=Outcome.ABORTED, sequence_index=1)
         rig.tell("d1", attempt, 2, "ND", Outcome.LENGTH)

@@ -377,8 +377,7 @@ async def test_bounds_of_size_and_type() -> None:
         assert (exchange.headers.get("connection") == "close") == (status in (413, 431))
 
 
-@pytest.mark.parametrize("text", ["a\0b", "\ud800"])
-async def test_a_chat_that_is_no_text(text: str) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+async def test_a_chat_that_is_no_text() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
     exchange = await HttpRig().post("/v1/chat/completions", body).end()
     assert (exchange.status, exchange.error["param"]) == (400, "messages")

@@ -111,4 +111,6 @@ print("alive")
 """
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=full, check=False)
-    assert (done.returncode, done.stdout) == (0, b"alive\n")
+    assert done.stdout == b"alive\n"
+    # 120: Python itself could not write the last of its buffer when it ended.
+    assert done.returncode in (0, 120)

@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.errors import EngineFault
 from baton.ids import AttemptKey
 from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
@@ -95,7 +94,7 @@ async def test_a_request_that_is_over_is_freed(end: str) -> None:
                 elif end == "fault":
                     rig.tell("d1", attempt, 2, "", Outcome.ERROR)
                 else:
-                    rig.dispatcher.end_all(EngineFault("over"))
+                    rig.dispatcher.let_go_of_all()
                 with pytest.raises(grpc.aio.AioRpcError):
                     await read_to_its_end(stream)
             while not rig.nodes["d1"].inbox.empty():

@@ -147,12 +147,12 @@ async def test_what_another_router_goes_on_with_is_part_of_the_same_trace() -> N
         with pytest.raises(Exception, match="cancelled"):
             await reader.finished()
         await rig.aborted("p1")
-        # Left behind by another one, whose nodes are gone.
+        # Left behind by another one, whose nodes are here.
         theirs = replace(noted.request, request_id="s")
-        nodes = Placement(prefill("p9"), decode("d9"), "because")
+        nodes = Placement(prefill("p1"), decode("d1"), "because")
         rig.journal("router-0.a").placed(theirs, AttemptKey("s", 1, 9), nodes, 0, noted.traceparent)
         resumed = rig.resume("s")
-        await rig.submitted("p1")
+        await rig.adopted("p1")
         rig.dispatcher.cancel("s")
         with pytest.raises(Exception, match="cancelled"):
             await resumed.finished()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
 from baton.engine.compute_path import ComputePath
 from baton.engine.runner import kernels
 from baton.engine.runner.cuda_operations import CudaOperations
 from baton.engine.runner.kernel_choice import CompiledOperations
 from baton.engine.runner.operations import Operations
+from baton.engine.runner.profile import TimedOperations
 from baton.engine.runner.transformer import Transformer
-
-_log = logging.getLogger(__name__)
 
 
 def compute_paths(operations: Operations, transformer: Transformer) -> tuple[ComputePath, ...]:
     """Of a model that has computed something: then every layer has chosen its attention."""
+    if isinstance(operations, TimedOperations):
+        operations = operations.timed
     return (
         _products(operations),
         _attention(operations),
@@ -27,13 +25,6 @@ def compute_paths(operations: Operations, transformer: Transformer) -> tuple[Com
         ),
         _step(operations, transformer),
     )
-
-
-def log_slow_paths(model: str, paths: Sequence[ComputePath]) -> None:
-    """One line for each part that could be computed faster elsewhere, once, when a model is loaded."""
-    for path in paths:
-        if path.why_not_faster:
-            _log.warning("%s: %s: %s runs, because %s", model, path.part, path.runs, path.why_not_faster)
 
 
 def _products(operations: Operations) -> ComputePath:

@@ -14,7 +14,7 @@ from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogpro
 from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
-from baton.engine.runner.compute_paths import compute_paths, log_slow_paths
+from baton.engine.runner.compute_paths import compute_paths
 from baton.engine.runner.device import resolve_device
 from baton.engine.runner.embedding import embedding_of
 from baton.engine.runner.host_blocks import host_blocks_in
@@ -197,8 +197,6 @@ def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operation
 def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
     config = loaded.config
     reason = _settle(loaded, transformer, operations)
-    paths = compute_paths(operations, transformer)
-    log_slow_paths(name, paths)
     return ModelInfo(
         name=name,
         fingerprint=loaded.checkpoint.fingerprint,
@@ -211,5 +209,5 @@ def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Opera
         bit_exact=reason is None,
         bit_exact_reason=reason or "",
         embedding_size=transformer.hidden_size,
-        compute_paths=paths,
+        compute_paths=compute_paths(operations, transformer),
     )

@@ -48,6 +48,11 @@ class TimedOperations:
         self._last_end = 0.0
         self._programs: list[Program] = []
 
+    @property
+    def timed(self) -> Operations:
+        """Those that compute."""
+        return self._inner
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
         if name in _AT_LOAD or not callable(method):

@@ -432,11 +432,12 @@ class Flight:
         """Whether the attempt can go on without its prefill node.
 
         Once handed off, the decode node knows best: either it has the blocks or it says KV_LOST. One that does
-        something else without the blocks knows best from the start.
+        something else without the blocks knows best as soon as the prefill node has the leg: if that was lost on its
+        way the decode node waits, over a link that lives, for a prompt of which the prefill node has never heard.
         """
         if leg.outcome is Outcome.HANDED_OFF or self._has_all_of_prefill:
             return True
-        return self._placement is not None and self._placement.decode.on_transfer_failure != "reroute"
+        return leg.taken and self._placement is not None and self._placement.decode.on_transfer_failure != "reroute"
 
     @property
     def _has_all_of_prefill(self) -> bool:

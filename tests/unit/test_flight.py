@@ -289,12 +289,19 @@ def test_every_state_and_event(state: FlightState, name: str) -> None:
         assert {e.incarnation for e in effects if isinstance(e, AbortLeg)} == {"p1.1", "d1.1"}
 
 
-@pytest.mark.parametrize(("policy", "goes_on"), [("reroute", False), ("recompute", True), ("fail", True)])
-def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(policy: str, goes_on: bool) -> None:
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "lost on its way"])
+@pytest.mark.parametrize(("policy", "needs_no_other"), [("reroute", False), ("recompute", True), ("fail", True)])
+def test_a_decode_node_that_needs_no_other_prefill_node_goes_on(
+    policy: str, needs_no_other: bool, is_taken: bool
+) -> None:
+    """Of a leg that its prefill node never had the decode node would never hear."""
+    goes_on = needs_no_other and is_taken
     flight = Flight(request(max_tokens=8))
     flight.start()
     decodes = replace(decode("d1"), on_transfer_failure=policy)
     flight.handle(Placed(Placement(prefill("p1"), decodes, "because")))
+    if is_taken:
+        flight.handle(Delta("p1.1", RequestDelta(key())))
     effects = flight.handle(NodeGone("p1.1", "died"))
     assert (flight.state is F.PREFILLING) is goes_on
     assert isinstance(effects[-1], LegEnded if goes_on else Place)

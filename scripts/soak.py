@@ -1,0 +1,485 @@
+"""Runs two clusters for a long time under a mixed load with kills, and fails if anything of them grows.
+
+One cluster serves the simulated model, the other the bundled one, side by side, each with a Redis, two routers, two
+prefill nodes and two decode nodes. The run is a row of equal cycles. In each, clients of several tenants ask (see
+soak_load.py), one process is killed with SIGKILL and started again by the supervisor, then everybody stops asking, and
+at the end of this quiet phase every process is read. The second router, prefill node and decode node of both clusters
+are killed in turn, so the first of each kind lives from the begin to the end. Redis is never killed. What the readings
+are held against is said in soak_judge.py.
+
+Results are one table on standard output and, in the folder of --out, samples.csv (every ten seconds and in every quiet
+moment), result.json and memory.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+
+import redis
+from soak_judge import COUNTS, Line, Reading, judged, least_counts, lives_of
+from soak_load import Routers, SoakLoad, Tenant, Told, summary
+from soak_plot import Panel, drawn
+
+from baton.bench.host import processor, usable_cores
+from baton.cli.run_dir import RunDir
+from baton.cli.state import ClusterState, ProcessState
+from baton.registry.embedded import embedded_redis
+from baton.registry.flights import ENDED_S
+from baton.security.keys import new_key, write_keys
+from baton.security.matrix import CallerRole
+
+ROOT = Path(__file__).parents[1]
+LONG_CYCLE_S, SHORT_CYCLE_S = 120.0, 40.0
+CYCLES = 6
+"""A short run has at least so many, if they are not shorter than SHORT_CYCLE_S."""
+KILL_AT = (0.1, 0.4)
+"""Somewhen between these shares of a cycle a process is killed."""
+QUIET_S = 22.0
+"""The quiet phase at the end of a cycle: orphans' grace and two rounds of the collectors fit."""
+ORPHAN_GRACE_S = 5.0
+READINGS = 3
+"""In a quiet moment, a second apart: what comes and goes meanwhile does not count."""
+SAMPLE_S = 10.0
+WARM_UP_S = 600.0
+LONG_RUN_MIN = 30.0
+GROWTH, SHORT_GROWTH = 0.02, 0.10
+"""How much memory may grow in a run of LONG_RUN_MIN and more, and in a shorter one, whose warm-up is too short."""
+RESTARTED_GROWTH = 0.05
+"""Two lives of one process: where its allocators put things differs from start to start."""
+BACK_S = 60.0
+START_S = 120.0
+_LOOK_S = 0.2
+
+CLUSTERS: Mapping[str, tuple[Sequence[str], Mapping[str, str], int, int]] = {
+    # Small caches, so that all of their memory has been written before the warm-up ends.
+    "simulated": (
+        ("--runner", "simulated", "--kv-cache-memory", "1MiB"),
+        {"BATON_SIMULATED_STEP_MS": "10"},
+        8,
+        32000,
+    ),
+    "bundled": (
+        (
+            "--kv-cache-memory",
+            "24MiB",
+        ),
+        {},
+        2,
+        4096,
+    ),
+}
+"""Flags and environment of each, its clients, and the vocabulary of its model."""
+FLAGS = (
+    *("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--grpc-port", "0", "--http-port", "0"),
+    # Every prompt goes the long way, over both nodes and NIXL.
+    *("--placement", "least-loaded", "--orphan-grace-s", f"{ORPHAN_GRACE_S:g}"),
+)
+VICTIMS = ("router-1", "decode-1", "prefill-1")
+SUPERVISOR = "supervisor"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for."""
+
+    minutes: float
+    out: Path
+    seed: int
+    first_metrics_port: int
+    clusters: Sequence[str]
+
+    @property
+    def cycle_s(self) -> float:
+        return min(LONG_CYCLE_S, max(SHORT_CYCLE_S, self.minutes * 60 / CYCLES))
+
+    @property
+    def warm_up_s(self) -> float:
+        return min(WARM_UP_S, self.minutes * 60 / CYCLES)
+
+    @property
+    def growth(self) -> float:
+        return GROWTH if self.minutes >= LONG_RUN_MIN else SHORT_GROWTH
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one moment; None where it does not say."""
+
+    at_s: float
+    cluster: str
+    process: str
+    pid: int
+    resident: int
+    anonymous: int
+    descriptors: int
+    threads: int
+    tasks: int | None
+    is_quiet: bool
+
+
+class Cluster:
+    """One running `baton up`."""
+
+    def __init__(self, name: str, run_dir: Path, monitor_key: str, first_metrics_port: int) -> None:
+        self.name = name
+        self._run_dir = RunDir(run_dir)
+        self._key = monitor_key
+        self._redis = redis.Redis.from_url(embedded_redis(run_dir).url)
+        nodes = [process.name for process in self.state.processes if process.role in ("prefill", "decode")]
+        self._pages = {node: f"127.0.0.1:{first_metrics_port + n}" for n, node in enumerate(nodes)}
+
+    @property
+    def state(self) -> ClusterState:
+        state = self._run_dir.read_state()
+        if state is None:
+            raise SystemExit(f"scripts/soak: the {self.name} cluster has ended by itself: see {self._run_dir.logs}")
+        return state
+
+    @property
+    def routers(self) -> Routers:
+        return Routers(self.state.grpc_addresses, self.state.http_addresses)
+
+    def process(self, name: str) -> ProcessState:
+        return next(process for process in self.state.processes if process.name == name)
+
+    def samples(self, at_s: float, *, is_quiet: bool) -> Iterator[Sample]:
+        """Of every process that is there."""
+        state = self.state
+        pids = [(process.name, process.pid) for process in state.processes if process.pid]
+        for name, pid in [*pids, (SUPERVISOR, state.pid)]:
+            with suppress(OSError, KeyError):  # it was killed just now
+                yield self._sample(at_s, name, pid, state, is_quiet=is_quiet)
+
+    def _sample(self, at_s: float, name: str, pid: int, state: ClusterState, *, is_quiet: bool) -> Sample:
+        proc = Path(f"/proc/{pid}")
+        status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+        resident, anonymous = (int(status[key].split()[0]) << 10 for key in ("VmRSS", "RssAnon"))
+        descriptors = len(os.listdir(proc / "fd"))
+        address = self._pages.get(name) or next((p.http_address for p in state.processes if p.name == name), "")
+        tasks = self._tasks(address) if address else None
+        return Sample(
+            at_s, self.name, name, pid, resident, anonymous, descriptors, int(status["Threads"]), tasks, is_quiet
+        )
+
+    def _tasks(self, address: str) -> int | None:
+        asked = urllib.request.Request(
+            f"http://{address}/metrics", headers={"authorization": f"Bearer {self._key}", "connection": "close"}
+        )
+        with suppress(OSError, ValueError), urllib.request.urlopen(asked, timeout=10) as answer:
+            for line in answer.read().decode().splitlines():
+                if line.startswith("baton_event_loop_tasks"):
+                    return int(float(line.rpartition(" ")[2]))
+        return None
+
+    def keys(self) -> dict[str, int]:
+        """How many keys Redis has, by kind. Records of requests that have ended expire soon and are not counted."""
+        found = {"keys of members and wishes": 0, "keys of requests under way": 0}
+        for key in self._redis.scan_iter(count=1000):
+            kind = key.split(b":")[2] if key.count(b":") >= 2 else b""
+            if kind != b"flight":
+                found["keys of members and wishes"] += 1
+            elif self._redis.ttl(key) > ENDED_S:
+                found["keys of requests under way"] += 1
+        return found
+
+    def complaints(self) -> list[str]:
+        """First lines with a traceback in the logs."""
+        found = []
+        for log in sorted(self._run_dir.logs.glob("*.log*")):
+            bad = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
+            found += [f"{self.name}, {log.name}: {bad[0][:500]}"] if bad else []
+        return found
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, options: Options, clusters: Sequence[Cluster], tenants: Sequence[Tenant]) -> None:
+        self._options = options
+        self._rng = Random(options.seed)
+        self._clusters = clusters
+        self._loads = {
+            cluster.name: SoakLoad(cluster.routers, tenants, CLUSTERS[cluster.name][3], Random(options.seed))
+            for cluster in clusters
+        }
+        self._begun = 0.0
+        self.duration_s = 0.0
+        self.samples: list[Sample] = []
+        self.readings: dict[tuple[str, str], list[Reading]] = {}
+        self.kills: list[tuple[float, str, str]] = []
+
+    @property
+    def told(self) -> dict[str, Told]:
+        return {name: load.told for name, load in self._loads.items()}
+
+    async def run(self) -> None:
+        for load in self._loads.values():
+            await load.learn()
+        self._begun = time.monotonic()
+        sampling = asyncio.create_task(self._sample_on())
+        try:
+            victims = [(cluster, name) for name in VICTIMS for cluster in self._clusters]
+            number = 0
+            # A cycle that would end after the time is not begun.
+            while self._now() + self._options.cycle_s <= self._options.minutes * 60 + 1:
+                await self._cycle(*victims[number % len(victims)])
+                number += 1
+                self._say_progress()
+        finally:
+            self.duration_s = self._now()
+            sampling.cancel()
+            await asyncio.gather(sampling, return_exceptions=True)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._begun
+
+    async def _cycle(self, victims_cluster: Cluster, victim: str) -> None:
+        begun, cycle_s = self._now(), self._options.cycle_s
+        loads = [
+            asyncio.create_task(self._loads[cluster.name].run(CLUSTERS[cluster.name][2])) for cluster in self._clusters
+        ]
+        try:
+            await asyncio.sleep(self._rng.uniform(*KILL_AT) * cycle_s)
+            await self._kill(victims_cluster, victim)
+            await asyncio.sleep(max(0.0, begun + cycle_s - QUIET_S - self._now()))
+            for load in self._loads.values():
+                load.pause()
+            await asyncio.gather(*loads)
+        finally:
+            for task in loads:
+                task.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+        await asyncio.sleep(max(QUIET_S / 2, begun + cycle_s - READINGS - self._now()))
+        await self._read_all()
+
+    async def _kill(self, cluster: Cluster, name: str) -> None:
+        before = cluster.process(name)
+        os.kill(before.pid, signal.SIGKILL)
+        self.kills.append((self._now(), cluster.name, name))
+        async with asyncio.timeout(BACK_S):
+            # Only the file that the supervisor writes says so.
+            while (now := cluster.process(name)).restarts == before.restarts or now.status != "Ready":  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_S)
+
+    async def _sample_on(self) -> None:
+        due = 0.0
+        while True:
+            await asyncio.sleep(max(0.0, due - self._now()))
+            self.samples += await asyncio.to_thread(self._sampled, is_quiet=False)
+            due += SAMPLE_S
+
+    def _sampled(self, *, is_quiet: bool) -> list[Sample]:
+        return [sample for cluster in self._clusters for sample in cluster.samples(self._now(), is_quiet=is_quiet)]
+
+    async def _read_all(self) -> None:
+        several = []
+        for number in range(READINGS):
+            await asyncio.sleep(1.0 if number else 0.0)
+            several.append(await asyncio.to_thread(self._sampled, is_quiet=True))
+        self.samples += several[-1]
+        keys = {cluster.name: await asyncio.to_thread(cluster.keys) for cluster in self._clusters}
+        for sample in several[-1]:
+            place = sample.cluster, sample.process
+            same = [one for samples in several for one in samples if (one.cluster, one.process) == place]
+            counts = least_counts([_counts(one) for one in same])
+            if sample.process == "redis":
+                counts |= keys[sample.cluster]
+            memory = sorted(one.resident for one in same)[len(same) // 2]
+            reading = Reading(sample.at_s, sample.pid, memory, counts)
+            self.readings.setdefault(place, []).append(reading)
+
+    def _say_progress(self) -> None:
+        line = "; ".join(summary(self.told))
+        print(f"{self._now() / 60:5.1f} min: {line}", file=sys.stderr, flush=True)
+
+    def lines(self) -> list[Line]:
+        """What is judged of the processes, then of the answers."""
+        options = self._options
+        found = []
+        for (cluster, process), readings in self.readings.items():
+            found += judged(f"{cluster} {process}", readings, options.warm_up_s, options.growth, RESTARTED_GROWTH)
+        for name, load in self._loads.items():
+            for what, many in (("lost answers", load.told.lost), ("wrong answers", load.told.wrong)):
+                found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {sum(load.told.ended.values())}"))
+        return found
+
+
+def _counts(sample: Sample) -> dict[str, int]:
+    values = zip(COUNTS, (sample.descriptors, sample.threads, sample.tasks), strict=True)
+    return {name: value for name, value in values if value is not None}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run it; 0 if nothing grew and every answer was right, 1 if not, 130 after Ctrl-C."""
+    options = _options(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    # `kill` ends the clusters as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with ExitStack() as stack:
+            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+            tenants, monitor_key = _keys(home / "keys.json")
+            clusters = [
+                stack.enter_context(_cluster(name, home, monitor_key, options.first_metrics_port + 10 * number))
+                for number, name in enumerate(options.clusters)
+            ]
+            soak = Soak(options, clusters, tenants)
+            asyncio.run(soak.run())
+            complaints = [line for cluster in clusters for line in cluster.complaints()]
+    except KeyboardInterrupt:
+        print("scripts/soak: interrupted; every process that it started has ended", file=sys.stderr)
+        return 130
+    return _report(soak, options, complaints)
+
+
+def _keys(file: Path) -> tuple[list[Tenant], str]:
+    today = datetime.now(UTC).date().isoformat()
+    quotas = {"red": None, "green": None, "blue": 1}
+    made = {name: new_key(name, CallerRole.CLIENT, today, most) for name, most in quotas.items()}
+    monitor_key, monitor = new_key("monitor", CallerRole.MONITOR, today)
+    write_keys(file, [*(entry for _, entry in made.values()), monitor])
+    return [Tenant(name, key, quotas[name] is not None) for name, (key, _) in made.items()], monitor_key
+
+
+@contextmanager
+def _cluster(name: str, home: Path, monitor_key: str, first_metrics_port: int) -> Iterator[Cluster]:
+    run_dir = home / name
+    flags, environment, _, _ = CLUSTERS[name]
+    words = (*FLAGS, *flags, "--api-keys", str(home / "keys.json"), "--metrics-port", str(first_metrics_port))
+    try:
+        _baton({**os.environ, **environment}, "up", "--detach", "--run-dir", str(run_dir), *words)
+        yield Cluster(name, run_dir, monitor_key, first_metrics_port)
+    finally:
+        with suppress(subprocess.CalledProcessError):
+            _baton(os.environ, "down", "--force", "--timeout", "30", "--run-dir", str(run_dir))
+
+
+def _baton(environment: Mapping[str, str], *words: str) -> None:
+    # In a session of its own: Ctrl-C is for this script, which then stops the clusters in order.
+    command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, start_new_session=True, timeout=START_S
+    )
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        raise SystemExit(f"scripts/soak: baton {words[0]} ended with {done.returncode}")
+
+
+def _report(soak: Soak, options: Options, complaints: Sequence[str]) -> int:
+    lines = soak.lines()
+    failed = sum(not line.passed for line in lines)
+    _write(soak, options, lines, complaints)
+    warm_up = f"{options.warm_up_s / 60:g} min"
+    print(f"{options.minutes:g} minutes, {len(soak.kills)} kills, seed {options.seed}; warm-up {warm_up}")
+    print(f"memory may grow by {options.growth:.0%}, by {RESTARTED_GROWTH:.0%} between lives, counts not at all\n")
+    print("\n".join(summary(soak.told)) + "\n")
+    rows = [("PROCESS", "FIGURE", "BEFORE", "AFTER", "GROWTH", "", "BASIS")]
+    rows += [
+        (
+            line.process,
+            line.figure,
+            _shown(line.figure, line.before),
+            _shown(line.figure, line.after),
+            f"{line.growth:+.2%}" if line.before else "",
+            line.verdict,
+            line.basis,
+        )
+        for line in lines
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    for told in soak.told.values():
+        for problem in [*told.lost[:20], *told.wrong[:20]]:
+            print(problem)
+    for complaint in complaints:
+        print(f"a process complained: {complaint}")
+    print(f"\n{'FAIL' if failed else 'PASS'}: {failed} of {len(lines)} lines failed; details are in {options.out}")
+    return 1 if failed else 0
+
+
+def _shown(figure: str, value: float) -> str:
+    return f"{value / (1 << 20):.1f} MiB" if figure == "memory" else f"{value:g}"
+
+
+def _write(soak: Soak, options: Options, lines: Sequence[Line], complaints: Sequence[str]) -> None:
+    with (options.out / "samples.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(list(Sample.__dataclass_fields__))
+        writer.writerows(list(asdict(sample).values()) for sample in soak.samples)
+    result = {
+        "machine": f"{usable_cores()} cores of {processor()}",
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "options": {**asdict(options), "out": str(options.out)},
+        "duration_s": soak.duration_s,
+        "kills": soak.kills,
+        "lines": [{**asdict(line), "growth": line.growth, "verdict": line.verdict} for line in lines],
+        "clients": {name: told.to_json() for name, told in soak.told.items()},
+        "readings": {" ".join(place): [asdict(one) for one in many] for place, many in soak.readings.items()},
+        "complaints": list(complaints),
+    }
+    (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    growth = {line.process: line for line in lines if line.figure == "memory"}
+    columns: dict[str, list[Panel]] = {}
+    for (cluster, process), readings in soak.readings.items():
+        line = growth[f"{cluster} {process}"]
+        title = f"{process}: {line.growth:+.2%}" if line.is_judged else process
+        columns.setdefault(f"{cluster} model", []).append(_panel(soak, cluster, process, title, readings))
+    title = f"Memory of every process over {options.minutes:g} minutes, {len(soak.kills)} kills"
+    svg = drawn(title, columns, max(1.0, soak.duration_s), options.warm_up_s)
+    (options.out / "memory.svg").write_text(svg)
+
+
+def _panel(soak: Soak, cluster: str, process: str, title: str, readings: Sequence[Reading]) -> Panel:
+    own = [sample for sample in soak.samples if (sample.cluster, sample.process) == (cluster, process)]
+    own.sort(key=lambda sample: sample.at_s)
+    runs = lives_of([Reading(sample.at_s, sample.pid, sample.resident) for sample in own])
+    return Panel(
+        title,
+        [[(reading.at_s, float(reading.memory)) for reading in run] for run in runs],
+        [(reading.at_s, float(reading.memory)) for reading in readings],
+        [at_s for at_s, of, name in soak.kills if (of, name) == (cluster, process)],
+    )
+
+
+def _options(argv: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak",
+        description="Run clusters under a mixed load with kills for a long time; exit 1 if anything of them grows.",
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long, without start and end (default: 60)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "soak", metavar="DIR", help="where results go")
+    parser.add_argument("--seed", type=int, default=1, help="of requests, clients and kills (default: 1)")
+    parser.add_argument(
+        "--metrics-port", type=int, default=19200, metavar="PORT", help="first of 20 free ports (default: 19200)"
+    )
+    parser.add_argument(
+        "--cluster", choices=CLUSTERS, action="append", help="only the cluster of this model (default: both)"
+    )
+    found = parser.parse_args(argv)
+    if found.minutes * 60 < 2 * SHORT_CYCLE_S:
+        parser.error(f"--minutes must be at least {2 * SHORT_CYCLE_S / 60:.2g}: a cycle takes {SHORT_CYCLE_S:g} s")
+    return replace(
+        Options(found.minutes, found.out.resolve(), found.seed, found.metrics_port, ()),
+        clusters=tuple(found.cluster or CLUSTERS),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,129 @@
+"""What a soak run's readings say: whether a process grew. Pure: readings in, verdicts out.
+
+Like is compared with like. Only readings of quiet moments count: all streams have ended, and the collectors of the
+processes have run. Of a process that was never killed, the first readings after the warm-up are held against the last
+ones, by their medians. A process that was killed begins anew each time, so its lives are held against each other: the
+last whole one against the first whole one, as many readings after the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+WINDOW_SHARE = 0.2
+"""Of the readings after the warm-up, the share that each of the two windows takes."""
+COUNTS = ("descriptors", "threads", "tasks")
+SETTLED_READINGS = 2
+"""A restarted process is judged by readings from its second one on: by then its peers have connected to it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One process in one quiet moment. `at_s`: since the begin of the run."""
+
+    at_s: float
+    pid: int
+    memory: int
+    """Resident bytes."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Descriptors, threads, tasks or Redis keys by kind; what the process does not tell is absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One judged figure of one process."""
+
+    process: str
+    figure: str
+    before: float
+    after: float
+    limit: float
+    """The largest share by which it may have grown."""
+    basis: str
+    """What was compared, or why nothing could be."""
+    is_judged: bool = True
+
+    @property
+    def growth(self) -> float:
+        """As a share; negative where it shrank."""
+        if not self.before:
+            return float(self.after > 0)
+        return self.after / self.before - 1
+
+    @property
+    def passed(self) -> bool:
+        return not self.is_judged or self.growth <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        if not self.is_judged:
+            return "-"
+        return "PASS" if self.passed else "FAIL"
+
+
+def judged(
+    process: str, readings: Sequence[Reading], warm_up_s: float, growth: float, restarted_growth: float
+) -> list[Line]:
+    """Every figure of one process. `growth`: the limit of its memory; `restarted_growth`: the same between lives."""
+    if len({reading.pid for reading in readings}) > 1:
+        return _lives_judged(process, readings, restarted_growth)
+    after = [reading for reading in readings if reading.at_s >= warm_up_s]
+    size = max(1, round(len(after) * WINDOW_SHARE))
+    if len(after) < 2 * size:
+        return [_unjudged(process, f"{len(after)} readings after the warm-up: too few")]
+    basis = f"median of {size} readings from {after[0].at_s / 60:.0f} min on and of the last {size}"
+    return _compared(process, after[:size], after[-size:], growth, basis)
+
+
+def lives_of(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """The readings of each run of a process that was killed and started again, in order."""
+    lives: list[list[Reading]] = []
+    for reading in readings:
+        if not lives or lives[-1][-1].pid != reading.pid:
+            lives.append([])
+        lives[-1].append(reading)
+    return lives
+
+
+def _lives_judged(process: str, readings: Sequence[Reading], limit: float) -> list[Line]:
+    # The first life also holds the start of the cluster, and serves the first questions alone.
+    lives = [life for life in lives_of(readings)[1:] if len(life) > SETTLED_READINGS - 1]
+    if len(lives) < 2:
+        return [_unjudged(process, f"{len(lives)} lives that were long enough after the first kill: too few")]
+    size = min(len(lives[0]), len(lives[-1]))
+    first, last = lives[0][SETTLED_READINGS - 1 : size], lives[-1][SETTLED_READINGS - 1 : size]
+    basis = f"readings {SETTLED_READINGS} to {size} of the first and the last of {len(lives)} lives"
+    return _compared(process, first, last, limit, basis)
+
+
+def _compared(
+    process: str, before: Sequence[Reading], after: Sequence[Reading], growth: float, basis: str
+) -> list[Line]:
+    lines = [Line(process, "memory", _middle(before, _memory), _middle(after, _memory), growth, basis)]
+    for name in sorted({name for reading in (*before, *after) for name in reading.counts}):
+
+        def count(reading: Reading, name: str = name) -> int:
+            return reading.counts.get(name, 0)
+
+        lines.append(Line(process, name, _middle(before, count), _middle(after, count), 0.0, basis))
+    return lines
+
+
+def _middle(readings: Sequence[Reading], of: Callable[[Reading], float]) -> float:
+    return float(median(of(reading) for reading in readings))
+
+
+def _memory(reading: Reading) -> float:
+    return reading.memory
+
+
+def _unjudged(process: str, why: str) -> Line:
+    return Line(process, "memory", 0, 0, 0, why, is_judged=False)
+
+
+def least_counts(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of several readings of one moment, the least of each count: what comes and goes within a second is no leak."""
+    names = {name for counts in several for name in counts}
+    return {name: min(counts.get(name, 0) for counts in several) for name in sorted(names)}

@@ -1,0 +1,401 @@
+"""The load of a soak run: clients of several tenants, over gRPC and HTTP, some of which behave badly.
+
+Every request is one of a fixed set, whose tokens are known from an undisturbed run, so whatever comes can be checked,
+also of a stream that its client breaks off. Half of the askings have a cache salt of their own: nothing of their
+prompts is cached, and every cache of blocks turns over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from baton.client import AsyncGenerationClient
+from baton.errors import BatonError, Cancelled, InvalidRequest, QuotaExceeded, RequestNotFound
+from baton.ids import new_request_id
+from baton.rpc.messages import Chunk, GenerateRequest
+from baton.security.access import Access
+
+NUM_REQUESTS = 24
+LONGEST_PROMPT = 400
+OWN_SALT_SHARE = 0.5
+"""Of the askings that find nothing of their prompt in a cache."""
+ANSWER_S = 60.0
+"""No answer takes longer, not even one whose router and nodes are killed."""
+RETRY_S = 20.0
+"""An HTTP client tries for so long to find a router that goes on with its stream."""
+AT_ONCE = 4
+_RETRY_PAUSE_S = 0.3
+_SLOW_PAUSE_S = 0.25
+"""A slow reader takes one event, then waits for so long."""
+_SMALL_BUFFER = 4096
+"""Receive buffer of a slow reader: the rest of its stream waits at the router."""
+_LONGEST_THINKING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose key a client shows. One with a quota is refused now and then, which is no failure."""
+
+    name: str
+    api_key: str
+    has_quota: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """Where a cluster's routers are; their ports stay when they are started again."""
+
+    grpc: Sequence[str]
+    http: Sequence[str]
+
+
+@dataclass(slots=True)
+class Told:
+    """What the clients of one cluster saw."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    """Askings by kind."""
+    tokens: int = 0
+    retried: int = 0
+    """HTTP streams that went on at another router or were asked again."""
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {
+            "ended": dict(self.ended),
+            "tokens": self.tokens,
+            "retried": self.retried,
+            "wrong": self.wrong,
+            "lost": self.lost,
+        }
+
+
+def requests(rng: Random, vocab_size: int) -> list[GenerateRequest]:
+    """Greedy and sampled ones, half of them with a common beginning."""
+    prefix = [rng.randrange(2, vocab_size) for _ in range(LONGEST_PROMPT // 2)]
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = [rng.randrange(2, vocab_size) for _ in range(rng.randint(4, LONGEST_PROMPT // 2))]
+        made.append(
+            GenerateRequest(
+                prefix + own if number % 2 else own,
+                temperature=0.0 if number % 3 == 0 else 1.0,
+                seed=rng.getrandbits(50),
+                max_tokens=rng.randint(8, 80),
+                ignore_eos=True,
+            )
+        )
+    return made
+
+
+class SoakLoad:
+    """The clients of one cluster. `run` asks until `pause`; nothing is open when it returns."""
+
+    def __init__(self, routers: Routers, tenants: Sequence[Tenant], vocab_size: int, rng: Random) -> None:
+        self._routers = routers
+        self._tenants = tenants
+        self._rng = rng
+        self._asked = requests(rng, vocab_size)
+        self._expected: list[list[int]] = []
+        self._over = asyncio.Event()
+        self.told = Told()
+
+    async def learn(self) -> None:
+        """Ask each request once, before anything disturbs it."""
+        async with self._client(next(tenant for tenant in self._tenants if not tenant.has_quota)) as client:
+            for request in self._asked:
+                self._expected.append([token async for token in _tokens(client, request)])
+
+    def pause(self) -> None:
+        """Let everything that is open end, and ask nothing new."""
+        self._over.set()
+
+    async def run(self, num_clients: int) -> None:
+        """Ask until `pause`."""
+        self._over.clear()
+        await asyncio.gather(*(self._ask_on(Random(self._rng.getrandbits(32))) for _ in range(num_clients)))
+
+    async def _ask_on(self, rng: Random) -> None:
+        kinds: Sequence[tuple[str, int, Callable[..., Awaitable[None]]]] = (
+            ("whole over gRPC", 4, self._whole),
+            ("whole over HTTP", 4, self._whole_over_http),
+            ("cancelled", 1, self._cancelled),
+            ("left", 1, self._left),
+            ("disconnected", 1, self._disconnected),
+            ("read slowly over gRPC", 1, self._slow),
+            ("read slowly over HTTP", 1, self._slow_over_http),
+            ("refused", 1, self._refused),
+            ("several at once", 1, self._several),
+        )
+        weights = [weight for _, weight, _ in kinds]
+        while not self._over.is_set():
+            (kind, _, ask), place = rng.choices(kinds, weights)[0], rng.randrange(len(self._asked))
+            tenant = rng.choice(self._tenants)
+            salt = f"{rng.getrandbits(64):x}" if rng.random() < OWN_SALT_SHARE else ""
+            request = replace(self._asked[place], request_id=new_request_id(rng), cache_salt=salt)
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await ask(tenant, request, self._expected[place], rng)
+                self.told.ended[kind] += 1
+            except QuotaExceeded as error:
+                self._refusal(tenant, f"{kind}: {error}")
+            except (BatonError, OSError, TimeoutError, ValueError) as error:
+                self.told.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), rng.uniform(0.0, _LONGEST_THINKING_S))
+
+    def _refusal(self, tenant: Tenant, story: str) -> None:
+        if tenant.has_quota:
+            self.told.ended["over the tenant's quota"] += 1
+        else:
+            self.told.lost.append(story)
+
+    def _client(self, tenant: Tenant) -> AsyncGenerationClient:
+        return AsyncGenerationClient(
+            *self._routers.grpc, rng=Random(self._rng.getrandbits(32)), access=Access(api_key=tenant.api_key)
+        )
+
+    def _check(self, request: GenerateRequest, got: Sequence[int], expected: Sequence[int], *, is_whole: bool) -> None:
+        self.told.tokens += len(got)
+        if list(got) != list(expected if is_whole else expected[: len(got)]):
+            self.told.wrong.append(f"{request.request_id}: {list(got)} instead of {list(expected)}"[:1000])
+
+    async def _whole(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        async with self._client(tenant) as client:
+            self._check(request, [token async for token in _tokens(client, request)], expected, is_whole=True)
+
+    async def _several(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        """Beyond a quota some of them are refused, and the others served."""
+        several = [replace(request, request_id=new_request_id(rng)) for _ in range(AT_ONCE)]
+        told = await asyncio.gather(
+            *(self._whole(tenant, one, expected, rng) for one in several), return_exceptions=True
+        )
+        for error in told:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _slow(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        got = []
+        async with self._client(tenant) as client:
+            async for token in _tokens(client, request):
+                got.append(token)
+                await asyncio.sleep(rng.random() * _SLOW_PAUSE_S)
+        self._check(request, got, expected, is_whole=True)
+
+    async def _cancelled(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        """By a call of its own, while the stream is read on."""
+        got, stop = [], rng.randint(1, len(expected))
+        async with self._client(tenant) as client:
+            with suppress(Cancelled):
+                async for token in _tokens(client, request):
+                    got.append(token)
+                    if len(got) == stop:
+                        with suppress(RequestNotFound):  # it has ended meanwhile
+                            await client.cancel(request.request_id)
+        self._check(request, got, expected, is_whole=False)
+
+    async def _left(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        got, stop = [], rng.randint(1, len(expected))
+        async with self._client(tenant) as client, aclosing(_tokens(client, request)) as tokens:
+            async for token in tokens:
+                got.append(token)
+                if len(got) == stop:
+                    break
+        self._check(request, got, expected, is_whole=False)
+
+    async def _refused(self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random) -> None:
+        bad = replace(request, temperature=-1.0)
+        async with self._client(tenant) as client:
+            try:
+                async for _ in client.generate(bad):
+                    pass
+            except InvalidRequest:
+                return
+        self.told.wrong.append(f"{request.request_id}: temperature -1 was not refused")
+
+    async def _whole_over_http(
+        self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random
+    ) -> None:
+        got = await self._over_http(tenant, request, rng, None, 0.0)
+        self._check(request, got, expected, is_whole=True)
+
+    async def _slow_over_http(
+        self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random
+    ) -> None:
+        got = await self._over_http(tenant, request, rng, None, rng.random() * _SLOW_PAUSE_S)
+        self._check(request, got, expected, is_whole=True)
+
+    async def _disconnected(
+        self, tenant: Tenant, request: GenerateRequest, expected: Sequence[int], rng: Random
+    ) -> None:
+        got = await self._over_http(tenant, request, rng, rng.randint(1, len(expected)), 0.0)
+        self._check(request, got, expected, is_whole=False)
+
+    async def _over_http(
+        self, tenant: Tenant, request: GenerateRequest, rng: Random, limit: int | None, pause_s: float
+    ) -> list[int]:
+        """Tokens of a stream that is resumed elsewhere when its router goes; `limit`: hang up after so many events."""
+        loop = asyncio.get_running_loop()
+        place = rng.randrange(len(self._routers.http))
+        stream = _HttpStream(tenant, request)
+        lost_at: float | None = None
+        while True:
+            num_events = stream.num_events
+            try:
+                await stream.read(self._routers.http[place], limit, pause_s)
+                return stream.token_ids
+            except (OSError, asyncio.IncompleteReadError, _TryAgain) as error:
+                if lost_at is None or stream.num_events > num_events:
+                    lost_at = loop.time()
+                if loop.time() - lost_at > RETRY_S:
+                    raise BatonError(f"no router goes on with it: {type(error).__name__}: {error}") from error
+            self.told.retried += 1
+            place = (place + 1) % len(self._routers.http)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+
+
+class _TryAgain(Exception):
+    """The router can't go on with the stream now."""
+
+
+class _HttpStream:
+    """One completion over HTTP/1.1, over as many connections as it takes."""
+
+    def __init__(self, tenant: Tenant, request: GenerateRequest) -> None:
+        self._tenant = tenant
+        self._request_id = request.request_id
+        self._body = {
+            "prompt": request.prompt,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "max_tokens": request.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            **({"cache_salt": request.cache_salt} if request.cache_salt else {}),
+        }
+        self._last_id = ""
+        self.token_ids: list[int] = []
+        self.num_events = 0
+
+    async def read(self, address: str, limit: int | None, pause_s: float) -> None:
+        """Read to the end, or hang up after `limit` events. Raises OSError, IncompleteReadError or _TryAgain."""
+        host, _, port = address.rpartition(":")
+        connection = socket.socket()
+        connection.setblocking(False)
+        if pause_s:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        except BaseException:
+            connection.close()
+            raise
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+        try:
+            writer.write(self._question(address))
+            status = int((await _line(reader)).split()[1])
+            while await _line(reader) != b"":
+                pass
+            if status != 200:
+                self._failed(status, await _body(reader))
+                return
+            while self._take(await _body_piece(reader)):
+                if limit is not None and self.num_events >= limit:
+                    return
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+        finally:
+            writer.transport.abort()
+
+    def _question(self, address: str) -> bytes:
+        body = json.dumps(self._body).encode()
+        headers = {
+            "host": address,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": self._request_id,
+            "authorization": f"Bearer {self._tenant.api_key}",
+            **({"last-event-id": self._last_id} if self._last_id else {}),
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+    def _failed(self, status: int, body: bytes) -> None:
+        if status == 429 and self._tenant.has_quota and not self._last_id:
+            raise QuotaExceeded(body.decode())
+        if status == 404 and self._last_id:
+            # Nobody knows it any more: it is asked again from the start, and brings the same.
+            self._last_id, self.token_ids, self.num_events = "", [], 0
+            raise _TryAgain(body.decode())
+        if status in (409, 429, 502, 503):
+            raise _TryAgain(f"{status}: {body.decode()}")
+        raise ValueError(f"{status}: {body.decode()}")
+
+    def _take(self, piece: bytes) -> bool:
+        """The events of a piece of the stream; False: it is over. The server never cuts an event."""
+        for block in piece.decode().split("\n\n"):
+            fields = dict(line.partition(": ")[::2] for line in block.split("\n") if line and not line.startswith(":"))
+            if "data" not in fields:
+                continue
+            if fields["data"] == "[DONE]":
+                return False
+            said: dict[str, Any] = json.loads(fields["data"])
+            if "error" in said:
+                raise _TryAgain(str(said["error"]))
+            self._last_id = fields.get("id", self._last_id)
+            self.num_events += 1
+            for choice in said["choices"]:
+                self.token_ids += choice.get("token_ids") or ()
+        return True
+
+
+async def _tokens(client: AsyncGenerationClient, request: GenerateRequest) -> Any:
+    async with aclosing(client.generate(request)) as events:
+        async for event in events:
+            if isinstance(event, Chunk):
+                for token in event.token_ids:
+                    yield token
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise asyncio.IncompleteReadError(line, None)
+    return line.rstrip()
+
+
+async def _body_piece(reader: asyncio.StreamReader) -> bytes:
+    """The next chunk (RFC 9112, section 7.1)."""
+    size = int(await _line(reader), 16)
+    piece = await reader.readexactly(size + 2)
+    if not size:
+        raise asyncio.IncompleteReadError(b"", None)
+    return piece[:-2]
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes:
+    """Of an answer that is no stream: up to the end of the connection."""
+    return await reader.read()
+
+
+def summary(told: Mapping[str, Told]) -> list[str]:
+    """For people, one line a cluster."""
+    lines = []
+    for name, one in told.items():
+        kinds = ", ".join(f"{number} {kind}" for kind, number in one.ended.most_common())
+        lines.append(
+            f"{name}: {one.ended.total()} askings ({kinds}), {one.tokens} tokens, {one.retried} HTTP retries, "
+            f"{len(one.lost)} lost, {len(one.wrong)} wrong"
+        )
+    return lines

@@ -48,11 +48,14 @@ def drawn(title: str, columns: Mapping[str, Sequence[Panel]], duration_s: float,
 def _panel(panel: Panel, x: float, y: float, duration_s: float, warm_up_s: float) -> list[str]:
     values = [value for run in panel.runs for _, value in run] or [1.0]
     top = max(values)
-    bottom = max(0.0, min(min(values), top * (1 - _LEAST_SPAN)))
+    # Quiet readings are always in sight; the steep rise of a start is cut off below them.
+    bottom = min([top * (1 - _LEAST_SPAN), *(value for _, value in panel.quiet)])
     top += (top - bottom) * 0.08
 
     def at(seconds: float, value: float) -> tuple[float, float]:
-        return x + _PANEL_WIDTH * seconds / duration_s, y + _PANEL_HEIGHT * (1 - (value - bottom) / (top - bottom))
+        return x + _PANEL_WIDTH * seconds / duration_s, y + _PANEL_HEIGHT * (
+            1 - (max(value, bottom) - bottom) / (top - bottom)
+        )
 
     parts = [
         f'<rect x="{x}" y="{y}" width="{_PANEL_WIDTH * min(1.0, warm_up_s / duration_s):.1f}" '
@@ -65,7 +68,7 @@ def _panel(panel: Panel, x: float, y: float, duration_s: float, warm_up_s: float
         for value in (bottom, (bottom + top) / 2, top)
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        label = f"{duration_s * share / 60:.4g}"
+        label = f"{duration_s * share / 60:.2g}"
         parts.append(
             f'<text x="{x + _PANEL_WIDTH * share:.1f}" y="{y + _PANEL_HEIGHT + 12}" text-anchor="middle">{label}</text>'
         )

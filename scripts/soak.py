@@ -66,25 +66,26 @@ BACK_S = 60.0
 START_S = 120.0
 _LOOK_S = 0.2
 
-CLUSTERS: Mapping[str, tuple[Sequence[str], Mapping[str, str], int, int]] = {
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the two clusters."""
+
+    flags: Sequence[str]
+    environment: Mapping[str, str]
+    vocab_size: int
+    clients: int
+    warm_up_clients: int
+    """More of them at first: a node keeps its latest events and steps, as many as there may be after the warm-up."""
+
+
+CLUSTERS: Mapping[str, Kind] = {
     # Small caches, so that all of their memory has been written before the warm-up ends.
-    "simulated": (
-        ("--runner", "simulated", "--kv-cache-memory", "1MiB"),
-        {"BATON_SIMULATED_STEP_MS": "10"},
-        8,
-        32000,
+    "simulated": Kind(
+        ("--runner", "simulated", "--kv-cache-memory", "1MiB"), {"BATON_SIMULATED_STEP_MS": "10"}, 32000, 8, 40
     ),
-    "bundled": (
-        (
-            "--kv-cache-memory",
-            "24MiB",
-        ),
-        {},
-        2,
-        4096,
-    ),
+    "bundled": Kind(("--kv-cache-memory", "24MiB"), {}, 4096, 4, 12),
 }
-"""Flags and environment of each, its clients, and the vocabulary of its model."""
 FLAGS = (
     *("--prefill", "2", "--decode", "2", "--routers", "2", "--threads", "1", "--grpc-port", "0", "--http-port", "0"),
     # Every prompt goes the long way, over both nodes and NIXL.
@@ -215,7 +216,7 @@ class Soak:
         self._rng = Random(options.seed)
         self._clusters = clusters
         self._loads = {
-            cluster.name: SoakLoad(cluster.routers, tenants, CLUSTERS[cluster.name][3], Random(options.seed))
+            cluster.name: SoakLoad(cluster.routers, tenants, CLUSTERS[cluster.name].vocab_size, Random(options.seed))
             for cluster in clusters
         }
         self._begun = 0.0
@@ -252,7 +253,8 @@ class Soak:
     async def _cycle(self, victims_cluster: Cluster, victim: str) -> None:
         begun, cycle_s = self._now(), self._options.cycle_s
         loads = [
-            asyncio.create_task(self._loads[cluster.name].run(CLUSTERS[cluster.name][2])) for cluster in self._clusters
+            asyncio.create_task(self._loads[cluster.name].run(self._clients(cluster.name)))
+            for cluster in self._clusters
         ]
         try:
             await asyncio.sleep(self._rng.uniform(*KILL_AT) * cycle_s)
@@ -267,6 +269,10 @@ class Soak:
             await asyncio.gather(*loads, return_exceptions=True)
         await asyncio.sleep(max(QUIET_S / 2, begun + cycle_s - READINGS - self._now()))
         await self._read_all()
+
+    def _clients(self, cluster: str) -> int:
+        kind = CLUSTERS[cluster]
+        return kind.clients if self._now() >= self._options.warm_up_s else kind.warm_up_clients
 
     async def _kill(self, cluster: Cluster, name: str) -> None:
         before = cluster.process(name)
@@ -360,10 +366,10 @@ def _keys(file: Path) -> tuple[list[Tenant], str]:
 @contextmanager
 def _cluster(name: str, home: Path, monitor_key: str, first_metrics_port: int) -> Iterator[Cluster]:
     run_dir = home / name
-    flags, environment, _, _ = CLUSTERS[name]
-    words = (*FLAGS, *flags, "--api-keys", str(home / "keys.json"), "--metrics-port", str(first_metrics_port))
+    kind = CLUSTERS[name]
+    words = (*FLAGS, *kind.flags, "--api-keys", str(home / "keys.json"), "--metrics-port", str(first_metrics_port))
     try:
-        _baton({**os.environ, **environment}, "up", "--detach", "--run-dir", str(run_dir), *words)
+        _baton({**os.environ, **kind.environment}, "up", "--detach", "--run-dir", str(run_dir), *words)
         yield Cluster(name, run_dir, monitor_key, first_metrics_port)
     finally:
         with suppress(subprocess.CalledProcessError):

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from baton.client import AsyncGenerationClient
-from baton.errors import BatonError, Cancelled, InvalidRequest, QuotaExceeded, RequestNotFound
+from baton.errors import BatonError, Cancelled, InvalidRequest, QuotaExceeded, RequestNotFound, Unreachable
 from baton.ids import new_request_id
 from baton.rpc.messages import Chunk, GenerateRequest
 from baton.security.access import Access
@@ -147,8 +147,9 @@ class SoakLoad:
                 async with asyncio.timeout(ANSWER_S):
                     await ask(tenant, request, self._expected[place], rng)
                 self.told.ended[kind] += 1
-            except QuotaExceeded as error:
-                self._refusal(tenant, f"{kind}: {error}")
+            except (QuotaExceeded, Unreachable) as error:
+                # A client that one router refuses and that can't reach the other one is told of the latter.
+                self._refusal(tenant, f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
             except (BatonError, OSError, TimeoutError, ValueError) as error:
                 self.told.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
             with suppress(TimeoutError):
@@ -200,7 +201,8 @@ class SoakLoad:
                 async for token in _tokens(client, request):
                     got.append(token)
                     if len(got) == stop:
-                        with suppress(RequestNotFound):  # it has ended meanwhile
+                        # It has ended meanwhile, or is at a router that was killed.
+                        with suppress(RequestNotFound, Unreachable):
                             await client.cancel(request.request_id)
         self._check(request, got, expected, is_whole=False)
 

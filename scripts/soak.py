@@ -63,7 +63,7 @@ GROWTH, SHORT_GROWTH = 0.02, 0.10
 RESTARTED_GROWTH = 0.05
 """Two lives of one process: where its allocators put things differs from start to start."""
 BACK_S = 60.0
-START_S = 120.0
+START_S = 180.0
 _LOOK_S = 0.2
 
 

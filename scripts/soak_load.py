@@ -32,6 +32,8 @@ ANSWER_S = 60.0
 RETRY_S = 20.0
 """An HTTP client tries for so long to find a router that goes on with its stream."""
 AT_ONCE = 4
+UNREACHABLE_PAUSE_S = 10.0
+"""A killed router is back by then."""
 _RETRY_PAUSE_S = 0.3
 _SLOW_PAUSE_S = 0.25
 """A slow reader takes one event, then waits for so long."""
@@ -65,7 +67,7 @@ class Told:
     """Askings by kind."""
     tokens: int = 0
     retried: int = 0
-    """HTTP streams that went on at another router or were asked again."""
+    """Calls that went on at another router over HTTP, or were asked again because no router took them."""
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -145,11 +147,16 @@ class SoakLoad:
             request = replace(self._asked[place], request_id=new_request_id(rng), cache_salt=salt)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    await ask(tenant, request, self._expected[place], rng)
+                    try:
+                        await ask(tenant, request, self._expected[place], rng)
+                    except Unreachable:
+                        # Each router was tried once and none took it: asking again is the caller's business.
+                        self.told.retried += 1
+                        await asyncio.sleep(UNREACHABLE_PAUSE_S)
+                        await ask(tenant, request, self._expected[place], rng)
                 self.told.ended[kind] += 1
-            except (QuotaExceeded, Unreachable) as error:
-                # A client that one router refuses and that can't reach the other one is told of the latter.
-                self._refusal(tenant, f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
+            except QuotaExceeded as error:
+                self._refusal(tenant, f"{kind}, {request.request_id}: {error}")
             except (BatonError, OSError, TimeoutError, ValueError) as error:
                 self.told.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
             with suppress(TimeoutError):
@@ -397,7 +404,7 @@ def summary(told: Mapping[str, Told]) -> list[str]:
     for name, one in told.items():
         kinds = ", ".join(f"{number} {kind}" for kind, number in one.ended.most_common())
         lines.append(
-            f"{name}: {one.ended.total()} askings ({kinds}), {one.tokens} tokens, {one.retried} HTTP retries, "
+            f"{name}: {one.ended.total()} askings ({kinds}), {one.tokens} tokens, {one.retried} retries, "
             f"{len(one.lost)} lost, {len(one.wrong)} wrong"
         )
     return lines

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class LiveCluster:
 
     grpc_address: str
     operator_address: str
+    http_address: str = ""
 
     def nodes(self) -> Sequence[NodeStatus]:
         """Prefill and decode nodes."""
@@ -67,25 +69,29 @@ async def _trace(address: str) -> Sequence[TraceEvent]:
 
 
 @contextmanager
-def live_cluster(*flags: str) -> Iterator[LiveCluster]:
-    """Start `baton up` with these flags on free ports; everything has ended on exit. Raises ConfigError."""
+def live_cluster(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[LiveCluster]:
+    """Start `baton up` with these flags on free ports; everything has ended on exit. Raises ConfigError.
+
+    `environment`: settings of its processes that `baton up` has no flags for.
+    """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as run_dir:
         ports = ("--grpc-port", "0", "--http-port", "0")
         # What is measured is the way over both nodes, also where one alone would be cheaper.
         words = (*ports, "--placement", "least-loaded", *flags)
-        up = _baton("up", "--detach", "--run-dir", run_dir, "-o", "json", *words)
+        up = _baton("up", "--detach", "--run-dir", run_dir, "-o", "json", *words, environment=environment)
         if up.returncode:
             raise ConfigError(f"baton up failed: {up.stderr.strip()}")
         state: dict[str, Any] = json.loads(up.stdout)
         try:
-            yield LiveCluster(state["grpc_address"], state["operator_address"])
+            yield LiveCluster(state["grpc_address"], state["operator_address"], state["http_address"])
         finally:
             _baton("down", "--run-dir", run_dir)
 
 
-def _baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _baton(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "baton.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    settings = {**os.environ, **(environment or {})}
+    return subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
 
 
 def arrangement_flags(arrangement: Arrangement) -> list[str]:

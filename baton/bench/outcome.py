@@ -47,6 +47,8 @@ class Outcome:
     queue_s: float = 0.0
     """What the cluster says of it: spans, each measured on one clock, so they add up with times of other clocks."""
     prefill_s: float = 0.0
+    retry_after_s: float | None = None
+    """Of a refusal that says when to come again."""
 
 
 class Outcomes:
@@ -65,6 +67,7 @@ class Outcomes:
         self._attempts = array("B")
         self._queue = array("f")
         self._prefill = array("f")
+        self._retry_after = array("f")
         self._error = array("i")
         self._nodes = array("i")
         self._names: dict[str, int] = {"": 0}
@@ -89,6 +92,7 @@ class Outcomes:
         self._attempts.append(min(255, outcome.attempts))
         self._queue.append(outcome.queue_s)
         self._prefill.append(outcome.prefill_s)
+        self._retry_after.append(float("nan") if outcome.retry_after_s is None else outcome.retry_after_s)
         self._error.append(0 if outcome.error is None else self._name(outcome.error or "failed"))
         self._nodes.append(self._name(outcome.prefill_node))
         self._nodes.append(self._name(outcome.decode_node))
@@ -114,7 +118,7 @@ class Outcomes:
         return (
             *(self._index, self._planned, self._sent, self._first, self._finished),
             *(self._input, self._output, self._largest_gap, self._cached, self._attempts),
-            *(self._queue, self._prefill),
+            *(self._queue, self._prefill, self._retry_after),
         )
 
     def _name(self, name: str) -> int:
@@ -170,6 +174,11 @@ class Outcomes:
     @property
     def prefill_s(self) -> Column:
         return np.array(self._prefill, dtype=np.float64)
+
+    @property
+    def retry_after_s(self) -> Column:
+        """NaN where nothing was said of it."""
+        return np.array(self._retry_after, dtype=np.float64)
 
     @property
     def is_complete(self) -> NDArray[np.bool_]:

@@ -36,6 +36,8 @@ class Target:
     tokenizer: str = ""
     """Model directory whose tokenizer makes text of prompts."""
     request_id_prefix: str = "bench"
+    ttft_slo_ms: float | None = None
+    """Told to a Baton router with each request: it refuses at once what it could not begin in time."""
     tls_ca: str = ""
     """The authority that its certificate comes from. Empty: those that this machine knows."""
 
@@ -65,6 +67,8 @@ class Usage:
     decode_node: str = ""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    retry_after_s: float | None = None
+    """Of a refusal that says when to come again."""
 
 
 class Listener(Protocol):

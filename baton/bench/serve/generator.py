@@ -186,6 +186,7 @@ class Generator:
             usage.decode_node,
             usage.queue_ms / 1e3,
             usage.prefill_ms / 1e3,
+            usage.retry_after_s,
         )
 
     def _count(self, opened: _Open, error: str | None) -> None:

@@ -16,6 +16,7 @@ from baton.rpc.http2.client_connection import Ended, call_headers
 from baton.rpc.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
 
 _GENERATE = "/baton.v1.Generation/Generate"
+_PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class GrpcEndpoint:
@@ -51,6 +52,7 @@ class GrpcEndpoint:
                 temperature=target.temperature,
                 max_tokens=max(1, request.output_length),
                 ignore_eos=target.ignore_eos,
+                ttft_slo_ms=target.ttft_slo_ms,
             )
         ).SerializeToString()
 
@@ -127,11 +129,13 @@ class _Answer:
                 self._usage = _usage(event.usage, event.timings)
 
     def on_end(self, ended: Ended) -> None:
-        usage = self._usage
+        usage, about = self._usage, dict(ended.trailers)
         if ended.error or usage is None:
+            pushback = about.get(_PUSHBACK, "")
+            if pushback.isdecimal():
+                self._usage = replace(usage or Usage(), retry_after_s=int(pushback) / 1e3)
             self.end(ended.error or "the stream ended without an answer")
             return
-        about = dict(ended.trailers)
         prefill, decode = (about.get(f"baton-{role}-node", "") for role in ("prefill", "decode"))
         self._listener.on_end(None, replace(usage, prefill_node=prefill, decode_node=decode))
 

@@ -49,6 +49,8 @@ class HttpEndpoint:
         }
         if target.ignore_eos:
             fields["ignore_eos"] = True
+        if target.ttft_slo_ms is not None:
+            fields["ttft_slo_ms"] = target.ttft_slo_ms
         if self._is_chat:
             fields["messages"] = [{"role": "user", "content": self._text(request)}]
         else:
@@ -218,6 +220,8 @@ class _Answer:
             raise ValueError(f"{first[:60]!r}")
         self._status = int(words[1])
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if headers.get("retry-after", "").isdecimal():
+            self._usage = Usage(retry_after_s=float(headers["retry-after"]))
         self._is_chunked = headers.get("transfer-encoding", "").lower() == "chunked"
         if not self._is_chunked and "content-length" in headers:
             self._left = int(headers["content-length"])

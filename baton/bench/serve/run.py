@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ class LoadPlan:
     max_concurrency: int | None = None
     request_timeout_s: float | None = None
     num_warmups: int = 0
+    delay_s: float = 0.0
+    """Seconds that its processes wait once they are ready."""
     limit_s: float | None = None
     """Seconds from the workload's begin after which the run ends, with what came until then."""
 
@@ -63,7 +65,43 @@ class LoadRun:
 
 def run_load(plan: LoadPlan, on_progress: OnProgress = lambda _: None) -> LoadRun:
     """Run it; Ctrl-C ends it early, with what came until then. Raises BatonError and Unreachable."""
-    return asyncio.run(_Run(plan, on_progress).run())
+    return asyncio.run(_run_alone(_Run(plan, on_progress)))
+
+
+async def _run_alone(run: _Run) -> LoadRun:
+    with _on_interrupt(run.interrupt):
+        return await run.run()
+
+
+@contextmanager
+def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C does this instead."""
+    loop = asyncio.get_running_loop()
+    with suppress(ValueError, RuntimeError):  # only a main thread hears signals
+        loop.add_signal_handler(signal.SIGINT, act)
+    try:
+        yield
+    finally:
+        with suppress(ValueError, RuntimeError):
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+async def run_beside(plans: Sequence[LoadPlan]) -> list[LoadRun]:
+    """Several loads at once, each from its `delay_s` on; Ctrl-C ends them. Raises BatonError and Unreachable."""
+    runs = [_Run(plan, lambda _: None) for plan in plans]
+    tasks = [asyncio.create_task(run.run()) for run in runs]
+
+    def interrupt() -> None:
+        for run in runs:
+            run.interrupt()
+
+    try:
+        with _on_interrupt(interrupt):
+            return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def shares(max_concurrency: int | None, processes: int) -> list[int | None]:
@@ -89,8 +127,6 @@ class _Run:
 
     async def run(self) -> LoadRun:
         loop = asyncio.get_running_loop()
-        with suppress(ValueError, RuntimeError):  # only a main thread hears signals
-            loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
             open_shares = shares(self._plan.max_concurrency, self._plan.processes)
             for number, share in enumerate(open_shares):
@@ -98,6 +134,8 @@ class _Run:
             if self._was_interrupted:
                 self._stop()  # those that came after Ctrl-C have not heard of it
             await asyncio.gather(*(child.ready() for child in self._children))
+            if self._plan.delay_s:
+                await asyncio.sleep(self._plan.delay_s)
             for child in self._children:
                 child.say("go")
             self._began_s = time.monotonic()
@@ -106,8 +144,6 @@ class _Run:
             await asyncio.gather(*(child.finish(self._progressed) for child in self._children))
             return self._result()
         finally:
-            with suppress(ValueError, RuntimeError):
-                loop.remove_signal_handler(signal.SIGINT)
             for child in self._children:
                 await child.end()
 
@@ -123,7 +159,8 @@ class _Run:
             "request_timeout_s": plan.request_timeout_s,
         }
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
+        """End it early, with what came until then; the second time at once."""
         if self._was_interrupted:
             for child in self._children:
                 child.kill()

@@ -1,0 +1,355 @@
+"""What a cluster does with ten times its capacity: what it still serves, how it refuses, and how soon it is well again.
+
+A cluster of simulated nodes is started whose capacity is small, so that ten times as much leaves room for the load
+generator. Its capacity is measured with a closed loop first. Then three loads run beside each other, all open loops:
+the probe, a tenth of the capacity, from before the overload until well after it; and two tenants during the overload,
+of which one asks for nine tenths of it. That one has a quota of half of what runs at once.
+
+Each request tells the router how long its first token may take; the same limits decide what counts as good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.bench.live_cluster import LiveCluster, live_cluster
+from baton.bench.outcome import Outcomes
+from baton.bench.result_file import machine, versions
+from baton.bench.serve.endpoint import Target
+from baton.bench.serve.probe import probe
+from baton.bench.serve.run import LoadPlan, LoadRun, run_beside, run_load
+from baton.bench.slo import Slo
+from baton.bench.workloads.spec import WorkloadSpec
+from baton.errors import BatonError
+from baton.security.keys import new_key, write_keys
+from baton.security.matrix import CallerRole
+
+TARGET_GOODPUT = 0.8
+TARGET_REFUSAL_S = 0.05
+TARGET_RECOVERY_S = 30.0
+WINDOW_S = 10.0
+"""Goodput is counted in windows of this length, from the begin of the overload."""
+NORMAL = 1.25
+"""Latency is normal again when the median of a window is at most so many times that from before."""
+NORMAL_WINDOW_S = 5.0
+GREEDY, MODEST, PROBE = "greedy", "modest", "probe"
+_GREEDY_SHARE = 0.9
+_PROBE_SHARE = 0.1
+_TYPED = ("RESOURCE_EXHAUSTED:", "UNAVAILABLE:", "HTTP 429:", "HTTP 503:")
+_CAPACITY_WARM_UP_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadConfig:
+    """Times in seconds, limits in milliseconds."""
+
+    backend: str = "baton"
+    """baton (gRPC) or openai (HTTP)."""
+    factor: float = 10.0
+    overload_s: float = 120.0
+    before_s: float = 20.0
+    after_s: float = 60.0
+    capacity_s: float = 15.0
+    input_len: int = 64
+    output_len: int = 16
+    max_num_seqs: int = 8
+    step_ms: float = 40.0
+    ttft_slo_ms: float = 2000.0
+    tpot_slo_ms: float = 200.0
+    seed: int = 0
+
+    @property
+    def slo(self) -> Slo:
+        """What is good."""
+        return Slo(self.ttft_slo_ms, self.tpot_slo_ms)
+
+    @property
+    def run_at_once(self) -> int:
+        """What the one decode node is given at once: what it runs, and a headroom (`router.admission.is_full`)."""
+        return self.max_num_seqs + max(2, self.max_num_seqs // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """Of all requests that were turned away."""
+
+    count: int
+    typed: int
+    """RESOURCE_EXHAUSTED or UNAVAILABLE, 429 or 503."""
+    with_retry_after: int
+    p50_s: float
+    p99_s: float
+    max_s: float
+    """From when they were to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadReport:
+    """What came of it. Rates are good requests per second."""
+
+    config: OverloadConfig
+    capacity: float
+    offered: float
+    windows: Sequence[float]
+    """Goodput of each window of the overload."""
+    tenants: Mapping[str, Mapping[str, float]]
+    refusals: Refusals
+    failed: Mapping[str, int]
+    """Requests that failed otherwise, by what was told."""
+    normal_ttft_s: float
+    recovery_s: float | None
+    """After the end of the overload; None: not within the time that was watched."""
+    probe: Sequence[tuple[float, float]]
+    """For the plot: when a request of the probe was to be sent, from the begin of the overload on, and its time to the
+    first token."""
+    generator_late_ms: float
+    """The 99th percentile over the busiest generator."""
+
+    @property
+    def peak(self) -> float:
+        """The most goodput that was ever seen, of the capacity run too."""
+        return max(self.capacity, *self.windows)
+
+    @property
+    def lowest_share(self) -> float:
+        """Of the peak, in the worst window."""
+        return min(self.windows) / self.peak
+
+    def checks(self) -> list[tuple[str, str, bool]]:
+        """What was promised, what was seen, and whether it holds."""
+        refused, recovery = self.refusals, self.recovery_s
+        bad = refused.count - min(refused.typed, refused.with_retry_after)
+        return [
+            (
+                f"goodput in every {WINDOW_S:g} s is at least {TARGET_GOODPUT:.0%} of its peak",
+                f"{self.lowest_share:.0%}",
+                self.lowest_share >= TARGET_GOODPUT,
+            ),
+            ("every refusal is typed and has Retry-After", f"{bad} of {refused.count} have not", not bad),
+            ("nothing fails otherwise", f"{sum(self.failed.values())}", not self.failed),
+            (
+                f"p99 of a refusal is within {TARGET_REFUSAL_S * 1e3:.0f} ms",
+                f"{refused.p99_s * 1e3:.1f} ms",
+                refused.p99_s <= TARGET_REFUSAL_S,
+            ),
+            (
+                f"latency is normal again within {TARGET_RECOVERY_S:.0f} s",
+                "not while watched" if recovery is None else f"{recovery:.1f} s",
+                recovery is not None and recovery <= TARGET_RECOVERY_S,
+            ),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        found = asdict(self)
+        return {
+            **found,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "peak": self.peak,
+            "lowest_share": self.lowest_share,
+            "checks": [{"promise": what, "seen": seen, "passed": ok} for what, seen, ok in self.checks()],
+        }
+
+
+def run(config: OverloadConfig) -> OverloadReport:
+    """Start the cluster, put the loads on it. Raises BatonError."""
+    with tempfile.TemporaryDirectory(prefix="baton-overload-") as home:
+        keys = _keys(Path(home) / "keys.json", config)
+        flags = (
+            "--runner",
+            "simulated",
+            "--prefill",
+            "1",
+            "--decode",
+            "1",
+            "--api-keys",
+            str(Path(home) / "keys.json"),
+        )
+        bounds = ("--max-num-seqs", str(config.max_num_seqs), "--kv-cache-memory", "16MiB")
+        with live_cluster(*flags, *bounds, environment={"BATON_SIMULATED_STEP_MS": f"{config.step_ms:g}"}) as cluster:
+            targets = {tenant: _target(config, cluster, key) for tenant, key in keys.items()}
+            capacity = _capacity(config, targets[PROBE])
+            return _overloaded(config, targets, capacity)
+
+
+def _keys(file: Path, config: OverloadConfig) -> dict[str, str]:
+    today = datetime.now(UTC).date().isoformat()
+    quotas = {GREEDY: config.run_at_once // 2, MODEST: None, PROBE: None}
+    made = {tenant: new_key(tenant, CallerRole.CLIENT, today, most) for tenant, most in quotas.items()}
+    write_keys(file, [entry for _, entry in made.values()])
+    return {tenant: key for tenant, (key, _) in made.items()}
+
+
+def _target(config: OverloadConfig, cluster: LiveCluster, key: str) -> Target:
+    over_http = config.backend != "baton"
+    asked = Target(
+        config.backend,
+        cluster.http_address if over_http else cluster.grpc_address,
+        path="/v1/completions" if over_http else "",
+        api_key=key,
+        ttft_slo_ms=config.ttft_slo_ms,
+    )
+    return probe(asked).target
+
+
+def _workload(config: OverloadConfig, rate: float, count: int, seed: int) -> WorkloadSpec:
+    return WorkloadSpec(
+        num_prompts=max(1, count),
+        request_rate=rate,
+        random_input_len=config.input_len,
+        random_output_len=config.output_len,
+        seed=config.seed * 10 + seed,
+    )
+
+
+def _capacity(config: OverloadConfig, target: Target) -> float:
+    """Requests per second of a closed loop with as many requests as run at once."""
+    workload = _workload(config, float("inf"), 1_000_000, 1)
+    # They are as many as fit, so none of them has anything to be late for.
+    plan = LoadPlan(
+        replace(target, ttft_slo_ms=None),
+        workload,
+        max_concurrency=config.run_at_once,
+        limit_s=_CAPACITY_WARM_UP_S + config.capacity_s,
+    )
+    outcomes = run_load(plan).outcomes
+    finished = outcomes.finished_s[outcomes.is_complete]
+    count = int(np.sum((finished >= _CAPACITY_WARM_UP_S) & (finished < _CAPACITY_WARM_UP_S + config.capacity_s)))
+    if not count:
+        raise BatonError(f"nothing ended in {config.capacity_s:g} s of a closed loop: {outcomes.errors}")
+    return count / config.capacity_s
+
+
+def _overloaded(config: OverloadConfig, targets: Mapping[str, Target], capacity: float) -> OverloadReport:
+    offered = capacity * config.factor
+    rates = {
+        GREEDY: offered * _GREEDY_SHARE,
+        MODEST: offered * (1 - _GREEDY_SHARE),
+        PROBE: capacity * _PROBE_SHARE,
+    }
+    watched_s = config.before_s + config.overload_s + config.after_s
+    plans = []
+    for number, (name, rate) in enumerate(rates.items(), start=2):
+        length_s = watched_s if name == PROBE else config.overload_s
+        workload = _workload(config, rate, round(rate * length_s), number)
+        delay_s = 0.0 if name == PROBE else config.before_s
+        plans.append(LoadPlan(targets[name], workload, delay_s=delay_s))
+    runs = dict(zip(rates, asyncio.run(run_beside(plans)), strict=True))
+    begun_s = runs[GREEDY].began_s
+    return measured(config, capacity, offered, {name: _shifted(one, begun_s) for name, one in runs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """One load, with times from the begin of the overload on."""
+
+    outcomes: Outcomes
+    offset_s: float
+    late_ms: float
+
+    @property
+    def planned_s(self) -> NDArray[np.float64]:
+        return self.outcomes.planned_s + self.offset_s
+
+    @property
+    def finished_s(self) -> NDArray[np.float64]:
+        return self.outcomes.finished_s + self.offset_s
+
+
+def _shifted(run: LoadRun, begun_s: float) -> Shifted:
+    late = run.outcomes.sent_s - run.outcomes.planned_s
+    return Shifted(run.outcomes, run.began_s - begun_s, float(np.percentile(late, 99)) * 1e3 if len(late) else 0.0)
+
+
+def measured(config: OverloadConfig, capacity: float, offered: float, loads: Mapping[str, Shifted]) -> OverloadReport:
+    """What the loads say. Pure."""
+    good = {name: config.slo.is_met(load.outcomes) for name, load in loads.items()}
+    ends = np.concatenate([load.finished_s[good[name]] for name, load in loads.items()])
+    edges = np.arange(0.0, config.overload_s + WINDOW_S / 2, WINDOW_S)
+    counts, _ = np.histogram(ends, edges)
+    refusals, failed = _refusals(loads)
+    trail, is_sound = loads[PROBE], loads[PROBE].outcomes.is_complete
+    ttft = trail.outcomes.ttft_s
+    before = ttft[is_sound & (trail.planned_s < 0)]
+    normal_s = float(np.median(before)) if len(before) else float("nan")
+    return OverloadReport(
+        config,
+        capacity,
+        offered,
+        [float(count) / WINDOW_S for count in counts],
+        {name: _tenant(config, load, good[name]) for name, load in loads.items()},
+        refusals,
+        failed,
+        normal_s,
+        recovery_s(trail.planned_s, np.where(is_sound, ttft, np.inf), normal_s, config.overload_s, config.after_s),
+        [(round(at, 3), round(took, 4)) for at, took in zip(trail.planned_s[is_sound], ttft[is_sound], strict=True)],
+        max(load.late_ms for load in loads.values()),
+    )
+
+
+def _tenant(config: OverloadConfig, load: Shifted, good: NDArray[np.bool_]) -> dict[str, float]:
+    """Of the time of the overload, per second."""
+    during = (load.planned_s >= 0) & (load.planned_s < config.overload_s)
+    return {
+        "offered": float(np.sum(during)) / config.overload_s,
+        "completed": float(np.sum(during & load.outcomes.is_complete)) / config.overload_s,
+        "good": float(np.sum(during & good)) / config.overload_s,
+    }
+
+
+def _refusals(loads: Mapping[str, Shifted]) -> tuple[Refusals, dict[str, int]]:
+    """Those that never had a token, and what else went wrong."""
+    took: list[float] = []
+    typed = with_retry_after = 0
+    failed: dict[str, int] = {}
+    for load in loads.values():
+        outcomes = load.outcomes
+        columns = zip(
+            outcomes.error_texts(), outcomes.first_token_s, outcomes.e2el_s, outcomes.retry_after_s, strict=True
+        )
+        for error, first_s, e2el_s, retry_after_s in columns:
+            if error is None:
+                continue
+            has_retry_after = retry_after_s == retry_after_s
+            if first_s == first_s or not (has_retry_after or error.startswith(_TYPED)):
+                failed[error] = failed.get(error, 0) + 1
+                continue
+            took.append(e2el_s)
+            typed += error.startswith(_TYPED)
+            with_retry_after += has_retry_after
+    p50, p99, most = (float(np.percentile(took, share)) if took else 0.0 for share in (50, 99, 100))
+    return Refusals(len(took), typed, with_retry_after, p50, p99, most), failed
+
+
+def recovery_s(
+    planned_s: NDArray[np.float64],
+    ttft_s: NDArray[np.float64],
+    normal_s: float,
+    overload_s: float,
+    after_s: float,
+) -> float | None:
+    """From the end of the overload until latency is normal and stays so; a failed request's `ttft_s` is infinite.
+
+    Windows of NORMAL_WINDOW_S are looked at; where nothing was sent in one there is nothing against it.
+    """
+    recovered: float | None = None
+    for number in range(round(after_s / NORMAL_WINDOW_S)):
+        begin = overload_s + number * NORMAL_WINDOW_S
+        inside = ttft_s[(planned_s >= begin) & (planned_s < begin + NORMAL_WINDOW_S)]
+        is_normal = not len(inside) or float(np.median(inside)) <= normal_s * NORMAL
+        if not is_normal:
+            recovered = None
+        elif recovered is None:
+            recovered = begin - overload_s
+    return recovered

@@ -30,7 +30,7 @@ class OnFault(enum.Enum):
     """What follows when a background task raises."""
 
     END_PROCESS = "the process ends"
-    """It can't serve without the task; its supervisor starts another one, and its peers notice at once."""
+    """The process can't serve without the task: its supervisor starts another process, and its peers notice at once."""
     RESTART = "it is started again"
     """With exponential back-off, for ever: what it does has no state that a fault could have torn."""
     GO_ON = "the process goes on"
@@ -106,7 +106,7 @@ class BackgroundWatch:
 
 
 current_watch: ContextVar[BackgroundWatch] = ContextVar("current_watch", default=BackgroundWatch())  # noqa: B039
-"""Of the process or the incarnation that is running. A task inherits it from whoever starts it; threads and calls that
+"""The watch of the process or incarnation that is running. A task inherits it from its starter; threads and calls that
 come through grpcio do not, so whoever needs it in a callback asks for it when it is made itself."""
 
 

@@ -49,7 +49,7 @@ def unscoped(name: str) -> str:
 
 
 def tenant_of(name: str) -> str:
-    """Whose it is; empty where there are no tenants."""
+    """The tenant that the place belongs to; empty where there are no tenants."""
     return name.rpartition("/")[0]
 
 

@@ -152,7 +152,7 @@ class _Reader:
 
 @dataclass(slots=True)
 class _ReaderLeases:
-    """Those of one reader that are not over."""
+    """The leases of one reader that are not over."""
 
     leases: dict[AttemptKey, _Lease] = field(default_factory=dict)
     num_reading: int = 0
@@ -173,7 +173,7 @@ class LeaseBook:
         self._expected: dict[AttemptKey, int] = {}
         """The link on which to tell that it has begun; until the subscription, or the end of the link."""
         self._deadlines: Deadlines[AttemptKey] = Deadlines()
-        """Of leases that nobody claims or that are suspect."""
+        """Deadlines of leases that nobody claims or that are suspect."""
         self._of_reader: dict[str, _ReaderLeases] = {}
         self._silent_after: Deadlines[str] = Deadlines()
         """When readers that have leases in READING will have been silent for too long: one entry for all of them, so

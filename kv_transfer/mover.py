@@ -193,7 +193,7 @@ class Mover:
         """Reads and blocks of theirs."""
         self._num_turns = 0
         self._in_turn = False
-        """It has commands or reads in hand, and does not wait for any."""
+        """Whether the mover works on commands or reads, and does not wait for any."""
         self._moved = False
         """Something was posted or finished in this turn: more may be possible at once."""
         self._moved_at = 0.0

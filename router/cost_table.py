@@ -48,7 +48,7 @@ class CostTable:
         self._costs_of = costs_of
         self._candidates: Sequence[Candidate] = ()
         self._rows: list[int] = []
-        """Of each candidate..."""
+        """One entry for each candidate."""
         self._places: list[int] = []
         """... and which candidate's each row is."""
         self._row_of: dict[str, int] = {}
@@ -190,7 +190,7 @@ class CostTable:
         return left
 
     def costs(self, able: Able) -> Sequence[NodeCosts]:
-        """Of the candidates that may be chosen, as they are now."""
+        """The cost terms of the candidates that may be chosen, as they are now."""
         return self._costs.copy() if able is None else [*compress(self._costs, able.tolist())]
 
     # What is chosen.
@@ -315,7 +315,7 @@ class CostTable:
         return work_ms
 
     def _best(self, rows: slice, cost: Floats, missed: Ints | None, able: Able) -> int | None:
-        """Of those that cost about the same, the longest unchosen; None where nobody is able."""
+        """The longest unchosen of the candidates that cost about the same; None where no candidate is able."""
         if able is not None:
             if not able.any():
                 return None

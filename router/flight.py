@@ -171,7 +171,7 @@ class Flight:
 
     @property
     def incarnations(self) -> Set[str]:
-        """Of the nodes of the running attempt."""
+        """The incarnations of the running attempt's nodes."""
         return self._legs.keys()
 
     def measured(self) -> Measured:

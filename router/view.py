@@ -78,7 +78,7 @@ class ClusterView:
         """Incarnations whose slots are to be put together anew."""
         self._described: tuple[NodeDescription, ...] | None = None
         self._candidates: tuple[Candidate, ...] | None = None
-        """Those that take work; None while one of them has changed."""
+        """The candidates that take work; None while one of them has changed."""
         self._sizes: dict[NodeSize, float] = {}
         """When a node of each size was attached or lost last, the latest last."""
         self._chosen = 0
@@ -183,7 +183,7 @@ class ClusterView:
         return any(size.holds(demand) for size in self.sizes(now))
 
     def sizes(self, now: float) -> set[NodeSize]:
-        """Of all nodes that are attached or were so within `SIZE_REMEMBERED_S`."""
+        """The sizes of all nodes that are attached, or were within `SIZE_REMEMBERED_S`."""
         recent = {size for size, seen_at in self._sizes.items() if now - seen_at < SIZE_REMEMBERED_S}
         return recent | {size_of(node) for node in self.descriptions()}
 

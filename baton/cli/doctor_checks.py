@@ -18,7 +18,7 @@ _SMALL_SHM = 64 << 20
 _SMALL_DISK = 1 << 30
 _NO_DISK = 64 << 20
 _FULL_SHARE = 0.8
-"""Of a Redis' memory: beyond, a burst of requests may fill it."""
+"""This share of a Redis' memory may be in use; beyond it a burst of requests may fill the rest."""
 
 
 class Level(enum.IntEnum):
@@ -103,7 +103,7 @@ class Facts:
     unmet: Sequence[str]
     """Requirements that what is installed does not meet."""
     registry: ServerMemory | None = None
-    """Of the Redis that was named; None: none was."""
+    """Memory of the Redis that was named; None when none was."""
 
 
 def examine(facts: Facts) -> list[Finding]:

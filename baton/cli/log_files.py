@@ -80,7 +80,7 @@ class LogFile:
         return lines + self._read_to_end(self._path)
 
     def _new_parts(self) -> Sequence[Path]:
-        """Those to which the log has rotated since the last call, the oldest first."""
+        """The parts to which the log has rotated since the last call, the oldest first."""
         new: list[Path] = []
         inodes: list[int] = []
         for part in older_parts(self._path):

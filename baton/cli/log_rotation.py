@@ -17,7 +17,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 MAX_LOG_BYTES = 16 << 20
-"""Of a log before it rotates."""
+"""A log of this size rotates."""
 NUM_KEPT = 3
 """Older parts of each log."""
 LOOK_EVERY_S = 1.0
@@ -32,7 +32,7 @@ def older_parts(log: Path) -> Sequence[Path]:
 
 
 class LogRotation:
-    """Of all logs of one directory."""
+    """Rotates all logs of one directory."""
 
     def __init__(self, directory: Path, max_bytes: int = MAX_LOG_BYTES, num_kept: int = NUM_KEPT) -> None:
         self._directory = directory

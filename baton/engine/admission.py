@@ -52,7 +52,7 @@ class _Tried(enum.Enum):
 
 
 class _Unseated(NamedTuple):
-    """Who waits for a seat and gets none in this step."""
+    """Requests that wait for a seat and get none in this step."""
 
     turn: Turn
     request: Request

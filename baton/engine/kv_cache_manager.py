@@ -327,7 +327,7 @@ class KVCacheManager:
         return self.pool.num_cached_blocks + (self.host.pool.num_cached_blocks if self.host is not None else 0)
 
     def blocks_in_use(self) -> str:
-        """Who holds blocks, for a person; empty when nobody does and the prefix cache can be forgotten."""
+        """Says who holds blocks, for a person; empty when nobody does and the prefix cache can be reset."""
         accounts = self.pool.accounts()
         held = [
             (accounts.owned, "held by requests or a step that has not ended"),
@@ -524,7 +524,7 @@ class KVCacheManager:
             self.kv_events.record(BlockRemoved([key for _, key in evicted], "host"))
 
     def _end_growth(self, table: _BlockTable) -> None:
-        """It has all the entries that it will get while it is computed: what it has besides is for others."""
+        """The request has all the blocks that it needs while it is computed; what else it holds goes to others."""
         if table.spare is not None:
             self.num_growing -= 1
             spare, table.spare = table.spare, None

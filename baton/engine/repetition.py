@@ -46,7 +46,7 @@ class RepetitionDetector:
         self._rule = rule
         self._num_taken = 0
         self._places: dict[int, deque[int]] = {}
-        """Of each token among the last `max_pattern_size` ones: where."""
+        """The positions of each token among the last `max_pattern_size` ones."""
         self._equal_so_far: dict[int, int] = {}
         """For each distance: how many tokens up to the last one are equal to the one so far before."""
 

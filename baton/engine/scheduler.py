@@ -231,7 +231,7 @@ class Scheduler:
         return self.kv_cache_manager.reset_prefix_cache()
 
     def blocks_in_use(self) -> str:
-        """Who holds blocks, for a person; empty when nobody does."""
+        """Says who holds blocks, for a person; empty when nobody does."""
         return self.kv_cache_manager.blocks_in_use()
 
     def take_events(self) -> list[EngineCoreEvent]:

@@ -285,7 +285,7 @@ class AttemptBook:
         return attempt.takeover if takeover < attempt.takeover or is_others else None
 
     def adopt(self, key: AttemptKey, owner: int, router: str, now: float, takeover: int = 0) -> Attempt | None:
-        """It belongs to this router from now on; None when nothing of it is here. Ask `owner_above` first."""
+        """Make this router the owner of the attempt; None when nothing of it is here. Ask `owner_above` first."""
         name = str(key)
         attempt = self._attempts.get(name)
         if attempt is None:

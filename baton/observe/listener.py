@@ -30,7 +30,7 @@ PAUSE_S = 1.0
 HANDSHAKE_S = 10.0
 """For TLS: until then nobody knows who is there."""
 HANDSHAKES_AT_ONCE = 4
-"""That begin in one turn of the loop: each is a signature, half a millisecond's work or more."""
+"""Handshakes that begin in one turn of the loop: each is a signature, half a millisecond's work or more."""
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: to close is to reset, so that a refused connection leaves nothing behind."""
 
@@ -82,7 +82,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: deque[asyncio.Future[None]] = deque()
-        """Those who have said something and wait for their handshake's turn."""
+        """Connections that have sent something and wait for their handshake's turn."""
         self._pause: asyncio.TimerHandle | None = None
         self._is_open = False
         self._full = LimitedLog(_log)

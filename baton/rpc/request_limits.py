@@ -7,16 +7,16 @@ apart. docs/security.md shows the same numbers.
 from __future__ import annotations
 
 MAX_REQUEST_BYTES = 1 << 20
-"""Of a gRPC request, and of an HTTP body."""
+"""The largest gRPC request and HTTP body, in bytes."""
 MAX_PROMPT_BYTES = 1 << 20
 MAX_TOKEN_IDS = 1 << 18
 """In one list: of a prompt, to be turned into text, or that a text came to. A model's own length comes on top."""
 MAX_PROMPTS = 32
-"""Of one call for completions."""
+"""The most prompts of one call for completions."""
 MAX_INPUTS = 256
-"""Of one call for embeddings."""
+"""The most inputs of one call for embeddings."""
 MAX_MESSAGES = 4096
-"""Of one chat."""
+"""The most messages of one chat."""
 MAX_TEMPLATE_VARIABLES = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256

@@ -74,7 +74,7 @@ class RpcServer:
 
     @property
     def num_calls(self) -> int | None:
-        """Those that have begun and not ended; None: grpc.aio's server does not say."""
+        """Calls that have begun and not ended; None: grpc.aio's server does not say."""
         return self._ours.num_calls if self._ours is not None else None
 
     def bind(self, host: str, port: int) -> int:

@@ -42,9 +42,9 @@ class TurnBudget:
         self._turn_s = turn_s
         self._now = now
         self._fresh: deque[Source] = deque()
-        """Those that have not had a step since they came."""
+        """Sources that have not had a step since they came."""
         self._busy: deque[Source] = deque()
-        """Those that had one, and have more to do."""
+        """Sources that had a step and have more to do."""
         self._spent_s = 0.0
         self._is_counting = False
         """Whether a call comes at the begin of the next turn."""

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 MAX_CONNECTIONS = 16_384
-"""Of one process, however many descriptors it may have: each takes some kilobytes, too."""
+"""The most connections of one process, however many descriptors it may have: each takes some kilobytes, too."""
 _LEAST = 8
 
 

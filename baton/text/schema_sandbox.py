@@ -37,7 +37,7 @@ _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Of compiling one schema. Those that people write take 0.25 s of CPU and 10 MB at most."""
+    """Limits of compiling one schema. Schemas that people write take 0.25 s of CPU and 10 MB at most."""
 
     cpu_s: float = 1.0
     wall_s: float = 3.0
@@ -62,7 +62,7 @@ class SchemaSandbox:
 
     @property
     def pids(self) -> set[int]:
-        """Of the children that there are."""
+        """The process ids of the children that run."""
         with self._lock:
             return {child.pid for child in self._children}
 
@@ -144,7 +144,7 @@ class _Verdict:
     reason: str
     """Empty for a schema that can be served."""
     is_lasting: bool = True
-    """It would be the same another time."""
+    """The verdict would be the same another time."""
 
 
 class _Child:

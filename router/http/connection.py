@@ -29,14 +29,14 @@ HEAD_S = 20.0
 LINGER_S = 1.0
 """How long a connection that was answered early is read and dropped before it is closed."""
 READ_BYTES = 16 << 10
-"""Of one connection in one turn of the loop."""
+"""The bytes that are read of one connection in one turn of the loop."""
 STEP_BYTES = 4 << 10
 """What is taken apart at a time: in chunks of one byte about half a millisecond's work."""
 MAX_HEAD_BYTES = 2 * MAX_HEADER_BYTES
 """Of a head while it comes; what is in it is bounded exactly by `check_headers`."""
 MAX_HEADERS = 100
 MAX_WIRE_BYTES = 8 * MAX_BODY_BYTES
-"""Of a body with the marks of its chunks."""
+"""The largest body with the marks of its chunks, in bytes."""
 MAX_DROPPED_BYTES = 256 << 10
 _OWS = b" \t"
 

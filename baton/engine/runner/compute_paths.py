@@ -12,7 +12,7 @@ from baton.engine.runner.transformer import Transformer
 
 
 def compute_paths(operations: Operations, transformer: Transformer) -> tuple[ComputePath, ...]:
-    """Of a model that has computed something: then every layer has chosen its attention."""
+    """The compute paths of a model that has run a step: by then every layer has chosen its attention."""
     if isinstance(operations, TimedOperations):
         operations = operations.timed
     return (

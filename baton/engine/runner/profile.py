@@ -50,7 +50,7 @@ class TimedOperations:
 
     @property
     def timed(self) -> Operations:
-        """Those that compute."""
+        """The operations that are timed."""
         return self._inner
 
     def __getattr__(self, name: str) -> Any:

@@ -20,7 +20,7 @@ RESETS_PER_ANSWER = 4
 
 
 class FloodGuard:
-    """Of one connection. Raises ConnectionFault when it is enough."""
+    """Counts the floods of one connection; its methods raise ConnectionFault when there are too many frames."""
 
     def __init__(self) -> None:
         self._num_useless = 0

@@ -42,7 +42,7 @@ _MESSAGES_UNREAD_OF_ALL = 16
 STREAMS_OF_STRANGERS = 100
 """Open at once on a connection, until one of its calls has shown who it is."""
 MAX_KEYLESS_CALLS = 1_000
-"""Of methods that are open to anyone, in the whole process."""
+"""Open calls of methods that need no key, in the whole process."""
 _KEYLESS_PER_CONNECTION = 100
 _KEYLESS_MESSAGE_BYTES = 4 << 10
 REQUEST_S = 30.0
@@ -131,7 +131,7 @@ class Http2Server(grpc.aio.Server):
 
     @property
     def num_calls(self) -> int:
-        """Those that have begun and not ended."""
+        """Calls that have begun and not ended."""
         return len(self._calls)
 
     @property
@@ -147,7 +147,7 @@ class Http2Server(grpc.aio.Server):
 
     @property
     def budget(self) -> TurnBudget:
-        """Of what connections send."""
+        """The budget for what connections send."""
         if self._budget is None:
             self._budget = TurnBudget(asyncio.get_running_loop())
         return self._budget
@@ -210,7 +210,7 @@ class Http2Server(grpc.aio.Server):
             greediest.end_keyless()
 
     def handler(self, details: CallDetails) -> Any:
-        """As it was added, before any interceptor; None: nobody serves this."""
+        """The handler as it was added, before any interceptor; None: nobody serves this method."""
         for generic in self._generic:
             handler = generic.service(details)  # type: ignore[arg-type]
             if handler is not None:
@@ -264,7 +264,7 @@ class _Link(asyncio.BufferedProtocol):
 
     @property
     def num_keyless(self) -> int:
-        """Of methods that are open to anyone."""
+        """Open calls of methods that need no key."""
         return len(self._keyless)
 
     # What the transport says.

@@ -161,6 +161,11 @@ def newcomers_share(age_s: float) -> float:
     return 1.0 if age_s >= _NEWCOMER_S else max(_LEAST_SHARE, int(age_s / _NEWCOMER_S * _SHARES) / _SHARES)
 
 
+def share_grows_at(attached_at: float, now: float) -> float:
+    """When the share of a node that came then is another one than now, at the earliest."""
+    return attached_at + (int((now - attached_at) / _NEWCOMER_S * _SHARES) + 1) * _NEWCOMER_S / _SHARES
+
+
 @value(frozen=True, slots=True)
 class Question:
     """One request and all that is known when its nodes are chosen."""

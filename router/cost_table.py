@@ -15,6 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from baton.deadlines import Deadlines
 from baton.rpc.messages import Role
 from router.cache_view import CacheKeys, cache_keys_of
 from router.cost_model import (
@@ -26,7 +27,7 @@ from router.cost_model import (
     NodeCosts,
     Question,
     key_of,
-    newcomers_share,
+    share_grows_at,
 )
 from router.placement import Candidate, Demand, NodeSize, kv_words, size_of
 
@@ -57,8 +58,8 @@ class CostTable:
         self._costs: list[NodeCosts] = []
         self._stale: set[int] = set()
         """Rows of which something was heard."""
-        self._young: set[int] = set()
-        """Rows of nodes that get less than their full share yet."""
+        self._young: Deadlines[int] = Deadlines()
+        """When rows of nodes that get less than their full share have grown by a step."""
         self._prefills_only = False
         self._num_prefills = 0
         self._sizes: dict[NodeSize, int] = {}
@@ -68,8 +69,9 @@ class CostTable:
         self._make_columns(0)
 
     def _make_columns(self, count: int) -> None:
-        self._queue_ms, self._step_ms, self._token_ms = np.zeros(count), np.zeros(count), np.zeros(count)
-        self._streams, self._decode_ms, self._kv_token_ms = np.zeros(count), np.zeros(count), np.zeros(count)
+        self._terms = np.zeros((6, count))
+        self._queue_ms, self._step_ms, self._token_ms = self._terms[:3]
+        self._streams, self._decode_ms, self._kv_token_ms = self._terms[3:]
         self._chunk, self._order = np.ones(count, np.int64), np.zeros(count, np.int64)
         self._rank, self._kind, self._size = (np.zeros(count, np.int64) for _ in range(3))
         self._full = np.zeros(count, np.bool_)
@@ -117,7 +119,7 @@ class CostTable:
         self.cache_keys = frozenset(keys for node in nodes if (keys := cache_keys_of(node)) is not None)
         self._costs = [None] * len(nodes)  # type: ignore[list-item]  # every row is stale
         self._stale.clear()
-        self._young.clear()
+        self._young = Deadlines()
         for candidate, row in zip(candidates, self._rows, strict=True):
             self._note_candidate(row, candidate)
 
@@ -133,30 +135,27 @@ class CostTable:
         if has_both is not self._prefills_only:
             self._prefills_only = has_both
             self._stale.update(range(split))
-        for row in self._young - self._stale:
-            costs = self._costs[row]
-            if costs.share != newcomers_share(now - costs.candidate.attached_at):
-                self._stale.add(row)
+        self._stale.update(self._young.take_due(now))
         if self._stale:
             self._compute(now)
 
     def _compute(self, now: float) -> None:
         split, candidates, places = self._num_prefills, self._candidates, self._places
-        for row in self._stale:
+        rows = [*self._stale]
+        self._stale.clear()
+        values = []
+        for row in rows:
             costs = self._costs_of(candidates[places[row]], now, self._prefills_only and row < split)
             self._costs[row] = costs
-            self._queue_ms[row] = costs.queue_ms
-            self._step_ms[row] = costs.step_ms
-            self._token_ms[row] = costs.token_ms
             self._chunk[row] = costs.chunk
-            self._streams[row] = costs.streams
-            self._decode_ms[row] = costs.decode_ms
-            self._kv_token_ms[row] = costs.kv_token_ms
+            values.append(
+                (costs.queue_ms, costs.step_ms, costs.token_ms, costs.streams, costs.decode_ms, costs.kv_token_ms)
+            )
             if costs.share < 1.0:
-                self._young.add(row)
+                self._young.set(row, share_grows_at(costs.candidate.attached_at, now))
             else:
-                self._young.discard(row)
-        self._stale.clear()
+                self._young.clear(row)
+        self._terms[:, rows] = np.array(values).T
 
     # Who may be chosen.
 
@@ -324,7 +323,7 @@ class CostTable:
             least_missed = (missed if able is None else missed[able]).min()
             cost = np.where(missed == least_missed, cost, np.inf)
         least = float(cost.min())
-        near: Ints = np.flatnonzero(cost <= least + SAME_MS + SAME_SHARE * least)
+        near: Ints = (cost <= least + SAME_MS + SAME_SHARE * least).nonzero()[0]
         if near.size == 1:
             return int(rows.start) + int(near[0])
         return int(rows.start) + int(near[self._order[rows][near].argmin()])

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kv_transfer.deadlines import Deadlines
+from baton.deadlines import Deadlines
 
 
 def test_the_first_is_known_and_the_due_come_in_order() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from typing import Any, Generic, TypeVar
 
-Key = TypeVar("Key", bound="tuple[Any, ...] | str")
+Key = TypeVar("Key", bound="tuple[Any, ...] | str | int")
 
 _SPARE = 64
 

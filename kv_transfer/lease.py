@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.clock import Clock
+from baton.deadlines import Deadlines
 from baton.engine.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.rpc.messages import HandoffSide, OpenHandoff
-from baton.deadlines import Deadlines
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -32,9 +33,8 @@ ANSWER_S = 60.0
 RETRY_S = 20.0
 """An HTTP client tries for so long to find a router that goes on with its stream."""
 AT_ONCE = 4
-UNREACHABLE_PAUSE_S = 10.0
-"""A killed router is back by then."""
 _RETRY_PAUSE_S = 0.3
+_UNREACHABLE_PAUSE_S = 2.0
 _SLOW_PAUSE_S = 0.25
 """A slow reader takes one event, then waits for so long."""
 _SMALL_BUFFER = 4096
@@ -147,13 +147,7 @@ class SoakLoad:
             request = replace(self._asked[place], request_id=new_request_id(rng), cache_salt=salt)
             try:
                 async with asyncio.timeout(ANSWER_S):
-                    try:
-                        await ask(tenant, request, self._expected[place], rng)
-                    except Unreachable:
-                        # Each router was tried once and none took it: asking again is the caller's business.
-                        self.told.retried += 1
-                        await asyncio.sleep(UNREACHABLE_PAUSE_S)
-                        await ask(tenant, request, self._expected[place], rng)
+                    await self._until_reached(partial(ask, tenant, request, self._expected[place], rng))
                 self.told.ended[kind] += 1
             except QuotaExceeded as error:
                 self._refusal(tenant, f"{kind}, {request.request_id}: {error}")
@@ -161,6 +155,15 @@ class SoakLoad:
                 self.told.lost.append(f"{kind}, {request.request_id}: {type(error).__name__}: {error}")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), rng.uniform(0.0, _LONGEST_THINKING_S))
+
+    async def _until_reached(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """A client tries each router once before any has taken its request: asking again is its caller's business."""
+        while True:
+            try:
+                return await ask()
+            except Unreachable:
+                self.told.retried += 1
+            await asyncio.sleep(_UNREACHABLE_PAUSE_S)
 
     def _refusal(self, tenant: Tenant, story: str) -> None:
         if tenant.has_quota:

@@ -293,7 +293,10 @@ def measured(config: OverloadConfig, capacity: float, offered: float, loads: Map
         failed,
         normal_s,
         recovery_s(trail.planned_s, np.where(is_sound, ttft, np.inf), normal_s, config.overload_s, config.after_s),
-        [(round(at, 3), round(took, 4)) for at, took in zip(trail.planned_s[is_sound], ttft[is_sound], strict=True)],
+        [
+            (round(float(at), 3), round(float(took), 4))
+            for at, took in zip(trail.planned_s[is_sound], ttft[is_sound], strict=True)
+        ],
         max(load.late_ms for load in loads.values()),
     )
 
@@ -321,13 +324,13 @@ def _refusals(loads: Mapping[str, Shifted]) -> tuple[Refusals, dict[str, int]]:
         for error, first_s, e2el_s, retry_after_s in columns:
             if error is None:
                 continue
-            has_retry_after = retry_after_s == retry_after_s
+            has_retry_after = bool(retry_after_s == retry_after_s)
             if first_s == first_s or not (has_retry_after or error.startswith(_TYPED)):
                 failed[error] = failed.get(error, 0) + 1
                 continue
-            took.append(e2el_s)
-            typed += error.startswith(_TYPED)
-            with_retry_after += has_retry_after
+            took.append(float(e2el_s))
+            typed += int(error.startswith(_TYPED))
+            with_retry_after += int(has_retry_after)
     p50, p99, most = (float(np.percentile(took, share)) if took else 0.0 for share in (50, 99, 100))
     return Refusals(len(took), typed, with_retry_after, p50, p99, most), failed
 

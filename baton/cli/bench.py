@@ -15,6 +15,7 @@ from baton.cli.access import with_access
 from baton.cli.bench_compare import compare
 from baton.cli.bench_engine import engine
 from baton.cli.bench_nodes import nodes
+from baton.cli.bench_overload import overload
 from baton.cli.bench_report import report
 from baton.cli.bench_router import router
 from baton.cli.bench_serve import serve
@@ -38,6 +39,7 @@ def register(app: typer.Typer, name: str, text: str) -> None:
     group.command("engine")(engine)
     group.command("scheduler")(scheduler)
     group.command("router")(router)
+    group.command("overload")(overload)
     group.command("report")(report)
     group.command("serve")(with_access(serve))
     group.command("compare")(compare)

@@ -30,6 +30,8 @@ _PAUSE_S = 0.005
 """Between two round trips: what comes meanwhile shares the next one, most of whose cost is its own."""
 _OWNER_BYTES = 16
 _TIMEOUT_S = 1.0
+_READS_AT_ONCE = 4
+"""Each takes a connection, which stays: when a router is lost thousands of requests may be looked for at once."""
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -54,6 +56,7 @@ class RedisFlightRecords:
         self._closing = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         self._reads: set[asyncio.Task[bytes | None]] = set()
+        self._read_turns = asyncio.Semaphore(_READS_AT_ONCE)
         self._unreadable = LimitedLog(_log)
         self._unwritable = LimitedLog(_log)
 
@@ -108,7 +111,13 @@ class RedisFlightRecords:
 
     async def _read(self, request_id: str) -> bytes | None:
         try:
-            found = await self._client.get(self._key(request_id))
+            # Only the wait for a turn is ever cut short, not an operation.
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._read_turns.acquire()
+            try:
+                found = await self._client.get(self._key(request_id))
+            finally:
+                self._read_turns.release()
         except _FOREIGN as error:
             self._unreadable.happened("records of requests can't be read, like that of %s: %s", request_id, error)
             return None

@@ -234,3 +234,13 @@ async def test_the_end_writes_what_is_left(redis: RedisServer) -> None:
     assert await writer.get("late") is None
     with pytest.raises(ConfigError, match="is no URL of Redis"):
         RedisFlightRecords.connect("http://r", "c")
+
+
+async def test_a_crowd_of_readers_takes_a_few_connections(redis: RedisServer) -> None:
+    await redis.start()
+    records = redis.connect()
+    async with redis_client.Redis.from_url(redis.redis.url) as looking:
+        before = len(await looking.client_list())
+        assert await asyncio.gather(*(records.get(f"nobody-{number}") for number in range(200))) == [None] * 200
+        assert len(await looking.client_list()) - before <= 4
+    await records.close()

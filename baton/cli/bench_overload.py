@@ -1,0 +1,105 @@
+"""`baton bench overload`."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.errors import ExitCode
+
+if TYPE_CHECKING:
+    from baton.bench.overload import OverloadReport
+
+
+class Front(enum.StrEnum):
+    """Ways into the router."""
+
+    GRPC = "grpc"
+    HTTP = "http"
+
+
+def overload(
+    front: Annotated[Front, typer.Option(help="The clients' way in.")] = Front.GRPC,
+    factor: Annotated[float, typer.Option(help="So many times the capacity is offered.", min=1)] = 10.0,
+    duration: Annotated[float, typer.Option(help="Seconds of the overload.", min=20)] = 120.0,
+    after: Annotated[float, typer.Option(help="Seconds that are watched afterwards.", min=10)] = 60.0,
+    step_ms: Annotated[float, typer.Option(help="Of a simulated node: less is more capacity.", min=1)] = 40.0,
+    ttft: Annotated[float, typer.Option(help="Milliseconds to the first token that are good.", min=1)] = 2000.0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write overload.json and overload.svg to this folder.")] = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Offer ten times what a cluster can serve, and see what it still serves, how it refuses, and how soon it is well.
+
+    The cluster is started here, with simulated nodes of a small capacity, which is measured first. Two tenants offer
+    the load in an open loop: the greedy one nine tenths of it, with a quota of half of what runs at once. A probe of a
+    tenth of the capacity runs from before until well after. Exits with 1 where a promise is not kept.
+    """
+    from baton.bench.overload import OverloadConfig, run
+
+    config = OverloadConfig(
+        backend="baton" if front is Front.GRPC else "openai",
+        factor=factor,
+        overload_s=duration,
+        after_s=after,
+        step_ms=step_ms,
+        ttft_slo_ms=ttft,
+        seed=seed,
+    )
+    if output is Format.TEXT:
+        note(f"measuring for {config.before_s + duration + after + config.capacity_s:.0f} s and some")
+    report = run(config)
+    if output is Format.JSON:
+        print_json(report.to_json())
+    elif output is Format.YAML:
+        print_yaml(report.to_json())
+    else:
+        _print(report)
+    if out is not None:
+        _write(report, out)
+    if not all(ok for _, _, ok in report.checks()):
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _print(report: OverloadReport) -> None:
+    config, refused = report.config, report.refusals
+    say(
+        f"capacity {report.capacity:.1f} requests/s of {config.input_len} tokens in and {config.output_len} out; "
+        f"offered {report.offered:.0f} requests/s for {config.overload_s:g} s; good: first token within "
+        f"{config.ttft_slo_ms:g} ms, then one each {config.tpot_slo_ms:g} ms"
+    )
+    say(
+        f"good requests/s of each window: {', '.join(f'{rate:.1f}' for rate in report.windows)}; peak {report.peak:.1f}"
+    )
+    say(
+        f"{refused.count} refused within {refused.p50_s * 1e3:.1f} ms (p50), {refused.p99_s * 1e3:.1f} ms (p99), "
+        f"{refused.max_s * 1e3:.1f} ms (max); the load generator was up to {report.generator_late_ms:.1f} ms late (p99)"
+    )
+    say(f"median time to the first token of the probe before the overload: {report.normal_ttft_s * 1e3:.0f} ms\n")
+    print_table(
+        ["TENANT", "OFFERED/S", "COMPLETED/S", "GOOD/S"],
+        [
+            [name, f"{told['offered']:.1f}", f"{told['completed']:.2f}", f"{told['good']:.2f}"]
+            for name, told in report.tenants.items()
+        ],
+    )
+    for error, count in report.failed.items():
+        say(f"{count} failed: {error}")
+    say()
+    rows = [[what, seen, "PASS" if ok else "FAIL"] for what, seen, ok in report.checks()]
+    print_table(["PROMISE", "SEEN", ""], rows)
+
+
+def _write(report: OverloadReport, folder: Path) -> None:
+    import json
+
+    from baton.bench.overload_plot import drawn
+    from baton.bench.result_file import write_text
+
+    write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")
+    write_text(drawn(report), folder / "overload.svg")
+    note(f"written to {folder / 'overload.json'} and {folder / 'overload.svg'}")

@@ -56,7 +56,7 @@ def _panel(
     yield f'<text x="{_LEFT}" y="{y - 6}">{escape(title)}</text>'
     for share in (0.0, 0.5, 1.0):
         value = top * share
-        yield f'<text x="{_LEFT - 6}" y="{at(0, value)[1] + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+        yield f'<text x="{_LEFT - 6}" y="{at(0, value)[1] + 4:.1f}" text-anchor="end">{_number(value)}</text>'
     step = 20 if end - begin > 60 else 5
     for second in range(int(begin // step + 1) * step, int(end) + 1, step):
         yield f'<text x="{at(second, 0)[0]:.1f}" y="{y + _HEIGHT + 16}" text-anchor="middle">{second}</text>'
@@ -72,3 +72,7 @@ def _panel(
     for point in points:
         px, py = at(*point)
         yield f'<circle cx="{px:.1f}" cy="{py:.1f}" r="2" fill="#36c"/>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -9,11 +9,10 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,8 +80,6 @@ class Stage:
     victim: Victim
     watched: Watched
     operator: OperatorClient
-    rows: list[Sequence[str]] = field(default_factory=list)
-    """What came of each attack, for people."""
 
     def pids(self) -> dict[str, tuple[int, str]]:
         return {process.name: (process.pid, process.incarnation) for process in self.cluster.state.processes}
@@ -158,15 +155,3 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made = _guarded(home) if request.param == "guarded" else _stage(home, "open", keys={}, certs=None)
     with made as stage:
         yield stage
-        _tell(stage, request.config)
-
-
-def _tell(stage: Stage, config: pytest.Config) -> None:
-    """The table of docs/security.md, where somebody asked for the long version."""
-    reporter: Any = config.pluginmanager.getplugin("terminalreporter")
-    if not (RUNS_LONG and stage.rows and reporter):
-        return
-    head = ("attack", "loop held (CPU)", "loop held (wall)", "memory before", "after", "victim's longest request")
-    reporter.write_line(f"\n{stage.mode}:\n")
-    for row in (head, ["---"] * len(head), *stage.rows):
-        reporter.write_line("| " + " | ".join(row) + " |")

@@ -49,10 +49,19 @@ def _text(num_bytes: int) -> bytes:
     return pb.TokenizeRequest(text="word " * (num_bytes // 5)).SerializeToString()
 
 
+def _prompt(num_bytes: int) -> bytes:
+    return pb.GenerateRequest(text="word " * (num_bytes // 5)).SerializeToString()
+
+
 def _stops(count: int) -> bytes:
     return pb.GenerateRequest(text="a", sampling_params={"stop": ["x"] * count}).SerializeToString()
 
 
 ATTACKS: Mapping[str, Attack] = {
     "gRPC ListModels as fast as it goes": _calls("ListModels", lambda: b"", 50, 12),
+    "gRPC Detokenize of 1,000,000 ids": _calls("Detokenize", lambda: _ids(1_000_000), 4),
+    "gRPC Detokenize of as many ids as the model reads": _calls("Detokenize", lambda: _ids(1_024), 4),
+    "gRPC Tokenize of 1 MB": _calls("Tokenize", lambda: _text(1_000_000), 4),
+    "gRPC Generate of 1 MB": _calls("Generate", lambda: _prompt(1_000_000), 4),
+    "gRPC Generate with 300,000 stop strings": _calls("Generate", lambda: _stops(300_000), 4),
 }

@@ -48,11 +48,15 @@ def _schema(schema: Mapping[str, Any]) -> Attack:
 
 
 def _prompt(**fields: Any) -> Callable[[], bytes]:
-    return lambda: json.dumps({"prompt": "go", "max_tokens": 2, **fields}).encode()
+    return lambda: json.dumps({"prompt": "go", "max_tokens": 2, **fields}, separators=(",", ":")).encode()
 
 
 def _patterns(patterns: list[str]) -> list[dict[str, str]]:
     return [{"type": "string", "pattern": pattern} for pattern in patterns]
+
+
+_MEGABYTE = 1_000_000
+"""Nearly as much as a body may have."""
 
 
 _RECURSION = {
@@ -85,6 +89,15 @@ SCHEMAS: Mapping[str, Mapping[str, Any]] = {
 
 ATTACKS: Mapping[str, Attack] = {
     **{f"schema: {name}": _schema(schema) for name, schema in SCHEMAS.items()},
+    "80 chats of 1 MB": _again(_CHAT, _chat([{"role": "user", "content": "word " * (_MEGABYTE // 5)}]), 80),
+    "80 prompts of 1 MB": _again(_COMPLETIONS, _prompt(prompt="word " * (_MEGABYTE // 5)), 80),
+    "prompt of one letter, 1 MB": _again(_COMPLETIONS, _prompt(prompt="a" * _MEGABYTE), 4),
+    "prompt of 500,000 token ids": _again(_COMPLETIONS, _prompt(prompt=[7] * 500_000), 4),
+    "50,000 prompts": _again(_COMPLETIONS, _prompt(prompt=["a"] * 50_000), 4),
+    "100,000 stop strings": _again(_COMPLETIONS, _prompt(stop=["x"] * 100_000), 4),
+    "logit bias of 60,000 entries": _again(_COMPLETIONS, _prompt(logit_bias={str(n): 1 for n in range(60_000)}), 4),
+    "number of 900,000 digits": _again(_COMPLETIONS, lambda: b'{"prompt":"a","max_tokens":' + b"9" * 900_000 + b"}", 4),
+    "name of a field, 1 MB": _again(_COMPLETIONS, _prompt(**{"k" * _MEGABYTE: 1}), 4),
     "chat of 65,523 empty messages": _again(_CHAT, _chat([{"role": "user"}] * 65_523), 4),
     "50,000 embeddings": _again(_EMBEDDINGS, lambda: json.dumps({"input": ["a"] * 50_000}).encode(), 4),
     "100,000 unknown fields": _again(_COMPLETIONS, _prompt(**{f"k{n}": 1 for n in range(80_000)}), 4),

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.client import Access, GenerationClient
 from baton.rpc.messages import Chunk, Finished, GenerateRequest
@@ -181,6 +182,30 @@ class Victim:
             connection.close()
 
 
+@dataclass(frozen=True)
+class Calm:
+    """How everything was some time after an attack."""
+
+    after: Mapping[str, Reading]
+    left: Sequence[str]
+    """What still was not as it was before."""
+    waited_s: float
+    waited_for: str
+    """What came back last."""
+
+
+class PeakMemory:
+    """The most memory that a process has had, by the kernel's account (VmHWM of proc_pid_status(5))."""
+
+    def __init__(self, pid: int) -> None:
+        self._proc = Path("/proc") / str(pid)
+        (self._proc / "clear_refs").write_text("5")  # from now on (proc_pid_clear_refs(5))
+
+    def bytes(self) -> int:
+        status = (self._proc / "status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
 class Watched:
     """The processes of a cluster."""
 
@@ -191,26 +216,35 @@ class Watched:
     def read(self) -> dict[str, Reading]:
         return {name: page.reading() for name, page in self._pages.items()}
 
-    def calm(self, before: Mapping[str, Reading]) -> tuple[dict[str, Reading], list[str]]:
-        """Wait until everything is as it was; returns the last reading and what still was not."""
-        deadline = time.monotonic() + CALM_S
+    def calm(self, before: Mapping[str, Reading]) -> Calm:
+        """Wait until memory is as it was, and everything that is counted has been.
+
+        Each count by itself: nodes have tasks of their own now and then, and what leaks is never as it was.
+        """
+        began, waited_for = time.monotonic(), ""
+        uncounted = {(name, what) for name, idle in self._idle.items() for what in idle.counts()}
         while True:
             now = self.read()
-            wrong = [problem for name in now for problem in self._left(name, before[name], now[name])]
-            if not wrong or time.monotonic() > deadline:
-                return now, wrong
+            uncounted = {
+                (name, what) for name, what in uncounted if now[name].figures[what] > self._idle_count(name, what)
+            }
+            wrong = [
+                f"{name}: {now[name].figures[what]:.0f} {what} instead of {self._idle_count(name, what):.0f}"
+                for name, what in sorted(uncounted)
+            ]
+            wrong += [
+                f"{name}: {now[name].memory / 1e6:.1f} MB instead of {before[name].memory / 1e6:.1f} MB"
+                for name in now
+                if now[name].memory > before[name].memory * (1 + MEMORY_GROWTH)
+            ]
+            waited_s = time.monotonic() - began
+            if not wrong or waited_s > CALM_S:
+                return Calm(now, wrong, waited_s, waited_for)
+            waited_for = "; ".join(wrong)
             time.sleep(_PAUSE_S)
 
-    def _left(self, name: str, before: Reading, now: Reading) -> list[str]:
-        idle = self._idle[name].counts()
-        found = [
-            f"{name}: {value:.0f} {what} instead of {idle[what]:.0f}"
-            for what, value in now.counts().items()
-            if value > idle[what]
-        ]
-        if now.memory > before.memory * (1 + MEMORY_GROWTH):
-            found.append(f"{name}: {now.memory / 1e6:.1f} MB instead of {before.memory / 1e6:.1f} MB")
-        return found
+    def _idle_count(self, name: str, what: str) -> float:
+        return self._idle[name].figures[what]
 
     def _settled(self) -> dict[str, Reading]:
         """The first reading that the next one agrees with."""

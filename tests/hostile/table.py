@@ -1,0 +1,78 @@
+"""The table of docs/security.md: what each attack on a router came to.
+
+    BATON_HOSTILE=long BATON_HOSTILE_TABLE=FILE python -m pytest tests/hostile
+    python -m tests.hostile.table FILE
+
+The first writes a line of JSON for each attack as soon as it is over, the second makes a table in Markdown of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_HEAD = (
+    "attack",
+    "loop held, CPU (ms)",
+    "loop held, clock (ms)",
+    "memory before, peak, after (MB)",
+    "all as before after (s)",
+    "victim's longest request (ms)",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack in one mode. What is held and remembered is the router's."""
+
+    attack: str
+    mode: str
+    held_cpu_ms: float
+    """No turn of the event loop took as much of a core: the bound of a histogram's bucket."""
+    held_wall_ms: float
+    """By the clock: with what other threads and other processes had of the core."""
+    memory_before_mb: float
+    memory_peak_mb: float
+    memory_after_mb: float
+    calm_after_s: float
+    """How long after the attack memory, descriptors and tasks were as before."""
+    waited_for: str
+    victim_longest_ms: float
+    attacker_was_told: Mapping[str, int]
+
+    def cells(self) -> Sequence[str]:
+        memory = (self.memory_before_mb, self.memory_peak_mb, self.memory_after_mb)
+        return (
+            self.attack,
+            f"< {self.held_cpu_ms:.0f}",
+            f"< {self.held_wall_ms:.0f}",
+            ", ".join(f"{mb:.0f}" for mb in memory),
+            f"{self.calm_after_s:.1f}",
+            f"{self.victim_longest_ms:.0f}",
+        )
+
+
+def write_row(row: Row) -> None:
+    """Append it to the file that BATON_HOSTILE_TABLE names, if it names one."""
+    if name := os.environ.get("BATON_HOSTILE_TABLE"):
+        with Path(name).open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+
+
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
+    """A table for each mode; of an attack that ran several times the last one counts."""
+    for mode in dict.fromkeys(row.mode for row in rows):
+        yield f"**{mode}**"
+        yield ""
+        for cells in (_HEAD, ["---"] * len(_HEAD), *{r.attack: r.cells() for r in rows if r.mode == mode}.values()):
+            yield "| " + " | ".join(cells) + " |"
+        yield ""
+
+
+if __name__ == "__main__":
+    lines = Path(sys.argv[1]).read_text().splitlines()
+    sys.stdout.write("\n".join(markdown([Row(**json.loads(line)) for line in lines])))

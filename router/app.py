@@ -64,7 +64,7 @@ from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
-from router.idle_collector import IdleCollector, set_thresholds
+from router.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector, set_thresholds
 from router.limits import DispatchLimits
 from router.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
 from router.metrics import connection_figures, figures
@@ -242,7 +242,11 @@ class _Router:
         self._operator = OperatorHandler(self._view, self._dispatcher, membership, clock, self._record)
         GenerationServicer(handler, takes_traces=spans is not None).add_to_server(self._public.server)
         OperatorServicer(self._operator, self._steering).add_to_server(self._private.server)
-        self._collector = IdleCollector(self._timers, lambda: self._dispatcher.num_live)
+
+        def num_live() -> int:
+            return self._dispatcher.num_live + limit.num_open // CONNECTIONS_LIKE_A_REQUEST
+
+        self._collector = IdleCollector(self._timers, num_live)
         self._lease: Lease | None = None
         self._is_draining = False
         self._awaited = asyncio.Event()

@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 import struct
+import traceback
 from asyncio import sslproto
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,9 @@ BACKLOG = 2048
 """Connections that wait in the kernel, where they take no descriptor of this process."""
 ACCEPTED_AT_ONCE = 32
 """In one turn of the loop."""
+UNHEARD_AT_ONCE = 64
+"""While more connections than that wait to be heard one new one is accepted in a turn; the others wait in the kernel:
+taken faster than they are heard they would pile up here, each with what it has sent, to as many as may be open."""
 PAUSE_S = 1.0
 """After the kernel had no connection to give: it will not have one in the next turn either."""
 HANDSHAKE_S = 10.0
@@ -70,15 +74,18 @@ class Listener:
         protocol: Callable[[Place], asyncio.BaseProtocol],
         limit: ConnectionLimit,
         tls: ssl.SSLContext | None = None,
+        num_unheard: Callable[[], int] = lambda: 0,
     ) -> None:
         """`name` is what logs call it, and no other listener of the process has it. `listening`: from
-        `listening_socket`. The protocol gives its place back when its connection is lost.
+        `listening_socket`. The protocol gives its place back when its connection is lost. `num_unheard`: connections of
+        the process that have said what nobody has had the time to look at.
         """
         self._name = name
         self._listening = listening
         self._protocol = protocol
         self._limit = limit
         self._tls = tls
+        self._num_unheard = num_unheard
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: deque[asyncio.Future[None]] = deque()
@@ -113,7 +120,8 @@ class Listener:
         self._loop.add_reader(self._listening, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+        # Never none: who floods may be many for ever, and whoever is new is heard before those.
+        for _ in range(ACCEPTED_AT_ONCE if self._num_unheard() <= UNHEARD_AT_ONCE else 1):
             try:
                 accepted, address = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -174,6 +182,9 @@ class Listener:
             if not isinstance(error, Exception):
                 raise
             _log.debug("a connection to the port %s failed in its handshake: %s", self._name, error)
+            # asyncio's frames keep the future that keeps the error that keeps them, and TLS's buffers until that is
+            # collected.
+            traceback.clear_frames(error.__traceback__)
 
     async def _may_shake_hands(self, accepted: socket.socket) -> None:
         """Wait until the client has begun, and then for a turn: a crowd that begins at one moment holds nobody up."""

@@ -12,6 +12,7 @@ import asyncio
 import selectors
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from baton.observe.metrics import Distribution, Figure, Histogram
 
@@ -22,6 +23,10 @@ _SHORT_S = HELD_BUCKETS_S[0]
 """Shorter turns, nearly all of them, are only counted: the processor's clock costs more than they may."""
 _CPU_READING_S = 0.005
 """How old a reading of the processor's clock may be when a turn begins, and so how much too long a turn may seem."""
+
+
+READY_AT_ONCE = 512
+"""Descriptors that are served in one turn: four thousand clients that leave at one moment held it for their sum."""
 
 
 class Longest:
@@ -107,12 +112,30 @@ class LoopProbe:
         yield Figure("event_loop_held_cpu_seconds_max", text, self._longest_cpu.value(now), {})
 
 
+class _BoundedPoll:
+    """An epoll object that tells of some descriptors at a time. The kernel begins with the others when it is asked
+    again, so none waits for ever.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def poll(self, timeout: float | None = None, maxevents: int = -1) -> list[tuple[int, int]]:
+        told: list[tuple[int, int]] = self._real.poll(timeout, min(maxevents, READY_AT_ONCE))
+        return told
+
+
 class _ProbedSelector(selectors.DefaultSelector):
     """Tells a probe where the turns of the loop begin and end."""
 
     def __init__(self, probe: LoopProbe) -> None:
         super().__init__()
         self._begin, self._end = probe.begin_turn, probe.end_turn
+        if hasattr(selectors, "EpollSelector"):
+            self._selector: Any = _BoundedPoll(self._selector)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._end()

@@ -13,8 +13,10 @@ from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Distribution, Figure, by_label
 
 _PROC = Path("/proc/self")
-_UTIME, _STIME, _NUM_THREADS, _RSS = 11, 12, 17, 21
+_UTIME, _STIME, _NUM_THREADS = 11, 12, 17
 """Places in /proc/self/stat behind the name of the command (proc_pid_stat(5))."""
+_RESIDENT = 1
+"""Place in /proc/self/statm, in pages (proc_pid_statm(5))."""
 
 
 def process_figures() -> Iterator[Figure | Distribution]:
@@ -30,16 +32,24 @@ def process_figures() -> Iterator[Figure | Distribution]:
         yield from _held_by_the_kernel()
 
 
+def resident_bytes() -> int:
+    """Memory of this process that is in use and not swapped out; 0 on a system without /proc."""
+    try:
+        fields = (_PROC / "statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[_RESIDENT]) * resource.getpagesize()
+
+
 def _held_by_the_kernel() -> Iterator[Figure]:
     fields = (_PROC / "stat").read_text().rpartition(")")[2].split()
     cpu_s = (int(fields[_UTIME]) + int(fields[_STIME])) / os.sysconf("SC_CLK_TCK")
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # One of them is that of the directory that is being read.
     descriptors = len(os.listdir(_PROC / "fd")) - 1
-    resident = int(fields[_RSS]) * resource.getpagesize()
     for name, text, value in (
         ("process_cpu_seconds_total", "Processor time of all threads.", cpu_s),
-        ("process_resident_memory_bytes", "Memory that is in use and not swapped out.", resident),
+        ("process_resident_memory_bytes", "Memory that is in use and not swapped out.", resident_bytes()),
         ("process_open_fds", "Open file descriptors.", descriptors),
         ("process_max_fds", "How many file descriptors may be open.", soft_limit),
         ("process_threads", "Threads.", int(fields[_NUM_THREADS])),

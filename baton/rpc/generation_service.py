@@ -89,8 +89,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(
         self, request: generation.GenerateRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
-        _check(request)
         _check_counts(request)
+        _check(request)
         answer = _Answer(request.request_id, context)
         with answer.counted():
             # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
@@ -104,8 +104,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Resume(
         self, request: generation.ResumeRequest, context: _Context
     ) -> AsyncIterator[generation.GenerateResponse]:
-        _check(request)
         check_count("next_token_index", request.next_token_index, MAX_POSITIONS)
+        _check(request)
         answer, positions = _Answer(request.request_id, context), list(request.next_token_index)
         call, left_s = number_from_metadata(context.invocation_metadata()), context.time_remaining()
         with answer.counted():
@@ -129,8 +129,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Detokenize(
         self, request: generation.DetokenizeRequest, context: _Context
     ) -> generation.DetokenizeResponse:
-        _check(request)
         check_count("token_ids", request.token_ids, MAX_TOKEN_IDS)
+        _check(request)
         text = await self._handler.detokenize(request.model, list(request.token_ids))
         return generation.DetokenizeResponse(text=text)
 

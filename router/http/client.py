@@ -50,7 +50,8 @@ class Client:
         assert self._owner is not None
         assert self._watcher is not None
         self._watcher.cancel()
-        return self.is_gone and self._owner.uncancel() == 0 and isinstance(error, asyncio.CancelledError)
+        owner, self._owner, self._watcher = self._owner, None, None  # a cancelled task keeps the frames that keep this
+        return self.is_gone and owner.uncancel() == 0 and isinstance(error, asyncio.CancelledError)
 
     def will_stream(self, headers: Headers) -> None:
         """The answer is a stream with these headers; it begins with the first thing that is sent."""

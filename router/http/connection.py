@@ -13,6 +13,7 @@ What a stranger may cost before anybody knows who it is:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -47,6 +48,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def __init__(self, head_s: float, budget: TurnBudget, read_buffer: memoryview, place: Place, **parts: Any) -> None:
         """`read_buffer`: what is read is copied out of it before anything else is read. `parts` are uvicorn's."""
         super().__init__(**parts)
+        self.parser = None  # type: ignore[assignment]  # it refers back here, and a connection that fails in its handshake is never lost
         self._place = place
         self._head_s = head_s
         self._budget = budget
@@ -69,9 +71,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parser = httptools.HttpRequestParser(self)
+        # As uvicorn: what follows a request with `connection: close` does not undo that request.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._real = transport
-        self.transport = _Closing(self, transport)  # type: ignore[assignment]
-        self.flow = _Flow(self, transport)
+        self.transport = closing = _Closing(self, transport)  # type: ignore[assignment]
+        self.flow = _Flow(self, closing)
         self._head_due = self.loop.call_later(self._head_s, self.transport.close)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -96,6 +101,18 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unset_keepalive_if_required()
         self._unparsed = b""
         super().connection_lost(exc)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """End the references that lead back here. A cycle stays until the collector looks at it, and with TLS what was
+        read and not decrypted, up to half a megabyte, stays with it.
+        """
+        assert isinstance(self.transport, _Closing)
+        assert isinstance(self.flow, _Flow)
+        self.transport.let_go()
+        self.flow.let_go()
+        self.pipeline.clear()
+        self._real = None
 
     # What the budget and the flow control say.
 
@@ -129,8 +146,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _read_or_pause(self) -> None:
         """What is not parsed yet waits here; what comes behind it waits in the kernel, and there at the client."""
-        assert self._real is not None
-        if self._real.is_closing():
+        if self._real is None or self._real.is_closing():
             return
         if self._is_lingering or not (self._unparsed or self.flow.read_paused):
             self._real.resume_reading()
@@ -278,26 +294,41 @@ class _Closing:
     """The transport as uvicorn has it: to close is the connection's business."""
 
     def __init__(self, connection: Connection, real: asyncio.Transport) -> None:
-        self._connection = connection
-        self._real = real
+        self._connection: Connection | None = connection
+        self._real: asyncio.Transport | None = real
         self._is_closing = False
-        self.write = real.write
-        self.get_extra_info = real.get_extra_info
+        self.write: Callable[[bytes | bytearray | memoryview], None] = real.write
+        self.get_extra_info: Callable[..., Any] = real.get_extra_info
 
     def is_closing(self) -> bool:
-        return self._is_closing or self._real.is_closing()
+        return self._is_closing or self._real is None or self._real.is_closing()
 
     def close(self) -> None:
         self._is_closing = True
-        self._connection.close_soon()
+        if self._connection is not None:
+            self._connection.close_soon()
+
+    def let_go(self) -> None:
+        """The connection is lost: what is written from now on goes nowhere, as with any transport."""
+        self._connection = self._real = None
+        self.write = _to_nowhere
+        self.get_extra_info = _unknown
+
+
+def _to_nowhere(_data: bytes | bytearray | memoryview) -> None:
+    pass
+
+
+def _unknown(_name: str, default: Any = None) -> Any:
+    return default
 
 
 class _Flow(FlowControl):
     """uvicorn's, but it is the connection that pauses its transport."""
 
-    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
-        super().__init__(transport)
-        self._connection = connection
+    def __init__(self, connection: Connection, transport: _Closing) -> None:
+        super().__init__(transport)  # type: ignore[arg-type]
+        self._connection: Connection | None = connection
 
     def pause_reading(self) -> None:
         self.read_paused = True
@@ -305,7 +336,12 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if self.read_paused:
             self.read_paused = False
-            self._connection.flow_changed()
+            if self._connection is not None:
+                self._connection.flow_changed()
+
+    def let_go(self) -> None:
+        """The connection is lost."""
+        self._connection = None
 
 
 def _malformed(error: httptools.HttpParserError) -> HttpError:

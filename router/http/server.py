@@ -7,7 +7,7 @@ import contextlib
 import logging
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class HttpServer:
                 ssl_keyfile=tls.key if tls is not None else None,
             ),
             limit or ConnectionLimit(),
+            lambda: self._budget.num_waiting if self._budget is not None else 0,
         )
         self._serving: asyncio.Task[None] | None = None
 
@@ -125,9 +126,10 @@ class HttpServer:
 class _Server(uvicorn.Server):
     """uvicorn's, without its signal handlers, and with an event for its start."""
 
-    def __init__(self, config: uvicorn.Config, limit: ConnectionLimit) -> None:
+    def __init__(self, config: uvicorn.Config, limit: ConnectionLimit, num_unheard: Callable[[], int]) -> None:
         super().__init__(config)
         self._limit = limit
+        self._num_unheard = num_unheard
         self.is_up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -136,7 +138,7 @@ class _Server(uvicorn.Server):
         self.servers = []
         for one in sockets:
             name = f"http {one.getsockname()[1]}"
-            listener = Listener(name, one, self._protocol, self._limit, self.config.ssl)
+            listener = Listener(name, one, self._protocol, self._limit, self.config.ssl, self._num_unheard)
             self.servers.append(listener)  # type: ignore[arg-type]  # it is closed like asyncio's
             listener.start()
         self.started = True

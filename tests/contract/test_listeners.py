@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.observe.listener import HANDSHAKES_AT_ONCE, Listener, listening_socket
+from baton.observe.listener import ACCEPTED_AT_ONCE, HANDSHAKES_AT_ONCE, UNHEARD_AT_ONCE, Listener, listening_socket
 from baton.observe.metrics_page import MetricsPage
 from baton.rpc.http2.frames import PREFACE
 from baton.rpc.http2.server import Http2Server
@@ -200,6 +200,24 @@ async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(t
     for writer in writers:
         writer.transport.abort()
     await server.stop(0)
+
+
+@pytest.mark.parametrize(("num_unheard", "at_once"), [(UNHEARD_AT_ONCE, ACCEPTED_AT_ONCE), (UNHEARD_AT_ONCE + 1, 1)])
+async def test_while_many_wait_to_be_heard_one_connection_is_accepted_in_a_turn(num_unheard: int, at_once: int) -> None:
+    listening, limit = listening_socket("127.0.0.1", 0), ConnectionLimit()
+    clients = [socket.create_connection(listening.getsockname()) for _ in range(ACCEPTED_AT_ONCE)]
+    listener = Listener("page", listening, lambda _: asyncio.Protocol(), limit, num_unheard=lambda: num_unheard)
+    listener.start()
+    turns = []
+    while limit.num_open < ACCEPTED_AT_ONCE:
+        already = limit.num_open
+        await asyncio.sleep(0)
+        turns.append(limit.num_open - already)
+    assert max(turns) == at_once
+    listener.close()
+    listening.close()
+    for client in clients:
+        client.close()
 
 
 def client_hello(ca: Path) -> bytes:

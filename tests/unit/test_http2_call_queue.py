@@ -6,14 +6,15 @@ import asyncio
 from typing import Any, cast
 
 from baton.rpc.http2.call import Call
-from baton.rpc.http2.call_queue import BEGIN_AT_ONCE, END_AT_ONCE, CallQueue
+from baton.rpc.http2.call_queue import BEGIN_AT_ONCE, BEGIN_BYTES, END_AT_ONCE, CallQueue
 
 
 class Waiting:
     """What a queue asks of a call."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_held: int = 100) -> None:
         self.name = name
+        self.num_held = num_held
         self.is_over = False
 
     def cancel(self) -> None:
@@ -43,6 +44,16 @@ async def test_a_few_begin_in_a_turn_one_of_each_connection() -> None:
     await asyncio.sleep(0)
     assert log[4:] == ["crowd 3", "crowd 4", "crowd 5"]
     assert not queue
+
+
+async def test_large_requests_begin_one_in_a_turn() -> None:
+    log: list[str] = []
+    queue = queued(log)
+    for number in range(3):
+        queue.add(number, cast("Call", Waiting(f"large {number}", BEGIN_BYTES)), is_anyones=False)
+    for turn in range(3):
+        await asyncio.sleep(0)
+        assert log == [f"large {number}" for number in range(turn + 1)]
 
 
 async def test_calls_that_anyone_may_make_wait_for_the_others_all_but_one_of_a_turn() -> None:

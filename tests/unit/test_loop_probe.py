@@ -9,7 +9,7 @@ import socket
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.observe.loop_probe import WINDOW_S, Longest, LoopProbe, ProbedEventLoop
+from baton.observe.loop_probe import READY_AT_ONCE, WINDOW_S, Longest, LoopProbe, ProbedEventLoop
 from baton.observe.metrics import render
 from baton.observe.process_figures import process_figures
 
@@ -146,3 +146,28 @@ def test_a_process_says_what_it_holds(loop_factory: type[asyncio.SelectorEventLo
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
+
+
+def test_a_crowd_that_says_something_at_one_moment_is_heard_some_in_each_turn() -> None:
+    loop, heard = ProbedEventLoop(), list[int]()
+    read, write = os.pipe()
+    readers = [os.dup(read) for _ in range(2 * READY_AT_ONCE + 10)]
+    turns = []
+
+    async def until_all_were_heard() -> None:
+        for reader in readers:
+            loop.add_reader(reader, lambda one=reader: (heard.append(one), loop.remove_reader(one)))
+        os.write(write, b"x")
+        while len(heard) < len(readers):
+            already = len(heard)
+            await asyncio.sleep(0)
+            turns.append(len(heard) - already)
+
+    try:
+        loop.run_until_complete(until_all_were_heard())
+    finally:
+        loop.close()
+        for one in (read, write, *readers):
+            os.close(one)
+    assert sorted(heard) == sorted(readers)
+    assert max(turns) == READY_AT_ONCE

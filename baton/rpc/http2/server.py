@@ -155,7 +155,9 @@ class Http2Server(grpc.aio.Server):
     async def start(self) -> None:
         for one in self._sockets:
             name = f"grpc {one.getsockname()[1]}"
-            listener = Listener(name, one, lambda place: _Link(self, place), self._limit, self._tls)
+            listener = Listener(
+                name, one, lambda place: _Link(self, place), self._limit, self._tls, lambda: self.budget.num_waiting
+            )
             self._listeners.append(listener)
             listener.start()
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 _HEAD = (
     "attack",
-    "loop held, CPU (ms)",
-    "loop held, clock (ms)",
-    "memory before, peak, after (MB)",
-    "all as before after (s)",
+    "loop held at most, CPU (ms)",
+    "by the clock (ms)",
+    "memory before → peak → after (MB)",
+    "as before after (s)",
     "victim's longest request (ms)",
 )
 
@@ -47,10 +47,9 @@ class Row:
     def cells(self) -> Sequence[str]:
         memory = (self.memory_before_mb, self.memory_peak_mb, self.memory_after_mb)
         return (
-            self.attack,
-            f"< {self.held_cpu_ms:.0f}",
-            f"< {self.held_wall_ms:.0f}",
-            ", ".join(f"{mb:.0f}" for mb in memory),
+            f"{self.held_cpu_ms:.0f}",
+            f"{self.held_wall_ms:.0f}",
+            " → ".join(f"{mb:.0f}" for mb in memory),
             f"{self.calm_after_s:.1f}",
             f"{self.victim_longest_ms:.0f}",
         )
@@ -64,15 +63,18 @@ def write_row(row: Row) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """A table for each mode; of an attack that ran several times the last one counts."""
-    for mode in dict.fromkeys(row.mode for row in rows):
-        yield f"**{mode}**"
-        yield ""
-        for cells in (_HEAD, ["---"] * len(_HEAD), *{r.attack: r.cells() for r in rows if r.mode == mode}.values()):
-            yield "| " + " | ".join(cells) + " |"
-        yield ""
+    """A line for each attack, in which its modes stand one behind the other; of several runs the last one counts."""
+    modes = dict.fromkeys(row.mode for row in rows)
+    latest = {(row.attack, row.mode): row.cells() for row in rows}
+    yield f"{'; '.join(modes)}:"
+    yield ""
+    for cells in (_HEAD, ["---"] * len(_HEAD)):
+        yield "| " + " | ".join(cells) + " |"
+    for attack in dict.fromkeys(row.attack for row in rows):
+        found = [latest[attack, mode] for mode in modes if (attack, mode) in latest]
+        yield "| " + " | ".join([attack, *map("; ".join, zip(*found, strict=True))]) + " |"
 
 
 if __name__ == "__main__":
     lines = Path(sys.argv[1]).read_text().splitlines()
-    sys.stdout.write("\n".join(markdown([Row(**json.loads(line)) for line in lines])))
+    sys.stdout.write("\n".join(markdown([Row(**json.loads(line)) for line in lines])) + "\n")

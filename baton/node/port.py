@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 from baton.ids import AttemptKey
@@ -32,6 +33,8 @@ class Port:
         """Attempts of its that another router has adopted: it has nothing to say of them any more."""
         self.silent = False
         """No report since the last heartbeat."""
+        self.load_told_at = -math.inf
+        """When it was last told of a step, with or without tokens; monotonic seconds."""
         self.watches_kv_cache = False
         """It wants what the prefix cache takes in and loses..."""
         self.knows_kv_cache = False

@@ -66,6 +66,9 @@ _log = logging.getLogger(__name__)
 _REFUSAL_SHOWN_S = 300.0
 _RESET_S = 4.0
 """So long may a step that is being computed keep the engine from it: less than routers wait."""
+LOAD_EVERY_S = 0.1
+"""Routers that no token of a step goes to hear of the load this often: ten routers of a busy node would otherwise take
+nine of ten reports for its load alone."""
 _EMBEDDINGS_BYTES = 4 << 20
 """Of one report, about: a router takes no message of more than 16 MiB."""
 
@@ -240,7 +243,8 @@ class NodeService:
         step = step_figures(news.step) if news.step is not None else None
         if news.step is not None and step is not None:
             self._steps.record(news.step.ended_at, step, news.step.goes_on)
-        self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step)
+        goes_on = news.step is not None and news.step.goes_on
+        self._send({index: outputs.outputs for index, outputs in news.outputs.items()}, step, goes_on=goes_on)
         if news.kv_cache is not None:
             self._tell_kv_cache(news.kv_cache)
 
@@ -470,14 +474,25 @@ class NodeService:
         else:
             self._idle.set()
 
-    def _send(self, outputs: Mapping[int, Sequence[EngineCoreOutput]], step: StepFigures | None = None) -> None:
+    def _send(
+        self,
+        outputs: Mapping[int, Sequence[EngineCoreOutput]],
+        step: StepFigures | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """`goes_on`: another step follows; a router that is not told of this one hears of that or a later one."""
         deltas: dict[int | None, list[RequestDelta]] = {index: [] for index in self._ports}
         for client_index, of_client in outputs.items():
             for output in of_client:
                 owner, delta = self._delta(client_index, output)
                 if owner in deltas:
                     deltas[owner].append(delta)
+        now = self._clock.monotonic()
         for index, port in list(self._ports.items()):
+            if goes_on and not deltas[index] and now - port.load_told_at < LOAD_EVERY_S:
+                continue
+            port.load_told_at = now
             *parts, last = _parts(deltas[index])
             for part in parts:
                 port.push(StepReport(part, self._load))

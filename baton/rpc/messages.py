@@ -236,7 +236,10 @@ class StepFigures:
 
 @value(frozen=True, slots=True)
 class StepReport:
-    """Node to router, one per engine step; without deltas it is a sign of life (at least every HEARTBEAT_S)."""
+    """Node to router: one for each engine step that has tokens for it, and of its load ten times a second at most.
+
+    Without deltas it is a sign of life too, at least every HEARTBEAT_S.
+    """
 
     deltas: Sequence[RequestDelta]
     load: LoadReport

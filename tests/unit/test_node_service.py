@@ -22,6 +22,7 @@ from baton.node.attempt_clock import TransferFigures
 from baton.node.driver import StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.service import LOAD_EVERY_S
 from baton.node.step_log import StepLog
 from baton.node.submit_check import objection
 from baton.rpc.channel import MAX_MESSAGE_BYTES
@@ -65,6 +66,22 @@ async def test_each_router_hears_of_its_own_requests_alone() -> None:
     rig.driver.run()
     assert {delta.attempt for delta in await deltas(first)} == {KEY}
     assert {delta.attempt for delta in await deltas(second)} == {other}
+
+
+async def test_a_router_without_requests_hears_of_the_load_a_few_times_a_second_and_when_work_ends() -> None:
+    rig = NodeRig()
+    asking, watching = rig.service.open_port("router-0"), rig.service.open_port("router-1")
+    await heard(watching)
+    rig.ask(asking, sampling_params=SamplingParams(temperature=0.0, seed=3, max_tokens=9))
+    told = []
+    for _ in range(9):
+        rig.driver.turn()
+        told.append([report.load.running for report in await heard(watching)])
+        rig.manual_clock.advance(0.4 * LOAD_EVERY_S)
+    rig.driver.run()
+    told.append([report.load.running for report in await heard(watching)])
+    assert told == [[1], [], [], [1], [], [], [1], [], [0], []]
+    assert len(await deltas(asking)) == 9, "who asked hears of every step"
 
 
 async def test_steps_are_kept_for_a_timeline_and_told_once() -> None:
@@ -554,6 +571,7 @@ async def test_reports_tell_those_who_predict_what_a_step_was_and_what_is_left()
     rig.driver.turn()
     load = rig.service.report().load
     assert (load.uncomputed_tokens, load.context_tokens) == (0, len(PROMPT))
+    rig.manual_clock.advance(2 * LOAD_EVERY_S)
     rig.driver.turn()
     for heard_by in (port, other):
         steps = [report.step for report in await heard(heard_by) if report.step is not None]

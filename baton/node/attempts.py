@@ -247,6 +247,10 @@ class AttemptBook:
         """Those of one router that have not ended."""
         return [attempt for attempt in self._attempts.values() if attempt.owner == owner and attempt.runs]
 
+    def owners(self) -> set[int | None]:
+        """The routers whose attempts have not ended."""
+        return {attempt.owner for attempt in self._attempts.values() if attempt.runs}
+
     def finished(self, attempt: Attempt, now: float) -> None:
         """The engine has ended it, and that is noted."""
         attempt.feed(AttemptEvent.FINISHED)

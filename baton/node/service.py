@@ -67,7 +67,7 @@ _REFUSAL_SHOWN_S = 300.0
 _RESET_S = 4.0
 """So long may a step that is being computed keep the engine from it: less than routers wait."""
 LOAD_EVERY_S = 0.1
-"""Routers that no token of a step goes to hear of the load this often: ten routers of a busy node would otherwise take
+"""Routers that have no request here hear of the load this often at most: ten routers of a busy node would otherwise take
 nine of ten reports for its load alone."""
 _EMBEDDINGS_BYTES = 4 << 20
 """Of one report, about: a router takes no message of more than 16 MiB."""
@@ -489,8 +489,9 @@ class NodeService:
                 if owner in deltas:
                     deltas[owner].append(delta)
         now = self._clock.monotonic()
+        owners = self._attempts.owners() if goes_on and len(self._ports) > 1 else set(self._ports)
         for index, port in list(self._ports.items()):
-            if goes_on and not deltas[index] and now - port.load_told_at < LOAD_EVERY_S:
+            if index not in owners and not deltas[index] and now - port.load_told_at < LOAD_EVERY_S:
                 continue
             port.load_told_at = now
             *parts, last = _parts(deltas[index])

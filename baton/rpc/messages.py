@@ -236,7 +236,7 @@ class StepFigures:
 
 @value(frozen=True, slots=True)
 class StepReport:
-    """Node to router: one for each engine step that has tokens for it, and of its load ten times a second at most.
+    """Node to router: one for each engine step, or ten a second where the router has no request on the node.
 
     Without deltas it is a sign of life too, at least every HEARTBEAT_S.
     """

@@ -67,8 +67,8 @@ _REFUSAL_SHOWN_S = 300.0
 _RESET_S = 4.0
 """So long may a step that is being computed keep the engine from it: less than routers wait."""
 LOAD_EVERY_S = 0.1
-"""Routers that have no request here hear of the load this often at most: ten routers of a busy node would otherwise take
-nine of ten reports for its load alone."""
+"""Routers that have no request here hear of the load this often at most: of ten routers of a busy node nine may have
+none, and would take a report of each step for its load alone."""
 _EMBEDDINGS_BYTES = 4 << 20
 """Of one report, about: a router takes no message of more than 16 MiB."""
 

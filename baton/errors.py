@@ -267,3 +267,7 @@ class Unreachable(BatonError):
     status = Status.UNAVAILABLE
     retryable = True
     exit_code = ExitCode.UNREACHABLE
+
+
+class NobodyListens(Unreachable):
+    """The host of an address answers that no process listens there: whoever did has ended."""

@@ -31,9 +31,10 @@ from baton.errors import (
     SlowReader,
 )
 from baton.fair_executor import FairExecutor
-from baton.ids import SCOPED_ID_PATTERN, unscoped
+from baton.ids import SCOPED_ID_PATTERN, AttemptKey, unscoped
 from baton.observe.logs import of_attempt
 from baton.rpc.messages import (
+    Abort,
     Accepted,
     Finished,
     GenerateEvent,
@@ -144,6 +145,9 @@ class Dispatcher:
         self._runs: dict[str, Run] = {}
         self._adopting: dict[str, dict[str, Run]] = {}
         """By node and request id, those of which the node has yet to tell what it brought for another router."""
+        self._cut: dict[str, list[Abort]] = {}
+        """Nodes whose link is cut, and what each is to be told when it is there again: at most one abort for each
+        sequence that runs there."""
         self._turns = Turns()
         self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
         self._more_to_serve: asyncio.Handle | None = None
@@ -381,10 +385,17 @@ class Dispatcher:
 
     def on_attached(self, description: NodeDescription) -> None:
         """A node is there: whoever waited for one may go on."""
+        incarnation = description.incarnation
         self._losses.settle()
         self._view.attached(description, self._timers.monotonic())
         if self.placer.on_attached(description):
-            self._links.send(description.incarnation, WatchKVCache())
+            self._links.send(incarnation, WatchKVCache())
+        aborts = self._cut.pop(incarnation, None)
+        if aborts is not None:
+            self.counters.links_back += 1
+            for abort in aborts:
+                self._links.send(incarnation, abort)
+            self._losses.back(incarnation)
         self.changed.set()
         self._serve_queue()
 
@@ -433,9 +444,24 @@ class Dispatcher:
             if not adopting:
                 del self._adopting[run.settles_at]
 
+    def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
+        """What runs on a node for this router, as far as it knows."""
+        flights = (run.flight for run in self._runs.values())
+        return [flight.key for flight in flights if incarnation in flight.incarnations and not flight.is_over]
+
+    def on_cut(self, incarnation: str, reason: str) -> None:
+        """A node can't be reached: nothing is placed on it, and its flights wait for it to be there again, or lost."""
+        now = self._timers.monotonic()
+        _log.info("the link to a node is cut", extra={"node": incarnation, "error": reason})
+        self._cut[incarnation] = []
+        self._view.detached(incarnation, reason, now)
+        self._losses.suspected(incarnation, now)
+        self.changed.set()
+
     def on_lost(self, incarnation: str, reason: str) -> None:
         """A node is gone: nothing is placed on it from now on, and its flights hear of it soon."""
         now = self._timers.monotonic()
+        self._cut.pop(incarnation, None)
         self._view.detached(incarnation, reason, now)
         self.placer.on_lost(incarnation, now)
         self._losses.lost(incarnation, reason, now)
@@ -568,10 +594,12 @@ class Dispatcher:
                         pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AdoptLeg(incarnation, adopt, num_sequences):
                     self._view.dispatched(incarnation, adopt.attempt, num_sequences)
-                    if not self._links.send(incarnation, adopt):
+                    # One whose link is cut again hears of it when it is back again.
+                    if not self._links.send(incarnation, adopt) and incarnation not in self._cut:
                         pending.extend(run.flight.handle(NodeGone(incarnation, "its stream is closed")))
                 case AbortLeg(incarnation, abort):
-                    self._links.send(incarnation, abort)
+                    if not self._links.send(incarnation, abort) and incarnation in self._cut:
+                        self._cut[incarnation].append(abort)
                 case LegEnded(incarnation, attempt):
                     self._view.released(incarnation, attempt)
                     self._room_came = True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from baton.errors import NodeLost
+from baton.errors import NobodyListens, NodeLost
+from baton.ids import AttemptKey
 from baton.rpc.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
 
 
@@ -68,6 +69,8 @@ class FakeNode:
         self.inbox: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.stream: FakeStream | None = None
         self.num_attachments = 0
+        self.kept: Sequence[AttemptKey] = ()
+        """What the router that attached last keeps of its earlier stream."""
         self.is_up = True
         self.is_silent = False
         """Takes connections but answers nothing, like a stopped process."""
@@ -79,14 +82,15 @@ class FakeNode:
     def incarnation(self) -> str:
         return self.description.incarnation
 
-    async def attach(self) -> FakeStream:
+    async def attach(self, keeps: Sequence[AttemptKey] = ()) -> FakeStream:
         if self.attach_error is not None:
             raise self.attach_error
         if self.is_silent:
             await asyncio.get_running_loop().create_future()
         if not self.is_up:
-            raise NodeLost(f"node {self.description.node_id} does not answer")
+            raise NobodyListens(f"node {self.description.node_id} does not answer")
         self.num_attachments += 1
+        self.kept = keeps
         self.stream = FakeStream(self)
         return self.stream
 
@@ -102,12 +106,16 @@ class FakeNode:
         if self.stream is not None:
             await self.stream.all_read()
 
-    def die(self) -> None:
-        """The process is gone: its stream breaks and nobody answers."""
-        self.is_up = False
+    def cut(self) -> None:
+        """The stream breaks; the process lives and answers."""
         if self.stream is not None:
             self.stream.is_closed = True
             self.stream.put(NodeLost(f"node {self.description.node_id} is gone: connection reset"))
+
+    def die(self) -> None:
+        """The process is gone: its stream breaks and nobody answers."""
+        self.is_up = False
+        self.cut()
 
 
 class FakeNodes:
@@ -126,11 +134,11 @@ class FakeNodes:
         self.num_open_clients += 1
         return FakeClient(self, address)
 
-    async def attach(self, address: str) -> FakeStream:
+    async def attach(self, address: str, keeps: Sequence[AttemptKey] = ()) -> FakeStream:
         node = self._by_address.get(address)
         if node is None:
-            raise NodeLost(f"nobody listens on {address}")
-        return await node.attach()
+            raise NobodyListens(f"nobody listens on {address}")
+        return await node.attach(keeps)
 
 
 class FakeClient:
@@ -140,8 +148,14 @@ class FakeClient:
         self._nodes = nodes
         self._address = address
 
-    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> FakeStream:
-        return await self._nodes.attach(self._address)
+    async def attach(
+        self,
+        router_id: str,
+        incarnation: str = "",
+        router_incarnation: str = "",
+        keeps: Sequence[AttemptKey] = (),
+    ) -> FakeStream:
+        return await self._nodes.attach(self._address, keeps)
 
     async def close(self) -> None:
         self._nodes.num_open_clients -= 1

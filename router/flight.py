@@ -22,6 +22,9 @@ The rules:
 7. A request of several sequences ends when all of them have. One that is over stays so, whatever a later attempt says
    of it, and the node that still works on it is told.
 8. An embedding takes one leg on one node. It is a function of the prompt alone, so another attempt is the same again.
+9. A link that was cut costs nothing while both of its ends live: its node goes on, and once it is reached again each
+   leg that has not ended is adopted there, from the tokens on that the client does not have. A node that does not have
+   it (what was on its way may be lost, an old version ends what ran) says so, and the flight goes on by rule 6.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ from router.flight_table import (
     GiveUp,
     LegEnded,
     LetGo,
+    LinkBack,
     MovedAway,
     NodeGone,
     Place,
@@ -203,7 +207,9 @@ class Flight:
         return [self._adopt_leg(leg) for leg in legs]
 
     def _adopt_leg(self, leg: FlightLeg) -> AdoptLeg:
-        return AdoptLeg(leg.node.incarnation, Adopt(self._key, self.takeover), leg.num_sequences)
+        known = tuple(sequence.num_tokens for sequence in self._sequences)
+        adopt = Adopt(self._key, self.takeover, known if any(known) else ())
+        return AdoptLeg(leg.node.incarnation, adopt, leg.num_sequences)
 
     @property
     def is_adopting(self) -> bool:
@@ -237,6 +243,8 @@ class Flight:
                 return self._on_delta(incarnation, delta)
             case NodeGone(incarnation, reason, lost_together):
                 return self._on_node_gone(incarnation, reason, lost_together)
+            case LinkBack(incarnation):
+                return self._on_link_back(incarnation)
             case StopStringFound(stop, index):
                 return self._on_stop_string(self._sequences[index], stop)
             case Cancel(reason):
@@ -422,6 +430,15 @@ class Flight:
         if self._num_unrelated(lost_together) >= UNRELATED_LOSSES:
             return self._spare(incarnation, reason)
         return self._lose(leg, reason, AttemptCause.NODE_LOST)
+
+    def _on_link_back(self, incarnation: str) -> list[FlightEffect]:
+        leg = self._legs.get(incarnation)
+        if leg is None or not leg.is_running:
+            return []
+        # Whatever was on its way when the link was cut may be lost: nothing is known of it until the node answers.
+        leg.taken = False
+        leg.told_sequences.clear()
+        return [self._adopt_leg(leg)]
 
     def _num_unrelated(self, lost: Set[str]) -> int:
         """How many of these nodes no attempt of this flight was on."""

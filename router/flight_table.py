@@ -101,6 +101,13 @@ class NodeGone:
 
 
 @value(frozen=True, slots=True)
+class LinkBack:
+    """The stream to an incarnation was cut and is open again: what runs there for this flight waits to be adopted."""
+
+    incarnation: str
+
+
+@value(frozen=True, slots=True)
 class StopStringFound:
     """The text of a sequence's tokens given out so far contains a stop string."""
 
@@ -129,7 +136,7 @@ class LetGo:
     error: BatonError
 
 
-FlightEvent: TypeAlias = Placed | Delta | NodeGone | StopStringFound | Cancel | GiveUp | LetGo
+FlightEvent: TypeAlias = Placed | Delta | NodeGone | LinkBack | StopStringFound | Cancel | GiveUp | LetGo
 
 
 class AttemptCause(enum.Enum):
@@ -166,7 +173,7 @@ class SubmitLeg:
 
 @value(frozen=True, slots=True)
 class AdoptLeg:
-    """Tell a node that an attempt which another router began is ours from now on."""
+    """Tell a node that an attempt which another router began, or this one on an earlier stream, is ours from now on."""
 
     incarnation: str
     adopt: Adopt

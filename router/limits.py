@@ -58,6 +58,8 @@ class DispatchCounters:
     """Requests whose client came back for what follows..."""
     adopted: int = 0
     """... that ran on at their nodes meanwhile, for another router."""
+    links_back: int = 0
+    """How often a node was there again, with what it ran for this router, after its link was cut."""
     moved: int = 0
     """Requests that another router adopted from this one."""
     adoption_looks: int = 0

@@ -1,4 +1,4 @@
-"""Nodes that were lost: their flights hear of it together, a few in each turn of the event loop.
+"""Nodes that were lost, or are back: their flights hear of it together, a few in each turn of the event loop.
 
 The links of many nodes break at once when a switch, a rack or this router fails. The router finds that out node by
 node, within some seconds. Two rules keep that from harming the flights:
@@ -7,6 +7,9 @@ node, within some seconds. Two rules keep that from harming the flights:
    node that is about to be found lost.
 2. A flight hears which other nodes were lost within `MOMENT_S`. It does not charge its budget for a loss that it can't
    have caused (`router.flight`, rule 5).
+
+A node whose link is cut may be lost with others that are found lost first, so it counts in rule 2 from the cut on. When
+the link is there again its flights hear of that, each for the attempt that ran there then.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable
 from baton.background import current_watch
 from baton.ids import AttemptKey
 from baton.rpc.messages import HEARTBEAT_S
-from router.flight_table import NodeGone
+from router.flight_table import LinkBack, NodeGone
 from router.run import Run
 
 MOMENT_S = 3 * HEARTBEAT_S
@@ -28,27 +31,41 @@ FLIGHTS_PER_TURN = 32
 
 
 class NodeLosses:
-    """Tells flights of lost nodes. Belongs to the running event loop; seconds on the caller's clock."""
+    """Tells flights of lost nodes, and of those that are back. Belongs to the running event loop; seconds on the
+    caller's clock.
+    """
 
-    def __init__(self, runs: Callable[[], Iterable[Run]], tell: Callable[[Run, NodeGone], None]) -> None:
+    def __init__(self, runs: Callable[[], Iterable[Run]], tell: Callable[[Run, NodeGone | LinkBack], None]) -> None:
         """`runs` gives those that may be on lost nodes; `tell` must not raise."""
         self._runs = runs
         self._tell = tell
         self._new: dict[str, str] = {}
         """Lost in this turn, and why."""
         self._recent: dict[str, float] = {}
-        """When each node of the last moment was lost, the earliest first."""
-        self._untold: deque[tuple[Run, AttemptKey, NodeGone]] = deque()
+        """When each node of the last moment was lost, or its link cut, the earliest first."""
+        self._untold: deque[tuple[Run, AttemptKey, NodeGone | LinkBack]] = deque()
         self._handle: asyncio.Handle | None = None
         self._watch = current_watch.get()
 
     def lost(self, incarnation: str, reason: str, now: float) -> None:
         """A node is gone. Its flights hear of it soon: in the next turn of the loop, or some turns later."""
         self._new[incarnation] = reason
+        self.suspected(incarnation, now)
+        self._go_on_next_turn()
+
+    def suspected(self, incarnation: str, now: float) -> None:
+        """A node's link is cut: it may be lost."""
         self._recent.pop(incarnation, None)
         self._recent[incarnation] = now
         while now - self._recent[first := next(iter(self._recent))] > MOMENT_S:
             del self._recent[first]
+
+    def back(self, incarnation: str) -> None:
+        """The node whose link was cut is there again. Its flights hear of it soon."""
+        self._recent.pop(incarnation, None)
+        for run in self._runs():
+            if incarnation in run.flight.incarnations:
+                self._untold.append((run, run.flight.key, LinkBack(incarnation)))
         self._go_on_next_turn()
 
     def settle(self) -> None:
@@ -71,9 +88,9 @@ class NodeLosses:
         self._handle = None
         self.settle()
         for _ in range(min(FLIGHTS_PER_TURN, len(self._untold))):
-            run, attempt, gone = self._untold.popleft()
+            run, attempt, news = self._untold.popleft()
             # Its other node may have been told of first: the next attempt may even be on the same node, come back.
             if run.flight.key == attempt:
-                self._tell(run, gone)
+                self._tell(run, news)
         if self._untold or self._new:
             self._go_on_next_turn()

@@ -23,6 +23,7 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         ("requests_resumed_total", "Requests whose client came back for what follows.", counters.resumed),
         ("requests_adopted_total", "Those that ran on meanwhile, for another router.", counters.adopted),
         ("requests_moved_total", "Requests that another router took over from this one.", counters.moved),
+        ("node_links_back_total", "Links to nodes that were cut and came back.", counters.links_back),
         ("late_deltas_total", "Steps' results that came for requests that were over.", counters.late_deltas),
     ):
         yield Figure(name, text, value, {})

@@ -1,24 +1,32 @@
 """One stream per node incarnation, kept for as long as there is hope. Bytes and time only; what they mean is elsewhere.
 
-A link is lost when its stream breaks or when the node says nothing for three heartbeats; the listener hears of it at
-once, and only once per attachment. Then the link tries again, with back-off and jitter, for as long as the registry
-names the incarnation. What the registry forgets does not end a stream that works.
+A link is cut when its stream breaks: the connection is gone, and the node may live. It is lost when the node says
+nothing for three heartbeats, or when a cut link is not there again after as long. A node that is known to have ended
+(nobody listens at its address, or another incarnation does) is lost at once; so is one whose streams break again and
+again. The listener hears of each at once: after `on_attached` either `on_lost`, or `on_cut` and then `on_attached` or
+`on_lost`. A lost link tries again, with back-off and jitter, for as long as the registry names the incarnation. What
+the registry forgets does not end a stream that works.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.background import OnFault, current_watch
-from baton.errors import BatonError, NodeLost
+from baton.errors import BatonError, ConfigError, Draining, NobodyListens, NodeLost
+from baton.ids import AttemptKey
 from baton.registry import NodeRecord
 from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from router.timers import Timers, sleep_until
+
+MAX_BROKEN = 3
+"""Streams of a link that may break in a row, each at once or before it brought anything, until the next one that breaks
+counts as lost: else the same trouble could be met for ever."""
 
 
 class NodeStream(Protocol):
@@ -39,7 +47,13 @@ class NodeStream(Protocol):
 class NodeClient(Protocol):
     """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
 
-    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> NodeStream: ...
+    async def attach(
+        self,
+        router_id: str,
+        incarnation: str = "",
+        router_incarnation: str = "",
+        keeps: Sequence[AttemptKey] = (),
+    ) -> NodeStream: ...
 
     async def close(self) -> None: ...
 
@@ -47,9 +61,17 @@ class NodeClient(Protocol):
 class LinkListener(Protocol):
     """Who hears of links. Called on the event loop; must return at once and never raise."""
 
+    def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
+        """What is to go on at a node whose link was cut; asked when the node is about to be attached again."""
+        ...
+
     def on_attached(self, description: NodeDescription) -> None: ...
 
     def on_report(self, incarnation: str, report: StepReport) -> None: ...
+
+    def on_cut(self, incarnation: str, reason: str) -> None:
+        """Nothing can be sent. Either the node is attached again soon, with what it ran, or it is lost."""
+        ...
 
     def on_lost(self, incarnation: str, reason: str) -> None: ...
 
@@ -59,6 +81,8 @@ class LinkTimes:
     """Bounds in seconds."""
 
     silence_s: float = 3 * HEARTBEAT_S
+    return_s: float = 3 * HEARTBEAT_S
+    """How long a link that was cut has to be there again."""
     attach_s: float = 5.0
     first_retry_s: float = 0.05
     last_retry_s: float = 2.0
@@ -76,7 +100,9 @@ class NodeLinks:
         times: LinkTimes | None = None,
         router_incarnation: str = "",
     ) -> None:
-        """`router_incarnation`: which run of the router this is; a node ends what an earlier stream of it asked for."""
+        """`router_incarnation`: which run of the router this is; a node ends what an earlier stream of it asked for,
+        but for what the router says that it keeps.
+        """
         self._connect = connect
         self._router_id = router_id
         self._router_incarnation = router_incarnation
@@ -104,7 +130,7 @@ class NodeLinks:
         for incarnation, link in list(self._links.items()):
             if incarnation not in current:
                 link.registered = False
-                if not link.is_attached:
+                if not link.is_attached and not link.is_cut:
                     link.stop()
                     self._stopping.add(self._links.pop(incarnation))
         self._stopping = {link for link in self._stopping if not link.is_over}
@@ -141,10 +167,14 @@ class NodeLinks:
     def client(self, address: str) -> NodeClient:
         return self._connect(address)
 
-    async def attach(self, client: NodeClient, record: NodeRecord) -> NodeStream:
-        """Open the stream within the bound; raises BatonError."""
-        attaching = asyncio.ensure_future(client.attach(self._router_id, record.incarnation, self._router_incarnation))
-        bound = self._timers.call_at(self._timers.monotonic() + self._times.attach_s, lambda: _cancel(attaching))
+    async def attach(
+        self, client: NodeClient, record: NodeRecord, keeps: Sequence[AttemptKey], until: float
+    ) -> NodeStream:
+        """Open the stream by then; raises BatonError."""
+        attaching = asyncio.ensure_future(
+            client.attach(self._router_id, record.incarnation, self._router_incarnation, keeps)
+        )
+        bound = self._timers.call_at(until, lambda: _cancel(attaching))
         try:
             stream = await attaching
         except asyncio.CancelledError:
@@ -152,12 +182,12 @@ class NodeLinks:
                 await attaching.result().close()
             if _is_being_cancelled():
                 raise
-            raise NodeLost(f"node {record.name} did not answer within {self._times.attach_s:g} s") from None
+            raise NodeLost(f"node {record.name} did not answer in time") from None
         finally:
             bound.cancel()
         if stream.welcome.incarnation != record.incarnation:
             await stream.close()
-            raise NodeLost(f"{record.address} is {stream.welcome.incarnation}, not {record.incarnation}")
+            raise ConfigError(f"{record.address} is {stream.welcome.incarnation}, not {record.incarnation}")
         return stream
 
     def retry_at(self, failures: int) -> float:
@@ -166,8 +196,24 @@ class NodeLinks:
         return self._timers.monotonic() + longest * (0.5 + 0.5 * self._rng.random())
 
 
+class _Loss(NamedTuple):
+    """How a stream ended."""
+
+    reason: str
+    is_cut: bool
+    """The connection broke: the node may live, and be reached again."""
+
+
+class _Cut(NamedTuple):
+    """A link that waits for its node to be there again."""
+
+    reason: str
+    until: float
+    """When it is lost."""
+
+
 class _Link:
-    """One incarnation's stream and its task, which opens it, and opens it again when it is lost."""
+    """One incarnation's stream and its task, which opens it, and opens it again when it is cut or lost."""
 
     def __init__(self, owner: NodeLinks, record: NodeRecord) -> None:
         self.registered = True
@@ -177,8 +223,11 @@ class _Link:
         self._last_message = 0.0
         self._heard = False
         """The stream has brought a report."""
-        self._loss: asyncio.Future[str] | None = None
-        """Why the stream is lost, once it is."""
+        self._loss: asyncio.Future[_Loss] | None = None
+        """How the stream ended, once it has."""
+        self._cut: _Cut | None = None
+        self._num_broken = 0
+        """Streams in a row that brought nothing or broke at once."""
         self._task = owner.watch.start(
             self._run, "node-link", record.incarnation, on_fault=OnFault.RESTART, may_end=True
         )
@@ -186,6 +235,10 @@ class _Link:
     @property
     def is_attached(self) -> bool:
         return self._stream is not None
+
+    @property
+    def is_cut(self) -> bool:
+        return self._cut is not None
 
     @property
     def is_over(self) -> bool:
@@ -197,7 +250,7 @@ class _Link:
         try:
             self._stream.send(message)
         except BatonError as error:
-            self._lose(str(error))
+            self._end(str(error), is_cut=True)
         except Exception as fault:
             self._fail(fault)
         return True
@@ -210,49 +263,91 @@ class _Link:
 
     async def _run(self) -> None:
         client, timers = self._owner.client(self._record.address), self._owner.timers
-        failures = 0
+        failures, at_once = 0, False
         try:
-            while self.registered:
-                if failures:
-                    await sleep_until(timers, self._owner.retry_at(failures))
+            while self.registered or self._cut is not None:
+                if failures and not at_once:
+                    await sleep_until(timers, self._retry_at(failures))
+                    self._lose_if_late()
+                at_once = False
                 try:
-                    self._heard = False
-                    stream = await self._owner.attach(client, self._record)
-                    began = timers.monotonic()
+                    stream = await self._attach(client)
                     await self._serve(stream)
-                    # One that brought nothing, or broke at once, is no better than none: it may go so for ever.
-                    is_good = self._heard and timers.monotonic() - began >= self._owner.times.silence_s
-                    failures = 0 if is_good else failures + 1
-                except BatonError:
+                    failures = self._num_broken
+                    # Most cuts are over when they are noticed, and who was killed says so.
+                    at_once = self._cut is not None and failures <= 1
+                except BatonError as error:
                     failures += 1
+                    if _proves_end(error):
+                        self._lose()
                 except Exception as fault:
                     # Whatever it was, without a link nobody could use the node any more.
                     self._owner.watch.note("node-link", fault, "the link is opened again")
                     failures += 1
+                self._lose_if_late()
         finally:
+            self._lose()
             await client.close()
 
+    async def _attach(self, client: NodeClient) -> NodeStream:
+        self._heard = False
+        until = self._owner.timers.monotonic() + self._owner.times.attach_s
+        if self._cut is None:
+            return await self._owner.attach(client, self._record, (), until)
+        keeps = self._owner.listener.attempts_on(self._record.incarnation)
+        return await self._owner.attach(client, self._record, keeps, min(until, self._cut.until))
+
+    def _retry_at(self, failures: int) -> float:
+        at = self._owner.retry_at(failures)
+        return at if self._cut is None else min(at, self._cut.until)
+
+    def _lose_if_late(self) -> None:
+        if self._cut is not None and self._owner.timers.monotonic() >= self._cut.until:
+            self._lose()
+
+    def _lose(self) -> None:
+        """A link that is cut is lost. Idempotent."""
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            self._tell_lost(cut.reason)
+
+    def _tell_lost(self, reason: str) -> None:
+        # Requests that did not hear of the loss would wait for ever: a router that fails at that must end.
+        listener, incarnation = self._owner.listener, self._record.incarnation
+        self._owner.watch.guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
+
+    def _tell_cut(self, reason: str) -> None:
+        listener, incarnation = self._owner.listener, self._record.incarnation
+        self._cut = _Cut(reason, self._owner.timers.monotonic() + self._owner.times.return_s)
+        self._owner.watch.guarded(lambda: listener.on_cut(incarnation, reason), "node-lost")()
+
     async def _serve(self, stream: NodeStream) -> None:
-        """Hear it until it is lost. The listener hears of the loss before anything is awaited."""
+        """Hear it until it ends. The listener hears of that before anything is awaited."""
         timers, listener, incarnation = self._owner.timers, self._owner.listener, self._record.incarnation
-        self._stream = stream
+        self._stream, self._cut = stream, None
+        began = timers.monotonic()
         self._last_message = timers.monotonic()
         self._loss = asyncio.get_running_loop().create_future()
         silence = self._owner.watch.start(
             self._await_silence, "link-silence", incarnation, on_fault=OnFault.RESTART, may_end=True
         )
-        reason = "the router let go of it"
+        loss = _Loss("the router let go of it", is_cut=False)
         try:
             listener.on_attached(stream.welcome)
-            stream.listen(self._on_report, lambda loss: self._lose(str(loss)))
-            reason = await self._loss
+            stream.listen(self._on_report, lambda lost: self._end(str(lost), is_cut=True))
+            loss = await self._loss
         except Exception as fault:
-            reason = f"the router failed at it: {fault}"
+            loss = _Loss(f"the router failed at it: {fault}", is_cut=False)
             raise
         finally:
             self._stream = None
-            # Requests that did not hear of the loss would wait for ever: a router that fails at that must end.
-            self._owner.watch.guarded(lambda: listener.on_lost(incarnation, reason), "node-lost")()
+            # One that brought nothing, or broke at once, is no better than none: it may go so for ever.
+            is_good = self._heard and timers.monotonic() - began >= self._owner.times.silence_s
+            self._num_broken = 0 if is_good else self._num_broken + 1
+            if loss.is_cut and self._num_broken <= MAX_BROKEN:
+                self._tell_cut(loss.reason)
+            else:
+                self._tell_lost(loss.reason)
             silence.cancel()
             # First: whoever stops the link meanwhile would leave it open.
             with contextlib.suppress(BatonError):
@@ -273,12 +368,12 @@ class _Link:
         """The router's own fault; it must not be met again at once, for ever."""
         self._owner.watch.note("node-link", fault, "the link is opened again")
         self._heard = False
-        self._lose(f"the router failed at it: {fault}")
+        self._end(f"the router failed at it: {fault}", is_cut=False)
 
-    def _lose(self, reason: str) -> None:
-        """Only the first reason counts."""
+    def _end(self, reason: str, *, is_cut: bool) -> None:
+        """The stream is over. Only the first reason counts."""
         if self._loss is not None and not self._loss.done():
-            self._loss.set_result(reason)
+            self._loss.set_result(_Loss(reason, is_cut))
 
     async def _await_silence(self) -> None:
         timers, bound = self._owner.timers, self._owner.times.silence_s
@@ -291,8 +386,13 @@ class _Link:
                 # We woke late: it was this process that slept, and what the node said meanwhile is still unread.
                 self._last_message = timers.monotonic() - bound / 2
                 continue
-            self._lose(f"node {self._record.name} said nothing for {bound:g} s")
+            self._end(f"node {self._record.name} said nothing for {bound:g} s", is_cut=False)
             return
+
+
+def _proves_end(error: BatonError) -> bool:
+    """Whether it says that the incarnation is not there any more, or about to end: another one is, or nobody."""
+    return isinstance(error, NobodyListens | ConfigError | Draining)
 
 
 def _cancel(future: asyncio.Future[NodeStream]) -> None:

@@ -189,7 +189,7 @@ class RelayNode:
     def load(self) -> LoadReport:
         return LoadReport(running=len(self._running), total_blocks=NUM_BLOCKS, free_blocks=NUM_BLOCKS)
 
-    def open_port(self, router_id: str, router_incarnation: str = "") -> _Port:
+    def open_port(self, router_id: str, router_incarnation: str = "", keeps: Sequence[AttemptKey] = ()) -> _Port:
         self._port = _Port(self)
         return self._port
 

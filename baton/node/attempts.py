@@ -1,15 +1,16 @@
 """Whose attempt is whose, and what each one brought: so that a router can go on with what another one began.
 
 An attempt belongs to the router that submitted it until another one adopts it. When its router's stream ends it runs on
-as an orphan, for a grace. What ended of late is kept as long: nobody knows whether its last report arrived. Pure: time
-is an argument, and what follows for the engine is returned.
+as an orphan, for a grace, in which that router itself may adopt it, too: its link was cut. What ended of late is kept
+as long: nobody knows whether its last report arrived. Pure: time is an argument, and what follows for the engine is
+returned.
 """
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from baton.engine.outputs import TokenLogprobs
@@ -152,21 +153,24 @@ class Attempt:
         """Tokens and log-probabilities that it keeps."""
         return len(self.given) + sum(sequence.num_entries for sequence in self._sequences.values())
 
-    def told_again(self) -> Iterator[RequestDelta]:
+    def told_again(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
         """All that it brought so far, in order; tokens that it was given have no log-probabilities.
 
-        An end that comes with its token is told with it; others follow, as they did.
+        `num_known`: so many tokens of each sequence need not be told. An end that comes with its token is told with it;
+        others follow, as they did.
         """
         yield RequestDelta(self.key, timings=self.timings)
-        if self.given:
-            yield RequestDelta(self.key, 0, self.given)
+        known = dict(enumerate(num_known))
+        if given := self.given[known.get(0, 0) :]:
+            yield RequestDelta(self.key, len(self.given) - len(given), given)
         for index, sequence in sorted(self._sequences.items()):
-            yield from self._sequence_again(index, sequence)
+            yield from self._sequence_again(index, sequence, known.get(index, 0))
 
-    def _sequence_again(self, index: int, sequence: _Sequence) -> Iterator[RequestDelta]:
+    def _sequence_again(self, index: int, sequence: _Sequence, num_known: int) -> Iterator[RequestDelta]:
         end, num_tokens = sequence.end, len(sequence.token_ids)
+        first = min(max(0, num_known - sequence.first_index), num_tokens)
         at_last = end is not None and end.outcome in _COME_WITH_A_TOKEN
-        for start in range(0, num_tokens, _TOLD_AT_ONCE):
+        for start in range(first, num_tokens, _TOLD_AT_ONCE):
             stop = min(start + _TOLD_AT_ONCE, num_tokens)
             is_last = stop == num_tokens and at_last
             yield RequestDelta(
@@ -179,7 +183,7 @@ class Attempt:
                 timings=end.timings if end is not None and is_last else None,
                 sequence_index=index,
             )
-        if end is not None and not (at_last and num_tokens):
+        if end is not None and not (at_last and first < num_tokens):
             yield RequestDelta(
                 self.key,
                 sequence.first_index + num_tokens,
@@ -308,12 +312,14 @@ class AttemptBook:
         """Nobody wants it any more."""
         self._forget(attempt, AttemptEvent.ABORTED)
 
-    def superseded(self, router: str) -> list[Attempt]:
-        """This run of a router is attached anew, and has tried elsewhere what it had asked for: forget it all.
+    def superseded(self, router: str, keeps: Set[AttemptKey] = frozenset()) -> list[Attempt]:
+        """This run of a router is attached anew, and has tried elsewhere what it had asked for: forget all but what it
+        keeps.
 
         Returns those that run, which are to be aborted.
         """
-        left = [attempt for attempt in self._attempts.values() if attempt.owner is None and attempt.router == router]
+        orphans = [attempt for attempt in self._attempts.values() if attempt.owner is None and attempt.router == router]
+        left = [attempt for attempt in orphans if attempt.key not in keeps]
         running = [attempt for attempt in left if attempt.runs]
         for attempt in left:
             self._forget(attempt, AttemptEvent.ABORTED)

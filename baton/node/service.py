@@ -128,15 +128,16 @@ class NodeService:
         handoff = self._role.handoff_report()
         return NodeReport(self._description, self._load, self._waiting_by_reason, handoff, self._compute_paths)
 
-    def open_port(self, router_id: str, router_incarnation: str = "") -> Port:
+    def open_port(self, router_id: str, router_incarnation: str = "", keeps: Sequence[AttemptKey] = ()) -> Port:
         """A router attached; raises Draining once the node has closed.
 
-        Another stream of the same run of it is over, with all that was asked for on it.
+        Another stream of the same run of it is over, with all that was asked for on it but what it `keeps`: those
+        attempts wait for its Adopt as they would for another router's.
         """
         if self._closed:
             raise Draining(f"node {self._description.node_id} has stopped")
         if router_incarnation:
-            self._supersede(router_incarnation)
+            self._supersede(router_incarnation, keeps)
         index = next(self._indices)
         port = Port(index, router_id, router_incarnation, self._receive, self._give_up, self._close_port)
         self._ports[port.client_index] = port
@@ -293,7 +294,7 @@ class NodeService:
             self._driver.watch_kv_cache()
             return
         if isinstance(message, Adopt):
-            self._adopt(port, message.attempt, message.takeover)
+            self._adopt(port, message)
         elif isinstance(message, Abort):
             self._abort(port, message)
         else:
@@ -333,7 +334,8 @@ class NodeService:
         owner = self._ports.get(attempt.owner) if attempt.owner is not None else None
         return f"router {owner.router_id}" if owner is not None else "a router that is gone"
 
-    def _adopt(self, port: Port, key: AttemptKey, takeover: int) -> None:
+    def _adopt(self, port: Port, adopt: Adopt) -> None:
+        key, takeover = adopt.attempt, adopt.takeover
         above = self._attempts.owner_above(key, takeover, port.router_incarnation)
         if above is not None:
             # It is late: its client has left that router, and a later call has reached another one.
@@ -353,7 +355,7 @@ class NodeService:
             before.moved.add(key)
             self._reject_moved(before, key, f"router {port.router_id} has adopted it", takeover)
         port.moved.discard(key)
-        for delta in attempt.told_again():
+        for delta in attempt.told_again(adopt.num_tokens):
             port.push(StepReport((delta,), self._load))
         self._arm_sweep()
 
@@ -377,11 +379,11 @@ class NodeService:
         # What ended here long ago may still be on offer.
         self._role.attempt_aborted(abort.attempt)
 
-    def _supersede(self, router_incarnation: str) -> None:
+    def _supersede(self, router_incarnation: str, keeps: Sequence[AttemptKey]) -> None:
         for port in list(self._ports.values()):
             if port.router_incarnation == router_incarnation:
                 port.close()
-        self._end_unwanted(self._attempts.superseded(router_incarnation))
+        self._end_unwanted(self._attempts.superseded(router_incarnation, frozenset(keeps)))
 
     def _end_unwanted(self, attempts: Sequence[Attempt]) -> None:
         """Whom they ran for is gone, and nobody else has come."""

@@ -106,8 +106,10 @@ def router_message_to_pb(message: RouterMessage) -> node.AttachRequest:
     if isinstance(message, WatchKVCache):
         return node.AttachRequest(watch_kv_cache=node.WatchKVCache())
     if isinstance(message, Adopt):
-        adopt = node.Adopt(attempt=attempt_to_pb(message.attempt), takeover=message.takeover)
-        return node.AttachRequest(adopt=adopt)
+        attempt = attempt_to_pb(message.attempt)
+        return node.AttachRequest(
+            adopt=node.Adopt(attempt=attempt, takeover=message.takeover, num_tokens=message.num_tokens)
+        )
     submit = node.Submit(
         attempt=attempt_to_pb(message.attempt),
         leg=_LEGS[message.leg],
@@ -136,7 +138,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
     if kind == "watch_kv_cache":
         return WatchKVCache()
     if kind == "adopt":
-        return Adopt(attempt_from_pb(pb.adopt.attempt), pb.adopt.takeover)
+        return Adopt(attempt_from_pb(pb.adopt.attempt), pb.adopt.takeover, tuple(pb.adopt.num_tokens))
     if kind != "submit":
         raise InvalidRequest("message", f"expected submit, abort, watch_kv_cache or adopt, got {kind}")
     submit = pb.submit

@@ -111,12 +111,14 @@ class WatchKVCache:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Router to node: this attempt is mine from now on, tell me all that it brought so far."""
+    """Router to node: this attempt is mine from now on, tell me all that it brought so far and I do not have."""
 
     attempt: AttemptKey
     takeover: int = 0
     """The number of the client's call that the router serves: of several routers the one with the largest number owns
     the attempt, in whatever order their messages arrive. 0: a router that does not number."""
+    num_tokens: Sequence[int] = ()
+    """Tokens that the router has of each sequence; missing ones: none."""
 
 
 RouterMessage = Submit | Abort | WatchKVCache | Adopt

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.errors import BatonError, Cancelled, NodeLost, Unreachable
+from baton.errors import BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
+from baton.ids import AttemptKey
 from baton.rpc import status
 from baton.rpc.codec_node import (
+    attempt_to_pb,
     description_from_pb,
     role_to_pb,
     router_message_to_pb,
@@ -147,15 +149,25 @@ class NodeClient:
         self._dialer = dialer
         self._channel: grpc.aio.Channel | None = None
 
-    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> NodeStream:
-        """Open the stream; raises NodeLost, Unreachable, or the node's own refusal when it is another incarnation.
+    async def attach(
+        self,
+        router_id: str,
+        incarnation: str = "",
+        router_incarnation: str = "",
+        keeps: Sequence[AttemptKey] = (),
+    ) -> NodeStream:
+        """Open the stream; raises NodeLost, Unreachable (NobodyListens when the process is known to be gone), or the
+        node's own refusal when it is another incarnation.
 
-        `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over.
+        `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over, but
+        for what it `keeps`, and adopts on this one.
         """
         host, _, port = self.address.rpartition(":")
         try:
             tls, peer = self._dialer.context(), self._dialer.peer
             client = await Http2Client.open(host.strip("[]"), int(port), tls, peer or None)
+        except ConnectionRefusedError as error:
+            raise NobodyListens(f"{self.address} does not answer: {error}") from error
         except (OSError, ValueError) as error:
             raise Unreachable(f"{self.address} does not answer: {error}") from error
         hello = node.AttachHello(
@@ -163,6 +175,7 @@ class NodeClient:
             incarnation=incarnation,
             router_incarnation=router_incarnation,
             takes_next_tokens=True,
+            keeps=map(attempt_to_pb, keeps),
         )
         is_welcome = False
         try:

@@ -63,8 +63,10 @@ class NodeHandler(Protocol):
 
     def report(self) -> NodeReport: ...
 
-    def open_port(self, router_id: str, router_incarnation: str) -> RouterPort:
-        """A router attaches; raises Draining. `router_incarnation`: which run of it; empty: it does not say."""
+    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> RouterPort:
+        """A router attaches; raises Draining. `router_incarnation`: which run of it; empty: it does not say. `keeps`:
+        attempts of an earlier stream of the same run that go on.
+        """
         ...
 
     def drain(self) -> None: ...
@@ -98,7 +100,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         self, requests: AsyncIterator[node.AttachRequest], context: _Context
     ) -> AsyncIterator[node.AttachResponse]:
         hello = await self._greet(requests)
-        port = self._handler.open_port(hello.router_id, hello.router_incarnation)
+        keeps = [attempt_from_pb(attempt) for attempt in hello.keeps]
+        port = self._handler.open_port(hello.router_id, hello.router_incarnation, keeps)
         reader = asyncio.create_task(self._read(requests, port), name="attach-read")
         to_pb = ReportWriter().write if hello.takes_next_tokens else report_to_pb
         try:

@@ -133,16 +133,18 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., watch_kv_cache: _Optional[_Union[WatchKVCache, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
-    __slots__ = ("router_id", "incarnation", "router_incarnation", "takes_next_tokens")
+    __slots__ = ("router_id", "incarnation", "router_incarnation", "takes_next_tokens", "keeps")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TAKES_NEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     incarnation: str
     router_incarnation: str
     takes_next_tokens: bool
-    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ...) -> None: ...
+    keeps: _containers.RepeatedCompositeFieldContainer[Attempt]
+    def __init__(self, router_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., takes_next_tokens: _Optional[bool] = ..., keeps: _Optional[_Iterable[_Union[Attempt, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "leg", "prompt_token_ids", "sampling_params", "priority", "cache_salt", "kv_source", "output_token_ids", "traceparent", "takeover")
@@ -169,12 +171,14 @@ class Submit(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., leg: _Optional[_Union[Leg, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., kv_source: _Optional[_Union[Peer, _Mapping]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., takeover: _Optional[int] = ...) -> None: ...
 
 class Adopt(_message.Message):
-    __slots__ = ("attempt", "takeover")
+    __slots__ = ("attempt", "takeover", "num_tokens")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     takeover: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., takeover: _Optional[int] = ...) -> None: ...
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., takeover: _Optional[int] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("attempt", "reason", "sequence_index", "takeover")

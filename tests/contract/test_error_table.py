@@ -46,6 +46,7 @@ CODES = {
     "ContinuedElsewhere": "UNAVAILABLE",
     "NodeLost": "UNAVAILABLE",
     "Unreachable": "UNAVAILABLE",
+    "NobodyListens": "UNAVAILABLE",
     "DeadlineExceeded": "DEADLINE_EXCEEDED",
     "Cancelled": "CANCELLED",
     "RepetitiveOutput": "INTERNAL",

@@ -397,8 +397,11 @@ async def test_nobody_there_is_unreachable() -> None:
 
 
 class FakePort:
-    def __init__(self, handler: NodeHandler, router_id: str, router_incarnation: str) -> None:
+    def __init__(
+        self, handler: NodeHandler, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]
+    ) -> None:
         self.router_id = router_id
+        self.keeps = keeps
         self.router_incarnation = router_incarnation
         self.received: asyncio.Queue[RouterMessage] = asyncio.Queue()
         self.refused: asyncio.Queue[tuple[AttemptKey, str]] = asyncio.Queue()
@@ -440,10 +443,10 @@ class NodeHandler:
     def report(self) -> NodeReport:
         return NodeReport(self.description, LoadReport(running=3, total_blocks=8), {"capacity": 2})
 
-    def open_port(self, router_id: str, router_incarnation: str) -> FakePort:
+    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> FakePort:
         if self.open_error is not None:
             raise self.open_error
-        port = FakePort(self, router_id, router_incarnation)
+        port = FakePort(self, router_id, router_incarnation, keeps)
         self.ports.put_nowait(port)
         return port
 
@@ -486,10 +489,10 @@ async def node() -> AsyncIterator[Node]:
 
 
 async def test_work_goes_down_and_reports_come_up(node: Node) -> None:
-    stream = await node.client.attach("router-1", node.handler.description.incarnation, "router-1.x")
+    stream = await node.client.attach("router-1", node.handler.description.incarnation, "router-1.x", [KEY])
     assert stream.welcome == node.handler.description
     port = await node.handler.ports.get()
-    assert (port.router_id, port.router_incarnation) == ("router-1", "router-1.x")
+    assert (port.router_id, port.router_incarnation, port.keeps) == ("router-1", "router-1.x", [KEY])
     stream.send(SUBMIT)
     stream.send(Abort(KEY, "enough"))
     assert [await port.received.get() for _ in range(2)] == [

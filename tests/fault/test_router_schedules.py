@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from baton.engine.request import SamplingParams
@@ -19,6 +20,8 @@ from baton.engine.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
 from baton.rpc.messages import GenerateRequest, Role
 from kv_transfer.backends.faulty import Faults
+from router.dispatcher import Dispatcher
+from router.flight_table import AttemptCause
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually
@@ -99,19 +102,26 @@ class Schedule:
 
     async def _disturb(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))
-        match self.rng.randrange(5):
+        match self.rng.randrange(6):
             case 0:
                 node = self.cluster.nodes[self.rng.choice(sorted(self.cluster.nodes))]
                 self.struck["node killed"] += 1
                 self.cluster.kill(node.node_id)
                 await asyncio.sleep(self.rng.choice([0.0, 0.5, 2.0]))
                 await self.cluster.start(node.node_id)
+            case 5:
+                self.cut_links(1.0)
             case 1:
                 self.struck["records lost"] += 1
                 self.cluster.store.up = False
                 await self._kill_router()
             case _:
                 await self._kill_router()
+
+    def cut_links(self, share: float) -> None:
+        """Links of one router break, or those of all of them."""
+        cut = self.cluster.cut_links(self.rng.choice([*ROUTERS, ""]), lambda: self.rng.random() < share)
+        self.struck["link cut"] += cut
 
     async def _kill_router(self) -> None:
         name = self.rng.choice(ROUTERS)
@@ -132,6 +142,59 @@ def test_whatever_router_dies_each_token_comes_once() -> None:
             error.add_note(f"BATON_FAULT_SEED={seed}")
             raise
     if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
-        for name in ("router killed", "node killed", "records lost", "adopted", "moved", "resumed"):
+        for name in ("router killed", "node killed", "link cut", "records lost", "adopted", "moved", "resumed"):
             assert struck[name], struck
+        assert struck["finished"] > 2 * NUM_SCHEDULES, struck
+
+
+class Flaps(Schedule):
+    """Nobody dies: links between routers and nodes break, again and again, and some clients go to the other router."""
+
+    def __init__(self, seed: int, struck: Counter[str]) -> None:
+        super().__init__(seed, struck)
+        self.limits = replace(self.limits, orphan_grace_s=10.0, num_blocks=128)
+        self.had_when_placed_again: list[int] = []
+        """Tokens that each request had of which there was another attempt."""
+
+    async def _ask(self, number: int) -> None:
+        for router in self.cluster.routers.values():
+            router.dispatcher.on_retry = partial(self._placed_again, router.dispatcher)
+        await super()._ask(number)
+
+    def _placed_again(self, dispatcher: Dispatcher, request_id: str, attempt: int, cause: str) -> None:
+        run = dispatcher.run_of(request_id)
+        assert run is not None
+        self.had_when_placed_again.append(run.flight.num_output_tokens)
+
+    async def _disturb(self) -> None:
+        for _ in range(self.rng.randint(1, 3)):
+            await asyncio.sleep(self.rng.uniform(0, HAPPENING_S))
+            self.cut_links(self.rng.choice([0.5, 1.0]))
+
+    async def run(self) -> None:
+        await super().run()
+        for router in self.cluster.routers.values():
+            counters = router.dispatcher.counters
+            self.struck["links back"] += counters.links_back
+            self.struck["not kept"] += counters.attempts[AttemptCause.NOT_KEPT]
+            lost = {cause: count for cause, count in counters.attempts.items() if cause not in COMPUTE_NOTHING_AGAIN}
+            assert not +Counter(lost), "a prompt was computed again, and everybody lives"
+        assert max(self.had_when_placed_again, default=0) <= 1, "a decode node had brought tokens, and lives"
+
+
+COMPUTE_NOTHING_AGAIN = {AttemptCause.FIRST, AttemptCause.NOT_KEPT}
+"""Causes of attempts that are no second one of anything: what was sent when a link was cut did not arrive."""
+
+
+def test_links_that_are_cut_while_both_ends_live_cost_no_prompt() -> None:
+    struck: Counter[str] = Counter()
+    for seed in SEEDS:
+        try:
+            run_virtually(Flaps(seed, struck).run())
+        except BaseException as error:
+            error.add_note(f"BATON_FAULT_SEED={seed}")
+            raise
+    if NUM_SCHEDULES >= 40 and len(SEEDS) > 1:
+        assert struck["links back"] > NUM_SCHEDULES, struck
+        assert struck["not kept"] < struck["links back"] / 20, struck
         assert struck["finished"] > 2 * NUM_SCHEDULES, struck

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
+from baton.ids import AttemptKey
 from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
 from baton.rpc.messages import ModelCard, NodeDescription, StepReport
 from baton.v1 import generation_pb2 as pb
@@ -86,6 +87,12 @@ class Ear:
     def on_report(self, incarnation: str, report: StepReport) -> None:
         for heard in self.spoil(report):
             self._dispatcher.on_report(incarnation, heard)
+
+    def on_cut(self, incarnation: str, reason: str) -> None:
+        self._dispatcher.on_cut(incarnation, reason)
+
+    def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
+        return self._dispatcher.attempts_on(incarnation)
 
     def on_lost(self, incarnation: str, reason: str) -> None:
         self._dispatcher.on_lost(incarnation, reason)

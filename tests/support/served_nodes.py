@@ -112,7 +112,7 @@ class ServedNode:
     def load(self) -> LoadReport:
         return LoadReport()
 
-    def open_port(self, router_id: str, router_incarnation: str) -> ScriptedPort:
+    def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> ScriptedPort:
         self.port = ScriptedPort(self)
         self.port_opened.set()
         return self.port

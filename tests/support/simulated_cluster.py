@@ -27,7 +27,7 @@ from baton.engine.runner.block_digests import block_digests
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
-from baton.errors import BatonError, NodeLost, TransferCause
+from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.ids import AttemptKey
 from baton.node.attempt_clock import TransferFigures
 from baton.node.event_log import EventLog
@@ -435,7 +435,14 @@ class SimulatedNode:
 class _Stream:
     """The router's end of one attachment."""
 
-    def __init__(self, cluster: SimulatedCluster, node: SimulatedNode, router_id: str, router_incarnation: str) -> None:
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        node: SimulatedNode,
+        router_id: str,
+        router_incarnation: str,
+        keeps: Sequence[AttemptKey],
+    ) -> None:
         self.welcome = node.description
         self.router_id = router_id
         self.held: list[RouterMessage] | None = None
@@ -443,7 +450,7 @@ class _Stream:
         self._node = node
         self._up = cluster.network.pipe(ROUTER, node.incarnation)
         self._down = cluster.network.pipe(node.incarnation, ROUTER)
-        self._port = node.service.open_port(router_id, router_incarnation)
+        self._port = node.service.open_port(router_id, router_incarnation, keeps)
         self._tasks = [
             asyncio.create_task(self._carry_up(), name=f"up-{node.incarnation}"),
             asyncio.create_task(self._carry_down(), name=f"down-{node.incarnation}"),
@@ -506,13 +513,19 @@ class _Client:
         self._cluster = cluster
         self._address = address
 
-    async def attach(self, router_id: str, incarnation: str = "", router_incarnation: str = "") -> _Stream:
+    async def attach(
+        self,
+        router_id: str,
+        incarnation: str = "",
+        router_incarnation: str = "",
+        keeps: Sequence[AttemptKey] = (),
+    ) -> _Stream:
         for node in list(self._cluster.nodes.values()):
             if node.description.address == self._address:
                 await node.machine.running()
                 if not node.machine.is_gone:
-                    return self._cluster.add_stream(_Stream(self._cluster, node, router_id, router_incarnation))
-        raise NodeLost(f"nobody listens on {self._address}")
+                    return self._cluster.add_stream(_Stream(self._cluster, node, router_id, router_incarnation, keeps))
+        raise NobodyListens(f"nobody listens on {self._address}")
 
     async def close(self) -> None:
         return
@@ -611,6 +624,14 @@ class SimulatedCluster:
         for stream in [stream for stream in self._streams if stream.welcome.incarnation == node.incarnation]:
             self._streams.remove(stream)
             stream.cut()
+
+    def cut_links(self, router_id: str = "", which: Callable[[], bool] = lambda: True) -> int:
+        """Break streams of this router, or of all of them; how many."""
+        cut = [stream for stream in self._streams if router_id in ("", stream.router_id) and which()]
+        for stream in cut:
+            self._streams.remove(stream)
+            stream.cut()
+        return len(cut)
 
     def stop(self, node: SimulatedNode) -> None:
         """As SIGSTOP does: it says nothing, does nothing and hears nothing, and nobody is told."""

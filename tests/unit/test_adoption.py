@@ -361,6 +361,26 @@ async def test_a_router_that_attaches_again_has_given_up_what_it_asked_for(is_op
     await rig.service.wait_idle()
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_router_whose_link_was_cut_goes_on_with_what_it_keeps(is_open: bool) -> None:
+    """Whether the node has noticed that the link is cut does not matter. What is not kept is over, as ever."""
+    rig = rig_with_grace()
+    first, dropped = attach(rig, "router-0"), AttemptKey("dropped", 1, 9)
+    rig.ask(first, sampling_params=LONG)
+    rig.ask(first, dropped, sampling_params=LONG)
+    turn(rig, 4)
+    told = tokens(of(0, [delta for delta in await deltas(first) if delta.attempt == KEY]))
+    assert 0 < len(told) < len(whole(12))
+    if not is_open:
+        first.close()
+    again = rig.service.open_port("router-0", "router-0.run1", [KEY])
+    turn(rig, 2)
+    again.receive(Adopt(KEY, num_tokens=(len(told),)))
+    rig.driver.run()
+    assert rig.role.aborted == [dropped]
+    assert told + tokens(await deltas(again)) == whole(12)
+
+
 async def test_a_later_run_of_the_router_may_adopt_what_the_earlier_one_left() -> None:
     rig = rig_with_grace()
     first = attach(rig, "router-0", run=1)

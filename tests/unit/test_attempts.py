@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,25 @@ def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
     assert pieces[-1].stop_token_id == 7
 
 
+@pytest.mark.parametrize("num_given", [0, 2])
+@pytest.mark.parametrize("num_known", range(8))
+def test_what_a_router_has_is_not_told_again(num_given: int, num_known: int) -> None:
+    output = [10, 11, 12, 13, 14]
+    attempt = Attempt(AttemptKey("a", 1), 1, "r.1", AttemptClock(), output[:num_given])
+    attempt.note(RequestDelta(attempt.key, num_given, output[num_given:4]))
+    attempt.note(RequestDelta(attempt.key, 4, output[4:], outcome=Outcome.STOP, stop_token_id=14))
+    first, *told = attempt.told_again([num_known])
+    assert first == RequestDelta(attempt.key), "that it has the attempt"
+    assert [token for delta in told for token in delta.token_ids] == output[num_known:]
+    following = min(num_known, len(output))
+    for delta in told:
+        assert delta.first_index == following
+        following += len(delta.token_ids)
+    assert [delta.outcome for delta in told if delta.outcome] == [Outcome.STOP]
+    assert told[-1].stop_token_id == 14
+    assert told[-1].first_index + len(told[-1].token_ids) == 5
+
+
 def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, [1, 2]))
@@ -154,11 +173,11 @@ class AdoptionMachine(RuleBasedStateMachine):
     def do(self, action: Coroutine[Any, Any, None]) -> None:
         self.loop.run_until_complete(action)
 
-    def _attach(self, name: str, run: int) -> Router:
+    def _attach(self, name: str, run: int, keeps: Sequence[AttemptKey] = ()) -> Router:
         for router in self.routers:
             if (router.name, router.run) == (name, run):
                 router.is_attached = False
-        router = Router(name, run, self.rig.service.open_port(name, f"{name}.{run}"))
+        router = Router(name, run, self.rig.service.open_port(name, f"{name}.{run}", keeps))
         self.routers.append(router)
         return router
 
@@ -174,6 +193,27 @@ class AdoptionMachine(RuleBasedStateMachine):
 
         async def action() -> None:
             self._attach(name, run)
+            await self._hear()
+
+        self.do(action())
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data(), has_noticed=st.booleans())
+    def cut(self, data: st.DataObject, has_noticed: bool) -> None:
+        """The link of a router is cut, with all that is on its way: it attaches again and goes on with what it has."""
+        router = data.draw(st.sampled_from(self.attached))
+        wanted = {
+            key: view for key, view in router.views.items() if not view.aborted and len(view.ends) < self.params[key].n
+        }
+
+        async def action() -> None:
+            if has_noticed:
+                router.port.close()
+            again = self._attach(router.name, router.run, list(wanted))
+            for key, view in wanted.items():
+                again.views[key] = View(view.tokens)
+                known = [len(view.tokens.get(index, ())) for index in range(self.params[key].n)]
+                again.port.receive(Adopt(key, 0, known))
             await self._hear()
 
         self.do(action())

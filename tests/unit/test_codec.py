@@ -87,6 +87,7 @@ def test_absent_logprobs_stay_absent() -> None:
         Abort(KEY, "its text is over", 0),
         WatchKVCache(),
         Adopt(KEY),
+        Adopt(KEY, 3, (5, 0, 7)),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, output_token_ids=(7, 8)),
         Submit(KEY, Leg.EMBED, [1], PARAMS),
         Submit(KEY, Leg.WHOLE, [1], PARAMS, traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),

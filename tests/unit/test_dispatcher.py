@@ -18,10 +18,13 @@ from baton.errors import (
     NoCapacity,
     RequestNotFound,
     SlowReader,
+    Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.rpc.messages import Chunk, Finished, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
+from baton.rpc.messages import Adopt, Chunk, Finished, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
+from router.flight_table import AttemptCause
 from router.limits import DispatchLimits
+from router.node_links import MAX_BROKEN
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 
@@ -402,11 +405,92 @@ async def test_a_request_that_lost_its_nodes_waits_for_a_model_to_load() -> None
         await rig.submitted("d1")
         rig.nodes["d1"].die()
         await rig.attached(0)
+        for _ in range(20):
+            # The node's address refuses the router, which tells its flights.
+            await asyncio.sleep(0)
         rig.timers.advance(100)
         assert rig.dispatcher.num_waiting == 1
         rig.timers.advance(30)
         with pytest.raises(NoCapacity, match="no node that serves demo is up"):
             await reader.finished()
+
+
+async def test_a_stream_whose_link_was_cut_goes_on_where_it_runs() -> None:
+    async with router_rig(prefill(), decode()) as rig:
+        reader, attempt = await start_pair(rig, max_tokens=4)
+        rig.tell("p1", attempt, 0, "w", Outcome.HANDED_OFF)
+        rig.tell("d1", attempt, 1, "x")
+        await reader.tokens_read(2)
+        rig.nodes["d1"].cut()
+        assert await rig.nodes["d1"].inbox.get() == Adopt(attempt, 1, (2,))
+        assert rig.nodes["d1"].kept == [attempt]
+        rig.tell("d1", attempt)
+        rig.tell("d1", attempt, 2, "yz", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 1
+        assert reader.text == "wxyz"
+        counters = rig.dispatcher.counters
+        assert (counters.attempts, counters.links_back) == ({AttemptCause.FIRST: 1}, 1)
+
+
+async def test_a_stream_whose_link_is_cut_again_and_again_goes_on_until_that_is_no_link_any_more() -> None:
+    async with router_rig(decode()) as rig:
+        reader = rig.ask(max_tokens=4)
+        attempt = (await rig.submitted("d1")).attempt
+        for _ in range(MAX_BROKEN):
+            rig.nodes["d1"].cut()
+            while rig.nodes["d1"].inbox.empty():
+                await asyncio.sleep(0)
+                rig.timers.advance(0.1)
+            assert await rig.adopted("d1") == attempt
+        rig.nodes["d1"].cut()
+        while rig.nodes["d1"].inbox.empty():
+            await asyncio.sleep(0)
+            rig.timers.advance(0.1)
+        again = await rig.submitted("d1")
+        assert again.attempt.attempt == 2
+        rig.tell("d1", again.attempt, 0, "wxyz", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 2
+
+
+async def test_who_leaves_while_the_link_is_cut_is_aborted_when_it_is_back() -> None:
+    async with router_rig(decode()) as rig:
+        node = rig.nodes["d1"]
+        reader, stays = rig.ask(max_tokens=9, request_id="leaves"), rig.ask(max_tokens=1, request_id="stays")
+        left, kept = [(await rig.submitted("d1")).attempt for _ in range(2)]
+        rig.tell("d1", left, 0, "w")
+        await reader.tokens_read(1)
+        node.attach_error = Unreachable("no route to host")
+        node.cut()
+        await rig.attached(0)
+        rig.dispatcher.cancel("leaves")
+        with pytest.raises(Cancelled):
+            await reader.finished()
+        assert node.inbox.empty()
+        await rig.timers.is_due(within=0.5)
+        node.attach_error = None
+        rig.timers.advance(0.5)
+        assert (await rig.aborted("d1")).attempt == left
+        assert node.kept == [kept]
+        assert await rig.adopted("d1") == kept
+        rig.tell("d1", kept, 0, "x", Outcome.LENGTH)
+        await stays.finished()
+
+
+async def test_a_node_of_an_older_version_has_nothing_to_adopt_and_the_prompt_is_placed_again() -> None:
+    """It ends what an earlier stream of the router had asked for, whatever the router keeps."""
+    async with router_rig(decode()) as rig:
+        reader = rig.ask(max_tokens=3)
+        attempt = (await rig.submitted("d1")).attempt
+        rig.tell("d1", attempt, 0, "w")
+        await reader.tokens_read(1)
+        rig.nodes["d1"].cut()
+        assert await rig.adopted("d1") == attempt
+        rig.tell("d1", attempt, outcome=Outcome.UNKNOWN)
+        again = await rig.submitted("d1")
+        assert list(again.output_token_ids) == [ord("w")]
+        rig.tell("d1", again.attempt, 1, "xy", Outcome.LENGTH)
+        assert (await reader.finished()).path.attempts == 2
+        assert rig.dispatcher.counters.attempts[AttemptCause.NOT_KEPT] == 1
 
 
 async def test_a_draining_node_gets_nothing_new_and_refusals_cost_nothing() -> None:

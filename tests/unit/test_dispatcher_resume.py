@@ -399,7 +399,7 @@ async def test_an_attempt_that_a_router_with_an_earlier_call_adopted_is_taken_ba
         rig.tell("d1", THEIRS, 0, "abc")
         rig.tell("d1", THEIRS, outcome=Outcome.MOVED, takeover=2)
         again = await rig.nodes["d1"].inbox.get()
-        assert again == Adopt(THEIRS, 3)
+        assert again == Adopt(THEIRS, 3, (3,)), "it has three of the tokens already"
         rig.tell("d1", THEIRS, 0, "abc")
         rig.tell("d1", THEIRS, 3, "def", Outcome.LENGTH)
         await reader.finished()

@@ -34,6 +34,7 @@ from router.flight_table import (
     GiveUp,
     LegEnded,
     LetGo,
+    LinkBack,
     MovedAway,
     NodeGone,
     Place,
@@ -86,6 +87,8 @@ def parse(line: str) -> FlightEvent:
             return parse_delta(words)
         case "gone":
             return NodeGone(words[0], f"{words[0]} died")
+        case "back":
+            return LinkBack(words[0])
         case "stop-string":
             return StopStringFound(words[0], int(words[2]) if words[1:] else 0)
         case "cancel":
@@ -105,7 +108,9 @@ def show(effect: FlightEffect) -> str:
             given = " ".join(["", "behind", *map(str, submit.output_token_ids)]) if submit.output_token_ids else ""
             return f"submit {incarnation} {submit.leg.value} {submit.attempt}{source}{given}"
         case AdoptLeg(incarnation, adopt, _):
-            return f"adopt {incarnation} {adopt.attempt}" + (f" takeover {adopt.takeover}" if adopt.takeover else "")
+            known = " ".join([" has", *map(str, adopt.num_tokens)]) if adopt.num_tokens else ""
+            takeover = f" takeover {adopt.takeover}" if adopt.takeover else ""
+            return f"adopt {incarnation} {adopt.attempt}{takeover}{known}"
         case AbortLeg(incarnation, abort):
             assert abort.reason
             of = f" of {abort.sequence_index}" if abort.sequence_index is not None else ""
@@ -220,6 +225,9 @@ EVENTS: dict[str, FlightEvent] = {
     "prefill_gone": NodeGone("p1.1", "died"),
     "decode_gone": NodeGone("d1.1", "died"),
     "stranger_gone": NodeGone("d9.1", "died"),
+    "prefill_back": LinkBack("p1.1"),
+    "decode_back": LinkBack("d1.1"),
+    "stranger_back": LinkBack("d9.1"),
     "stop_string": StopStringFound("END"),
     "cancel": Cancel("gone"),
     "let-go": LetGo(ContinuedElsewhere("this router ends")),
@@ -285,6 +293,11 @@ def test_every_state_and_event(state: FlightState, name: str) -> None:
     assert len(ends) == int(flight.state in TERMINAL and state not in TERMINAL)
     if state in TERMINAL:
         assert effects == []
+    if name.endswith("_back"):
+        runs = state in (F.PREFILLING, F.STREAMING) and name != "stranger_back"
+        adopted = [(effect.incarnation, effect.adopt.attempt) for effect in effects if isinstance(effect, AdoptLeg)]
+        assert adopted == ([("p1.1" if name == "prefill_back" else "d1.1", key())] if runs else [])
+        assert len(effects) == len(adopted), "nothing is placed, aborted or said to be over"
     if name == "cancel" and state in (F.PREFILLING, F.STREAMING):
         assert {e.incarnation for e in effects if isinstance(e, AbortLeg)} == {"p1.1", "d1.1"}
 
@@ -376,6 +389,7 @@ def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bo
     ends: list[Finish | Fail] = []
     todo: list[FlightEffect] = flight.start()
     streams: dict[str, list[RequestDelta]] = {}
+    whole_streams: dict[str, list[RequestDelta]] = {}
     number = 0
     while True:
         for effect in todo:
@@ -388,7 +402,8 @@ def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bo
                     break
                 case SubmitLeg(incarnation, submit):
                     assert list(submit.output_token_ids) == given_out
-                    streams[incarnation] = script(submit, truth, rng)
+                    whole_streams[incarnation] = script(submit, truth, rng)
+                    streams[incarnation] = list(whole_streams[incarnation])
                 case EmitTokens(first, tokens, _, _):
                     assert first == len(given_out)
                     given_out += tokens
@@ -403,12 +418,25 @@ def test_whatever_dies_the_tokens_are_the_same(seed: int, length: int, quick: bo
         incarnation = rng.choice([name for name, script_left in streams.items() if script_left])
         if rng.random() < 0.06:
             todo = flight.handle(NodeGone(incarnation, "died"))
+        elif rng.random() < 0.1:
+            # Its link was cut: what was on its way is lost, and what the client does not have is told again.
+            (adopted,) = flight.handle(LinkBack(incarnation)) or (None,)
+            if isinstance(adopted, AdoptLeg):
+                (known,) = adopted.adopt.num_tokens or (0,)
+                assert known == len(given_out)
+                streams[incarnation] = [from_token(delta, known) for delta in whole_streams[incarnation]]
         else:
             todo = tell(flight, Delta(incarnation, streams[incarnation].pop(0)), quick=quick)
     assert len(ends) == 1
     assert given_out == truth[: len(given_out)]
     if isinstance(ends[0], Finish):
         assert given_out == truth
+
+
+def from_token(delta: RequestDelta, known: int) -> RequestDelta:
+    """The delta without the tokens that the router has, as a node tells it that is asked for what follows."""
+    skipped = min(max(0, known - delta.first_index), len(delta.token_ids))
+    return replace(delta, first_index=delta.first_index + skipped, token_ids=delta.token_ids[skipped:])
 
 
 def script(submit: Submit, truth: list[int], rng: Random) -> list[RequestDelta]:

@@ -1,18 +1,19 @@
-"""Links over scripted nodes: attach, loss, reconnect, a registry that changes its mind, an end that leaves nothing."""
+"""Links over scripted nodes: attach, cut, loss, reconnect, a registry that forgets, an end that leaves nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
 import pytest
 
 from baton.background import BackgroundWatch, current_watch
-from baton.errors import BackgroundFault, NodeLost
+from baton.errors import BackgroundFault, NodeLost, Unreachable
+from baton.ids import AttemptKey
 from baton.rpc.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from router.fake_node import FakeNode, FakeNodes
-from router.node_links import NodeLinks
+from router.node_links import MAX_BROKEN, NodeLinks
 from router.timers import ManualTimers
 from tests.support.router_parts import decode, key, prefill, record_of
 
@@ -34,6 +35,13 @@ class Listener:
         self.report_error: Exception | None = None
         self.attached_error: Exception | None = None
         self.lost_error: Exception | None = None
+        self.running: Sequence[AttemptKey] = [key()]
+
+    def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
+        return self.running
+
+    def on_cut(self, incarnation: str, reason: str) -> None:
+        self.heard.put_nowait(("cut", reason))
 
     def on_attached(self, description: NodeDescription) -> None:
         if self.attached_error is not None:
@@ -86,7 +94,9 @@ async def test_attach_send_and_lose_once() -> None:
     rig.nodes["d1"].report()
     assert await rig.hear() == ("report", "d1.1")
     rig.nodes["d1"].die()
-    assert await rig.hear() == ("lost", "node d1 is gone: connection reset")
+    assert await rig.hear() == ("cut", "node d1 is gone: connection reset")
+    assert not rig.links.send("d1.1", Abort(key(), "too late"))
+    assert await rig.hear() == ("lost", "node d1 is gone: connection reset"), "no time passed: nobody listens there"
     assert not rig.links.send("d1.1", Abort(key(), "too late"))
     assert not rig.links.send("nobody", Abort(key(), "x"))
     await rig.close()
@@ -99,7 +109,7 @@ async def test_comes_back_after_a_back_off() -> None:
     rig.links.update([record_of(decode())])
     await rig.hear()
     node.die()
-    await rig.hear()
+    assert [(await rig.hear())[0] for _ in range(2)] == ["cut", "lost"]
     await rig.retry_is_due()
     await rig.retry_is_due()
     await rig.timers.is_due(within=2.0)
@@ -107,7 +117,105 @@ async def test_comes_back_after_a_back_off() -> None:
     await rig.retry_is_due()
     assert await rig.hear() == ("attached", "d1.1")
     assert node.num_attachments == 2
+    assert node.kept == (), "a node that was lost keeps nothing"
     await rig.close()
+
+
+async def test_a_link_that_is_cut_is_there_again_at_once_and_keeps_what_runs() -> None:
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    rig.links.update([record_of(decode())])
+    assert await rig.hear() == ("attached", "d1.1")
+    assert node.kept == ()
+    node.cut()
+    assert await rig.hear() == ("cut", "node d1 is gone: connection reset")
+    assert await rig.hear() == ("attached", "d1.1")
+    assert node.kept == [key()]
+    assert rig.links.send("d1.1", Abort(key(), "x"))
+    await rig.close()
+    assert await rig.hear() == ("lost", "the router let go of it")
+
+
+async def test_a_link_that_is_cut_is_lost_when_it_is_not_back_in_time() -> None:
+    """The network says nothing of the node, or that it can't be reached now: it may live for all that is known."""
+    rig = Rig(decode())
+    node = rig.nodes["d1"]
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    node.attach_error = Unreachable("no route to host")
+    node.cut()
+    assert (await rig.hear())[0] == "cut"
+    waited = 0.0
+    while rig.listener.heard.empty():
+        await rig.timers.is_due(within=2.0)
+        rig.timers.advance(0.5)
+        waited += 0.5
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert 3.0 <= waited <= 4.0
+    assert await rig.hear() == ("lost", "node d1 is gone: connection reset")
+    node.attach_error = None
+    await rig.retry_is_due()
+    assert await rig.hear() == ("attached", "d1.1")
+    assert node.kept == ()
+    await rig.close()
+
+
+async def test_an_answer_that_does_not_come_does_not_make_a_cut_longer() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    rig.nodes["d1"].is_silent = True
+    rig.nodes["d1"].cut()
+    assert (await rig.hear())[0] == "cut"
+    await rig.timers.is_due(within=3.0)
+    rig.timers.advance(3.0)
+    assert (await rig.hear())[0] == "lost"
+    await rig.close()
+
+
+async def test_a_link_that_is_cut_is_lost_at_once_when_another_incarnation_answers() -> None:
+    rig = Rig(decode(run=1))
+    rig.links.update([record_of(decode(run=1))])
+    await rig.hear()
+    rig.nodes["d1"].description = decode(run=2)
+    rig.nodes["d1"].cut()
+    assert [(await rig.hear())[0] for _ in range(2)] == ["cut", "lost"]
+    await rig.close()
+
+
+async def test_a_router_that_hung_until_its_nodes_had_closed_its_links_keeps_what_runs() -> None:
+    """It hears of the end of its stream and of sixteen seconds of silence at once: the silence was its own."""
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    assert await rig.hear() == ("attached", "d1.1")
+    rig.nodes["d1"].cut()
+    rig.timers.advance(16.0)
+    assert [(await rig.hear())[0] for _ in range(2)] == ["cut", "attached"]
+    assert rig.nodes["d1"].kept == [key()]
+    await rig.close()
+
+
+async def test_a_cut_link_whose_node_the_registry_forgets_comes_back_nevertheless() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    rig.nodes["d1"].cut()
+    assert (await rig.hear())[0] == "cut"
+    rig.links.update([])
+    assert await rig.hear() == ("attached", "d1.1")
+    await rig.close()
+
+
+async def test_closing_while_a_link_is_cut_tells_the_listener() -> None:
+    rig = Rig(decode())
+    rig.links.update([record_of(decode())])
+    await rig.hear()
+    rig.nodes["d1"].is_silent = True
+    rig.nodes["d1"].cut()
+    assert (await rig.hear())[0] == "cut"
+    await rig.close()
+    assert (await rig.hear())[0] == "lost"
 
 
 async def test_a_node_that_takes_the_connection_but_never_answers() -> None:
@@ -144,7 +252,7 @@ async def test_the_registry_forgets_a_working_node_and_a_dead_one() -> None:
     rig.links.update([])
     assert rig.links.send("d1.1", Abort(key(), "still there"))
     rig.nodes["p1"].die()
-    assert (await rig.hear())[0] == "lost"
+    assert [(await rig.hear())[0] for _ in range(2)] == ["cut", "lost"]
     rig.links.update([])
     assert rig.links.send("d1.1", Abort(key(), "still there"))
     rig.nodes["p1"].is_up = True
@@ -171,7 +279,7 @@ async def test_a_link_that_is_stopped_while_it_is_being_lost_closes_its_stream()
     stream = rig.nodes["d1"].stream
     assert stream is not None
     stream.put(NodeLost("it ended"))
-    assert await rig.hear() == ("lost", "it ended")
+    assert await rig.hear() == ("cut", "it ended")
     await rig.close()
     assert stream.is_closed
 
@@ -223,6 +331,7 @@ async def test_a_loss_that_cannot_be_told_ends_the_process(ended: list[Backgroun
     rig.links.update([record_of(decode())])
     assert await rig.hear() == ("attached", "d1.1")
     rig.nodes["d1"].die()
+    assert (await rig.hear())[0] == "cut"
     await rig.timers.is_due(within=2.0)
     assert [str(fault) for fault in ended] == ["background task node-lost failed: RuntimeError('out of luck')"]
     await rig.close()
@@ -250,7 +359,7 @@ async def test_streams_that_bring_nothing_or_break_at_once_are_not_opened_all_th
     rig = Rig(decode())
     node = rig.nodes["d1"]
     rig.links.update([record_of(decode())])
-    for opened in range(1, 4):
+    for opened in range(1, MAX_BROKEN + 3):
         assert await rig.hear() == ("attached", "d1.1")
         assert node.num_attachments == opened
         assert node.stream is not None
@@ -258,8 +367,9 @@ async def test_streams_that_bring_nothing_or_break_at_once_are_not_opened_all_th
             node.report()
             assert await rig.hear() == ("report", "d1.1")
         node.stream.put(NodeLost("it ended"))
-        assert await rig.hear() == ("lost", "it ended")
-        await rig.retry_is_due()
+        assert await rig.hear() == ("cut" if opened <= MAX_BROKEN else "lost", "it ended")
+        if opened > 1:
+            await rig.retry_is_due()
     await rig.close()
 
 
@@ -274,6 +384,6 @@ async def test_a_stream_that_went_well_for_a_while_is_opened_again_at_once() -> 
         assert await rig.hear() == ("report", "d1.1")
     assert node.stream is not None
     node.stream.put(NodeLost("it ended"))
-    assert await rig.hear() == ("lost", "it ended")
+    assert await rig.hear() == ("cut", "it ended")
     assert await rig.hear() == ("attached", "d1.1")
     await rig.close()

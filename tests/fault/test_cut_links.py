@@ -1,0 +1,79 @@
+"""A router whose links to its nodes break for a moment, or that hangs until they have: in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from baton.engine.request import SamplingParams
+from baton.engine.runner.simulated import expected_tokens
+from baton.rpc.messages import Finished, GenerateRequest
+from router.flight_table import AttemptCause
+from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
+from tests.support.virtual_time import VirtualTimeLoop, run_virtually
+
+PROMPT = list(range(30))
+LIMITS = SimulatedLimits(num_blocks=64)
+NUM_TOKENS = 80
+EXPECTED = expected_tokens(PROMPT, SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_TOKENS), LIMITS.spec)
+
+
+def a_moment(cluster: SimulatedCluster) -> None:
+    cluster.cut_links()
+
+
+def a_hang(cluster: SimulatedCluster) -> None:
+    """Nodes close the streams of a router that does not answer them for 15 s; it finds out when it goes on."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.hold_up(16.0)
+    cluster.cut_links()
+
+
+@pytest.mark.parametrize("cut", [a_moment, a_hang])
+def test_a_router_goes_on_with_what_its_nodes_run_when_its_links_are_back(
+    cut: Callable[[SimulatedCluster], None],
+) -> None:
+    run_virtually(_in_mid_stream(cut))
+
+
+async def cut_at(cluster: SimulatedCluster, num_tokens: int, cut: Callable[[SimulatedCluster], None]) -> Finished:
+    """Ask, cut when so many tokens have come, and read to the end. An `Answer` takes no gap and no token twice."""
+    answer, is_cut = Answer(), False
+    async for event in cluster.dispatcher.generate(
+        GenerateRequest(PROMPT, "r", temperature=0.0, max_tokens=NUM_TOKENS)
+    ):
+        answer.note(event)
+        if len(answer.token_ids) >= num_tokens and not is_cut:
+            is_cut = True
+            cut(cluster)
+    assert answer.token_ids == EXPECTED
+    assert answer.finished is not None
+    return answer.finished
+
+
+async def _in_mid_stream(cut: Callable[[SimulatedCluster], None]) -> None:
+    async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+        finished = await cut_at(cluster, 20, cut)
+        assert finished.path.attempts == 1
+        assert cluster.dispatcher.counters.attempts == {AttemptCause.FIRST: 1}
+        assert cluster.dispatcher.counters.links_back == 2
+        told = [event.name for event in cluster.nodes["decode-0"].log.after(0)]
+        assert (told.count("adopted"), told.count("abort")) == (1, 0)
+        await cluster.idle(30.0)
+        for node in cluster.nodes.values():
+            node.assert_nothing_is_left()
+
+
+def test_a_request_that_ends_while_its_links_are_cut_is_told_its_end() -> None:
+    run_virtually(_ends_meanwhile())
+
+
+async def _ends_meanwhile() -> None:
+    """The node brings the last tokens while nobody can hear them."""
+    async with simulated_cluster(Random(1), limits=LIMITS) as cluster:
+        finished = await cut_at(cluster, NUM_TOKENS - 3, a_moment)
+        assert finished.path.attempts == 1

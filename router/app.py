@@ -192,7 +192,8 @@ class _Router:
         )
         public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(door=Door(keys))
         # Of all ports for strangers together.
-        limit, budget = ConnectionLimit(), TurnBudget(asyncio.get_running_loop())
+        self._connections = limit = ConnectionLimit()
+        budget = TurnBudget(asyncio.get_running_loop())
         if config.has_own_grpc_server:
             self._public = streaming_server(public, barrier, config.tls, limit, budget)
         else:
@@ -343,7 +344,8 @@ class _Router:
     def _metrics(self) -> bytes:
         labels = {"model_name": self._record.model, "node": self._record.name, "role": "router"}
         found = figures(self._dispatcher, self._view, self._timers.monotonic(), self._clock.wall())
-        held = connection_figures(self._public.num_connections, self._public.num_calls, self._http.num_connections)
+        public, refused = self._public, self._connections.refused
+        held = connection_figures(public.num_connections, public.num_calls, self._http.num_connections, refused)
         return render([*found, *self._tenants.figures(), *held, *process_figures()], labels)
 
     def _picture(self) -> bytes:

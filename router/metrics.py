@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from baton.observe.metrics import Distribution, Figure, by_label
+from baton.security.connection_limit import Refusal
 from router.dispatcher import Dispatcher
 from router.flight_table import AttemptCause
 from router.view import ClusterView
@@ -42,8 +43,16 @@ def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) 
         yield Figure("node_up", "Whether a node can be given work.", float(status.status == "Ready"), labels)
 
 
-def connection_figures(grpc_connections: int | None, grpc_calls: int | None, http_connections: int) -> Iterator[Figure]:
-    """What clients hold open at the public ports; None: that server does not count it."""
+def connection_figures(
+    grpc_connections: int | None,
+    grpc_calls: int | None,
+    http_connections: int,
+    refused: Mapping[tuple[str, Refusal], int],
+) -> Iterator[Figure]:
+    """What clients hold open at the public ports; None: that server does not count it.
+
+    `refused`: connections that were closed at once, by listener and limit.
+    """
     for name, text, value in (
         ("grpc_connections", "Open connections of gRPC clients.", grpc_connections),
         ("grpc_calls", "Calls of gRPC clients that have not ended.", grpc_calls),
@@ -51,6 +60,9 @@ def connection_figures(grpc_connections: int | None, grpc_calls: int | None, htt
     ):
         if value is not None:
             yield Figure(name, text, value, {})
+    text = "Connections that were closed at once, by the limit that was reached."
+    by_limit = {limit.name.lower(): sum(refused[key] for key in refused if key[1] is limit) for limit in Refusal}
+    yield from by_label("connections_refused_total", text, "limit", by_limit)
 
 
 def _snake_case(name: str) -> str:

@@ -18,6 +18,7 @@ from itertools import islice
 from redis import asyncio as redis
 from redis.exceptions import RedisError
 
+from baton.background import OnFault, current_watch, start_background
 from baton.observe.log_limit import LimitedLog
 from baton.registry.flights import ENDED_S, LIFETIME_S, MAX_RECORD_BYTES
 from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
@@ -25,6 +26,8 @@ from baton.registry.registry import LAST_RETRY_S, connect_redis, retry_delay
 _log = logging.getLogger(__name__)
 
 MAX_PENDING = 4096
+_WRITER = "flight-records"
+"""The task's name, and the kind of its faults."""
 _BATCH = 256
 _PAUSE_S = 0.005
 """Between two round trips: what comes meanwhile shares the next one, most of whose cost is its own."""
@@ -95,7 +98,7 @@ class RedisFlightRecords:
         self._pending[request_id] = write
         self._filled.set()
         if self._writer is None:
-            self._writer = asyncio.create_task(self._write(), name="flight-records")
+            self._writer = start_background(self._write, _WRITER, on_fault=OnFault.RESTART, may_end=True)
 
     async def get(self, request_id: str) -> bytes | None:
         """The record; see `FlightRecords.get`."""
@@ -158,10 +161,10 @@ class RedisFlightRecords:
                         return
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._closing.wait(), retry_delay(failures, LAST_RETRY_S))
-                except Exception:
+                except Exception as error:
                     # These are lost, and perhaps the cause of it: whatever it was, the next ones are to be written.
                     self._num_lost += len(batch)
-                    _log.exception("%d records of requests are lost", len(batch))
+                    current_watch.get().note(_WRITER, error, f"{len(batch)} records of requests are lost")
 
     def _keep(self, batch: Mapping[str, _Write]) -> None:
         """For the next try, where nothing newer and no crowd is in the way. The oldest go first."""

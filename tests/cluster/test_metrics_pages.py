@@ -123,6 +123,7 @@ ROUTER = {
     "grpc_connections": gauge(),
     "grpc_calls": gauge(),
     "http_connections": gauge(),
+    "connections_refused_total": counter("limit"),
     "num_requests_running": gauge(),
     "num_requests_waiting": gauge(),
     "prompt_tokens_total": counter(),

@@ -207,7 +207,7 @@ GUARDED_OTHERWISE = {
     "kv_transfer/mover.py": (2, "the thread reports its fault; digests go back to whoever asked"),
     "baton/node/driver.py": (1, "the thread reports its fault"),
     "baton/node/serve.py": (3, "the drain awaits them"),
-    "baton/registry/redis_flights.py": (2, "the writer counts what it loses; a read is awaited by who asked"),
+    "baton/registry/redis_flights.py": (1, "a read is awaited by who asked"),
     "baton/registry/registry.py": (1, "an operation is awaited by who asked"),
     "baton/rpc/async_generation_client.py": (1, "the client's call awaits it"),
     "baton/rpc/generation_client.py": (1, "a client's thread; its calls fail with it"),

@@ -53,6 +53,7 @@ class DecodeRole:
             context.record,
             context.post,
             digest_every=every,
+            keeps_valid_blocks=config.on_transfer_failure == "recompute",
             clock=context.clock,
             vocab_size=runner.model.vocab_size,
             make_channel=context.dialer.channel,

@@ -41,7 +41,7 @@ from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
 from kv_transfer.link import HEARTBEAT_S
 from kv_transfer.link_client import LinkClient
-from kv_transfer.link_messages import LinkWelcome, ReadConfirmed, SenderMessage, request_of
+from kv_transfer.link_messages import LinkWelcome, PartConfirmed, ReadConfirmed, SenderMessage, request_of
 from kv_transfer.liveness import IsRunning, Port, is_running, look_at
 from kv_transfer.mover import Mover
 from kv_transfer.mover_events import (
@@ -95,6 +95,7 @@ class Intake:
         max_quarantined_blocks: int = 1024,
         make_channel: Callable[[str], grpc.aio.Channel] = PLAIN.channel,
         digest_every: int = 0,
+        keeps_valid_blocks: bool = False,
         clock: Clock | None = None,
         is_running: IsRunning = is_running,
         look_at: Callable[[str], Awaitable[Port]] = look_at,
@@ -103,6 +104,7 @@ class Intake:
         """`make_mover` takes what the mover delivers its events to; `post` runs a callable on the loop, thread-safe.
 
         `digest_every`: one block in how many is compared with its sender's digest; 0: none. The mover computes them.
+        `keeps_valid_blocks`: the engine computes what a failed transfer did not bring, and keeps what it did.
         """
         self._identity = identity
         self.mover = make_mover(self._delivered)
@@ -114,7 +116,13 @@ class Intake:
         self._post = post
         self._digested = PickedUp[DigestEvent](lambda: post(self._pick_up))
         self._clock = clock = clock or SystemClock()
-        self._book = TransferBook(max_quarantined_blocks, digest_every=digest_every, clock=clock, vocab_size=vocab_size)
+        self._book = TransferBook(
+            max_quarantined_blocks,
+            digest_every=digest_every,
+            keeps_valid_blocks=keeps_valid_blocks,
+            clock=clock,
+            vocab_size=vocab_size,
+        )
         self._refused = RefusedLinks(clock)
         self._ending = LimitedLog(_log, logging.INFO, now=clock.monotonic)
         self._links: dict[str, LinkClient] = {}
@@ -196,7 +204,7 @@ class Intake:
         place, request_id = type(message).__name__, request_of(message)
         failpoint(place, request_id)
         self._carry_out(self._book.received(incarnation, message))
-        if isinstance(message, ReadConfirmed):
+        if isinstance(message, (PartConfirmed, ReadConfirmed)):
             self._pick_up()
         failpoint(f"{place}-done", request_id)
 
@@ -363,9 +371,9 @@ class Intake:
                     self._stats.popitem(last=False)
                 arrived = ArrivedKV(tuple(closing.first_token_ids), closing.first_logprobs)
                 self._tell_engine(KVTransferOutput(arrived={key: arrived}))
-            case Failed(attempt, cause, story):
+            case Failed(attempt, cause, story, num_valid_blocks):
                 self._may_plan.discard(attempt)
-                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, story)}))
+                self._tell_engine(KVTransferOutput(failed={key: LostKV(cause, story, num_valid_blocks)}))
             case Released():
                 self._tell_engine(KVTransferOutput(released=frozenset({key})))
 

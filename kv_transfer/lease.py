@@ -6,7 +6,7 @@ Rules that it keeps:
    says `Released` exactly once for each ended request, and never before the lease is over.
 2. `ReadConfirmed(held=True)` is said only while the lease is alive and its promise was kept, and ends it. Whoever asks
    later, or asks for what it did not subscribe to, hears False. So a reader that was stopped, cut off or late never
-   uses what it read.
+   uses what it read. `PartConfirmed` is said on the same terms of what was read so far, and ends nothing.
 3. Before anybody subscribed an offer has a deadline only once its prompt is computed (until then the request itself
    holds the blocks), and only if nobody expects it: a reader that is merely queued is not dead, and the life of its
    link is the bound. From the subscription on the reader's heartbeats renew it. Nor has a reader a deadline whose
@@ -39,11 +39,13 @@ from kv_transfer.link_messages import (
     Abandon,
     Begun,
     Closing,
+    ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
     Offer,
     OfferLost,
+    PartConfirmed,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -120,6 +122,10 @@ class _Lease:
     reader: str | None = None
     reader_node: str = ""
     first_block: int = 0
+    asked_end: int = 0
+    """The reader has read the blocks before this one, and asked for their digests."""
+    told_end: int = 0
+    """It was told those of the blocks before this one."""
     ended: bool = False
     kept: bool = True
 
@@ -245,7 +251,9 @@ class LeaseBook:
             self.counters["digested_after_end"] += 1
             return []
         lease.digests.extend(digests)
-        if unanswered is None or not self._all_digested(lease):
+        if unanswered is None:
+            return self._tell_part(lease)
+        if not self._all_digested(lease):
             return []
         del self._unanswered[attempt]
         return [_held(unanswered.link, lease)]
@@ -349,6 +357,8 @@ class LeaseBook:
                     self.counters["read_progress_bad"] += 1
                     return []
                 return [Recorded("read_progress", attempt, blocks_read)] if lease else []
+            case ConfirmPart(attempt, end_block):
+                return self._confirm_part(reader, attempt, end_block)
             case ConfirmRead(attempt):
                 return self._confirm(link, reader, attempt)
             case Abandon(attempt, reads_in_flight):
@@ -496,6 +506,24 @@ class LeaseBook:
         lease_ms = int(self._times.lease_s * 1000)
         offer = Offer(lease.attempt, first_block, block_ids, lease_ms, lease.closing, self._digest_every)
         return self._tell(lease, offer)
+
+    def _confirm_part(self, reader: _Reader, attempt: AttemptKey, end_block: int) -> list[LeaseEffect]:
+        lease = self._read_by(reader, attempt, "confirm_part")
+        if lease is None:
+            return []
+        if end_block > len(lease.block_ids):
+            self.counters["confirm_part_bad"] += 1
+            return []
+        lease.asked_end = max(lease.asked_end, end_block)
+        return self._tell_part(lease)
+
+    def _tell_part(self, lease: _Lease) -> list[LeaseEffect]:
+        """What is known of the digests that the reader asked for, while its lease is held."""
+        first, end = max(lease.told_end, lease.first_block), min(lease.asked_end, len(lease.digests))
+        if end <= first or lease.machine.state is not LeaseState.READING or not lease.kept:
+            return []
+        lease.told_end = end
+        return self._tell(lease, PartConfirmed(lease.attempt, first, tuple(lease.digests[first:end])))
 
     def _confirm(self, link: int, reader: _Reader, attempt: AttemptKey) -> list[LeaseEffect]:
         lease = self._read_by(reader, attempt, "confirm_read")

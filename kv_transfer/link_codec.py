@@ -12,6 +12,7 @@ from kv_transfer.link_messages import (
     Abandon,
     Begun,
     Closing,
+    ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
@@ -19,6 +20,7 @@ from kv_transfer.link_messages import (
     LinkWelcome,
     Offer,
     OfferLost,
+    PartConfirmed,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -41,6 +43,9 @@ def write_reader_message(message: ReaderMessage) -> kv_link_pb2.OpenRequest:
             return kv_link_pb2.OpenRequest(read_progress=progress)
         case ConfirmRead(attempt):
             return kv_link_pb2.OpenRequest(confirm_read=kv_link_pb2.ConfirmRead(attempt=attempt_to_pb(attempt)))
+        case ConfirmPart(attempt, end_block):
+            part = kv_link_pb2.ConfirmPart(attempt=attempt_to_pb(attempt), end_block=end_block)
+            return kv_link_pb2.OpenRequest(confirm_part=part)
         case Abandon(attempt, reads_in_flight):
             abandon = kv_link_pb2.Abandon(attempt=attempt_to_pb(attempt), reads_in_flight=reads_in_flight)
             return kv_link_pb2.OpenRequest(abandon=abandon)
@@ -69,6 +74,8 @@ def _reader_message(request: kv_link_pb2.OpenRequest) -> ReaderMessage | None:
             return ReadProgress(attempt_from_pb(request.read_progress.attempt), request.read_progress.blocks_read)
         case "confirm_read":
             return ConfirmRead(attempt_from_pb(request.confirm_read.attempt))
+        case "confirm_part":
+            return ConfirmPart(attempt_from_pb(request.confirm_part.attempt), request.confirm_part.end_block)
         case "abandon":
             return Abandon(attempt_from_pb(request.abandon.attempt), request.abandon.reads_in_flight)
         case "heartbeat":
@@ -87,6 +94,9 @@ def write_sender_message(message: SenderMessage) -> kv_link_pb2.OpenResponse:
         case ReadConfirmed(attempt, held, digests):
             confirmed = kv_link_pb2.ReadConfirmed(attempt=attempt_to_pb(attempt), held=held, digests=digests)
             return kv_link_pb2.OpenResponse(read_confirmed=confirmed)
+        case PartConfirmed(attempt, first_block, digests):
+            part = kv_link_pb2.PartConfirmed(attempt=attempt_to_pb(attempt), first_block=first_block, digests=digests)
+            return kv_link_pb2.OpenResponse(part_confirmed=part)
         case OfferLost(attempt, story, cause):
             lost = kv_link_pb2.OfferLost(attempt=attempt_to_pb(attempt), story=story, cause=transfer_cause_to_pb(cause))
             return kv_link_pb2.OpenResponse(offer_lost=lost)
@@ -104,6 +114,9 @@ def read_sender_message(response: kv_link_pb2.OpenResponse) -> SenderMessage | N
         case "read_confirmed":
             answer = response.read_confirmed
             return ReadConfirmed(attempt_from_pb(answer.attempt), answer.held, tuple(answer.digests))
+        case "part_confirmed":
+            part = response.part_confirmed
+            return PartConfirmed(attempt_from_pb(part.attempt), part.first_block, tuple(part.digests))
         case "offer_lost":
             lost = response.offer_lost
             cause = transfer_cause_from_pb(lost.cause) or TransferCause.LEASE_LOST

@@ -71,6 +71,14 @@ class ConfirmRead:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfirmPart:
+    """Reader: I have read the prompt's blocks before `end_block`; was the lease held, and what are their digests?"""
+
+    attempt: AttemptKey
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Reader: I no longer want it. With `reads_in_flight` a second one follows when they have ended."""
 
@@ -121,6 +129,17 @@ class ReadConfirmed:
 
 
 @dataclass(frozen=True, slots=True)
+class PartConfirmed:
+    """Sender: the lease is held, as it was through all reads that `ConfirmPart` asked about; it is not over."""
+
+    attempt: AttemptKey
+    first_block: int
+    """The prompt block whose digest is the first: the subscription's first, then where the last such message ended."""
+    digests: Sequence[int]
+    """As in `ReadConfirmed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class OfferLost:
     """Sender: I can't (any longer) provide it."""
 
@@ -141,5 +160,5 @@ def request_of(message: ReaderMessage | SenderMessage) -> str:
     return "" if isinstance(message, Heartbeat) else message.attempt.request_id
 
 
-ReaderMessage = Expect | Subscribe | ReadProgress | ConfirmRead | Abandon | Heartbeat
-SenderMessage = Begun | Offer | ReadConfirmed | OfferLost | Heartbeat
+ReaderMessage = Expect | Subscribe | ReadProgress | ConfirmPart | ConfirmRead | Abandon | Heartbeat
+SenderMessage = Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost | Heartbeat

@@ -15,6 +15,10 @@ Rules that it keeps:
 6. Blocks are planned for an attempt only when its sender has said that it has begun (`MayPlan`). Otherwise a prompt
    that has its blocks there and none here, and one that has them here and none there, would wait for each other.
 7. Late, duplicate and unknown messages change nothing and are counted.
+8. `Failed` says how many leading blocks of the plan are valid all the same (`num_valid_blocks`). Of those that were to
+   be read a block counts if its read is done, so that nothing writes to it, if the sender said that it held its lease
+   through that read (`PartConfirmed` or `ReadConfirmed`), and if its own digest was compared and is the sender's. So
+   where only a sample of the blocks is compared, or none, hardly one counts. A read counts whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,11 +41,13 @@ from kv_transfer.link_messages import (
     Abandon,
     Begun,
     Closing,
+    ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
     Offer,
     OfferLost,
+    PartConfirmed,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -152,6 +158,8 @@ class Failed:
     attempt: AttemptKey
     cause: TransferCause
     story: str
+    num_valid_blocks: int = 0
+    """Leading blocks of the plan that hold the prompt's KV, proven (rule 8), those included that did before."""
 
 
 TransferEffect = (
@@ -184,6 +192,13 @@ class TransferCounts:
         return self.waiting_to_start + self.in_progress
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    first_block: int
+    """Of the prompt."""
+    num_blocks: int
+
+
 @dataclass(slots=True)
 class _Transfer:
     plan: Plan
@@ -191,15 +206,21 @@ class _Transfer:
     planned_at: float
     next_block: int
     """Prompt blocks before it are valid or offered."""
-    closing: Closing | None = None
-    reads: dict[int, int] = field(default_factory=dict)
-    """Reads in flight, with their number of blocks."""
+    valid_end: int
+    """Prompt blocks before it are valid, by rule 8."""
+    asked_end: int
+    """The sender was asked for its word on the prompt blocks before it, all of which are read."""
+    reads: dict[int, _Read] = field(default_factory=dict)
+    """Those in flight."""
     to_digest: dict[int, set[int]] = field(default_factory=dict)
     """By read, the blocks whose digests are not known."""
     digests: dict[int, int] = field(default_factory=dict)
     """Of the blocks that were read."""
+    sender_digests: list[int] = field(default_factory=list)
+    """Of the blocks from the plan's first on of which the sender has said that it held them through their reads."""
     answer: ReadConfirmed | None = None
     """The sender's word that it held its lease."""
+    closing: Closing | None = None
     remote_blocks: set[int] = field(default_factory=set)
     num_bytes: int = 0
     num_blocks: int = 0
@@ -212,10 +233,20 @@ class _Transfer:
         return self.plan.source.incarnation
 
     @property
+    def num_reading(self) -> int:
+        """Blocks that reads in flight may write to."""
+        return sum(read.num_blocks for read in self.reads.values())
+
+    @property
+    def confirmed_end(self) -> int:
+        """The sender has given its word on the prompt blocks before it."""
+        return self.plan.first_block + len(self.sender_digests)
+
+    @property
     def wanted_blocks(self) -> int:
         """Blocks that are to be filled; in quarantine, those that may still be written to."""
         if self.machine.state is TransferState.QUARANTINED:
-            return sum(self.reads.values())
+            return self.num_reading
         return sum(block != NULL_BLOCK for block in self.plan.block_ids[self.plan.first_block :])
 
 
@@ -233,16 +264,21 @@ class TransferBook:
         max_quarantined_blocks: int = 1024,
         *,
         digest_every: int = 1,
+        keeps_valid_blocks: bool = False,
         clock: Clock | None = None,
         vocab_size: int = 1 << 32,
     ) -> None:
         """`max_quarantined_blocks` of one sender: beyond it nothing more is planned from there.
 
         `digest_every`: one block in how many is compared with its sender's digest, if that has one; 0: none. `clock`
-        tells how old a transfer is, and nothing else. `vocab_size`: of this node's model, which gets the first tokens.
+        tells how old a transfer is, and nothing else. `keeps_valid_blocks`: what a failed transfer brought is used, so
+        senders are asked for their word on it after each read. `vocab_size`: of this node's model, which gets the first
+        tokens.
         """
         self._vocab_size = vocab_size
         self._digest_every = digest_every
+        # Without a digest of each block nothing would follow from a sender's word on a part.
+        self._asks_for_parts = keeps_valid_blocks and digest_every == 1
         self._clock = clock or SystemClock()
         self._max_quarantined_blocks = max_quarantined_blocks
         self._transfers: dict[AttemptKey, _Transfer] = {}
@@ -278,7 +314,8 @@ class TransferBook:
             raise ValueError(f"{plan.attempt} is being transferred")
         self._expected.pop(plan.attempt, None)
         machine = Machine(f"transfer {plan.attempt}", TransferState.PLANNED, TRANSFER_TABLE)
-        transfer = _Transfer(plan, machine, self._clock.monotonic(), next_block=plan.first_block)
+        first, now = plan.first_block, self._clock.monotonic()
+        transfer = _Transfer(plan, machine, now, next_block=first, valid_end=first, asked_end=first)
         self._transfers[plan.attempt] = transfer
         stuck = self._quarantined_blocks(transfer.peer)
         if stuck > self._max_quarantined_blocks:
@@ -363,6 +400,8 @@ class TransferBook:
         match message:
             case Offer() if state in (TransferState.RESERVED, TransferState.READING):
                 return self._offered(transfer, message)
+            case PartConfirmed() if state in (TransferState.READING, TransferState.CONFIRMING):
+                return self._part_confirmed(transfer, message)
             case ReadConfirmed() if state is TransferState.CONFIRMING and transfer.answer is None:
                 return self._answered(transfer, message)
             case OfferLost(_, story, cause) if transfer.answer is None and state not in _UNPROMISED:
@@ -381,7 +420,7 @@ class TransferBook:
         if transfer is None:
             self.counters["read_done_unknown"] += 1
             return []
-        transfer.num_blocks += transfer.reads.pop(read_id)
+        transfer.num_blocks += transfer.reads.pop(read_id).num_blocks
         transfer.num_bytes += num_bytes
         transfer.read_s += read_s
         self.reads[transfer.plan.source.node_id].add(num_bytes, num_ranges, read_s, post_s)
@@ -391,7 +430,7 @@ class TransferBook:
             return effects + self._flush(transfer)
         # Who asks for the sender's word has read all there is: that needs no message of its own.
         progress = ReadProgress(transfer.plan.attempt, transfer.num_blocks)
-        return effects + (self._confirm(transfer) or self._tell(transfer, progress))
+        return effects + (self._confirm(transfer) or [*self._tell(transfer, progress), *self._confirm_part(transfer)])
 
     def digested(self, read_id: int, digests: Mapping[int, int]) -> list[TransferEffect]:
         """The digests of some blocks of a read, which are here."""
@@ -401,10 +440,11 @@ class TransferBook:
             return []
         transfer.digests.update(digests)
         transfer.to_digest[read_id] -= digests.keys()
+        effects = self._compare(transfer)
         if transfer.to_digest[read_id]:
-            return []
+            return effects
         del transfer.to_digest[read_id], self._digesting[read_id]
-        return self._arrive(transfer)
+        return effects + self._arrive(transfer)
 
     def not_digested(self, read_id: int, story: str) -> list[TransferEffect]:
         """The digests of a read's blocks can't be computed: nobody can tell whether they are right."""
@@ -441,8 +481,9 @@ class TransferBook:
 
     @property
     def awaits_digests(self) -> bool:
-        """Whether a prompt would arrive if only the digests of its blocks were known."""
-        return any(transfer.answer is not None for transfer in self._digesting.values())
+        """Whether a prompt would arrive, or more of it be valid, if only the digests of its blocks were known."""
+        transfers = self._digesting.values()
+        return any(transfer.answer is not None or transfer.valid_end < transfer.confirmed_end for transfer in transfers)
 
     def state(self, attempt: AttemptKey) -> TransferState | None:
         """The state of a transfer that is not over."""
@@ -455,7 +496,7 @@ class TransferBook:
         quarantined = [t for t in transfers if t.machine.state is TransferState.QUARANTINED]
         waiting = sum(t.machine.state in (TransferState.PLANNED, TransferState.RESERVED) for t in transfers)
         in_progress = len(transfers) - waiting - len(quarantined)
-        blocks = sum(sum(t.reads.values()) for t in quarantined)
+        blocks = sum(t.num_reading for t in quarantined)
         return TransferCounts(waiting, in_progress, len(quarantined), blocks)
 
     def open_handoffs(self) -> list[OpenHandoff]:
@@ -480,7 +521,9 @@ class TransferBook:
 
     # Steps.
 
-    def _expected_received(self, message: Begun | Offer | ReadConfirmed | OfferLost) -> list[TransferEffect]:
+    def _expected_received(
+        self, message: Begun | Offer | PartConfirmed | ReadConfirmed | OfferLost
+    ) -> list[TransferEffect]:
         match message:
             case Begun(attempt):
                 return [MayPlan(attempt)]
@@ -560,7 +603,7 @@ class TransferBook:
         self._last_read_id += 1
         read_id, num_blocks = self._last_read_id, sum(r.count for r in ranges)
         self._reads[read_id] = transfer
-        transfer.reads[read_id] = num_blocks
+        transfer.reads[read_id] = _Read(offer.first_block, num_blocks)
         to_digest = self._blocks_to_digest(transfer, offer)
         if to_digest:
             transfer.to_digest[read_id] = set(to_digest)
@@ -581,11 +624,46 @@ class TransferBook:
         transfer.machine.feed(TransferEvent.ALL_READ)
         return self._tell(transfer, ConfirmRead(transfer.plan.attempt))
 
+    def _confirm_part(self, transfer: _Transfer) -> list[TransferEffect]:
+        """Ask for the sender's word on the leading blocks, if more of them are read by now."""
+        end = min((read.first_block for read in transfer.reads.values()), default=transfer.next_block)
+        if not self._asks_for_parts or end <= transfer.asked_end:
+            return []
+        transfer.asked_end = end
+        return self._tell(transfer, ConfirmPart(transfer.plan.attempt, end))
+
+    def _part_confirmed(self, transfer: _Transfer, part: PartConfirmed) -> list[TransferEffect]:
+        if part.first_block != transfer.confirmed_end or part.first_block + len(part.digests) > transfer.asked_end:
+            self.counters["PartConfirmed_bad"] += 1
+            return []
+        transfer.sender_digests.extend(part.digests)
+        return self._compare(transfer)
+
     def _answered(self, transfer: _Transfer, answer: ReadConfirmed) -> list[TransferEffect]:
         if not answer.held:
             return self._fail(transfer, TransferCause.LEASE_LOST, "the lease was not held through the reads")
         transfer.answer = answer
-        return self._arrive(transfer)
+        # It is about all blocks. What was said of some before is in it again, or was not meant.
+        num_blocks, transfer.valid_end = (
+            len(transfer.plan.block_ids) - transfer.plan.first_block,
+            transfer.plan.first_block,
+        )
+        transfer.sender_digests = list(answer.digests) if len(answer.digests) == num_blocks else []
+        return self._compare(transfer) + self._arrive(transfer)
+
+    def _compare(self, transfer: _Transfer) -> list[TransferEffect]:
+        """Find out how far the leading blocks are valid."""
+        plan, before, end = transfer.plan, transfer.valid_end, transfer.confirmed_end
+        if transfer.machine.state is TransferState.QUARANTINED:
+            return []
+        while transfer.valid_end < end:
+            block = plan.block_ids[transfer.valid_end]
+            digest = transfer.sender_digests[transfer.valid_end - plan.first_block]
+            if block != NULL_BLOCK and transfer.digests.get(block) != digest:
+                break
+            transfer.valid_end += 1
+        grown = transfer.valid_end > before and transfer.answer is None
+        return [Recorded("prefix_verified", plan.attempt, transfer.valid_end)] if grown else []
 
     def _arrive(self, transfer: _Transfer) -> list[TransferEffect]:
         """Say so when nothing is left to wait for, and nothing is in doubt."""
@@ -617,15 +695,17 @@ class TransferBook:
 
     def _fail(self, transfer: _Transfer, cause: TransferCause, story: str) -> list[TransferEffect]:
         transfer.cause = cause
-        failed = self._note_failure(transfer.plan.source, transfer.plan.attempt, cause, story)
+        plan = transfer.plan
+        failed = self._note_failure(plan.source, plan.attempt, cause, story, transfer.valid_end)
         return failed + self._give_up(transfer, TransferEvent.FAIL, TransferEvent.FAIL_READING)
 
     def _note_failure(
-        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, story: str
+        self, source: KVSource, attempt: AttemptKey, cause: TransferCause, story: str, num_valid_blocks: int = 0
     ) -> list[TransferEffect]:
         self.failures[source.node_id, cause] += 1
         self._outcomes[source.node_id, cause.value] += 1
-        return [Recorded("kv_failed", attempt, detail=cause.value), Failed(attempt, cause, story)]
+        failed = Failed(attempt, cause, story, num_valid_blocks)
+        return [Recorded("kv_failed", attempt, detail=cause.value), failed]
 
     def _give_up(self, transfer: _Transfer, event: TransferEvent, event_reading: TransferEvent) -> list[TransferEffect]:
         """End a transfer, or put it into quarantine, and tell the sender, who may have kept its blocks for it."""
@@ -633,7 +713,7 @@ class TransferBook:
         transfer.machine.feed(event_reading if reading else event)
         effects = self._tell(transfer, Abandon(attempt, reading))
         if reading:
-            quarantined = Recorded("quarantined", attempt, sum(transfer.reads.values()))
+            quarantined = Recorded("quarantined", attempt, transfer.num_reading)
             return [*effects, quarantined, *map(CancelRead, transfer.reads)]
         self._forget(transfer)
         return effects
@@ -666,7 +746,7 @@ class TransferBook:
 
     def _quarantined_blocks(self, incarnation: str) -> int:
         return sum(
-            sum(transfer.reads.values())
+            transfer.num_reading
             for transfer in self._transfers_of(incarnation)
             if transfer.machine.state is TransferState.QUARANTINED
         )

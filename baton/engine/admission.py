@@ -244,11 +244,14 @@ class Admission:
             return
         self._arrived.append(request)
 
-    def compute_here(self, request: Request) -> None:
-        """A request's KV does not come: it is computed here, ahead of newcomers, as if it had been sent here alone."""
+    def compute_here(self, request: Request, num_valid_blocks: int) -> None:
+        """Not all of a request's KV comes: the rest is computed here, ahead of newcomers, as if it had been sent here
+        alone. The first `num_valid_blocks` of its blocks are right; it finds them in the prefix cache."""
+        num_here = 0
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._ledger.give_up_load(request)
-        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, request.num_computed_tokens)
+            num_here = self._ledger.give_up_load(request, num_valid_blocks)
+        request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
+        self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._for_grammar[request.request_id] = request
@@ -523,13 +526,17 @@ class Admission:
 
     def _note_hits(self, request: Request, computed: ComputedBlocks) -> None:
         request.num_computed_tokens = computed.num_tokens
+        num_external = 0
         if request.num_preemptions == 0:
-            request.num_cached_tokens = computed.num_tokens
+            # Of what a failed load has left in the cache, as far as it is still there.
+            num_external = request.num_external_tokens = min(request.num_external_tokens, computed.num_tokens)
+            request.num_cached_tokens = computed.num_tokens - num_external
         if not request.is_root:
             return
         if self._config.enable_prefix_caching:
             self.prefix_cache.note_lookup(request.num_tokens)
-        self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens)
+        self.prefix_cache.note_hit("remote", num_external)
+        self.prefix_cache.note_hit("device", computed.num_tokens - computed.num_host_tokens - num_external)
         self.prefix_cache.note_hit("host", computed.num_host_tokens)
 
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:

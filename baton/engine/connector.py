@@ -60,6 +60,11 @@ class LostKV:
 
     cause: TransferCause
     story: str
+    num_valid_blocks: int = 0
+    """Of the blocks that `update_state_after_alloc` named, so many leading ones hold the prompt's KV all the same: they
+    did before, or were read to the end and compared with what the sender computed. Nothing writes to them any more. A
+    null block among them counts, since nothing was wanted there; so a group of layers with a window may lack what a
+    query right behind them sees."""
 
 
 @value(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class KVTransferOutput:
 
     arrived: Mapping[str, ArrivedKV] = field(default_factory=dict)
     failed: Mapping[str, LostKV] = field(default_factory=dict)
-    """Transfers that brought nothing. Quarantined blocks stay so until `released`."""
+    """Transfers that did not bring all. Quarantined blocks stay so until `released`."""
     released: frozenset[str] = frozenset()
     """Requests whose leased or quarantined blocks nobody touches any more."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
+from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV
 from baton.engine.request import Leg, Request
+from baton.errors import TransferCause
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,8 @@ class FakeLoad:
     block_ids: Sequence[int]
     num_local_tokens: int
     num_external_tokens: int
+    num_valid_blocks: int = 0
+    """Of a load that failed so many are right for good: nothing writes to those."""
 
 
 class FakeConnector:
@@ -75,9 +79,18 @@ class FakeConnector:
         self._maybe_raise("blocks_computed")
         self.offers[request.request_id] = (tuple(block_ids), num_computed_tokens)
 
+    def lose(self, request_id: str, cause: TransferCause, story: str, num_valid_blocks: int = 0) -> LostKV:
+        """What is to be told of a load that fails when so many leading blocks of it are here and proven."""
+        load = self.loads.get(request_id)
+        if load is not None:
+            self.loads[request_id] = replace(load, num_valid_blocks=num_valid_blocks)
+        return LostKV(cause, story, num_valid_blocks)
+
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> BlockFate:
         self._maybe_raise("load_failed")
         load = self.loads.pop(request.request_id)
+        unwritten = (NULL_BLOCK,) * load.num_valid_blocks
+        load = replace(load, block_ids=(*unwritten, *load.block_ids[load.num_valid_blocks :]))
         if not self.quarantine:
             return BlockFate.FREE
         self.quarantined[request.request_id] = load

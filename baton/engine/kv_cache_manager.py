@@ -302,6 +302,15 @@ class KVCacheManager:
         for group in range(self.num_groups):
             self._cache_group(request, table, group, first, num_full)
 
+    def cache_valid(self, request: Request, num_valid_blocks: int) -> int:
+        """Of a load that failed these leading entries hold KV: the full stripes of them may be found from now on.
+
+        Returns how many stripes that are.
+        """
+        num_stripes = min(num_valid_blocks // self.num_groups, request.num_submitted_tokens // self.block_size)
+        self.cache_blocks(request, num_stripes * self.block_size)
+        return num_stripes
+
     def kv_snapshot(self) -> KVSnapshot:
         """Everything that can be found now; from here on `kv_events` are recorded. O(blocks)."""
         self.kv_events.is_recording = True
@@ -463,18 +472,20 @@ class KVCacheManager:
             blocks = self._leased[request_id] = self._there(table.blocks)
             self.pool.lease(blocks)
 
-    def quarantine(self, request_id: str) -> None:
+    def quarantine(self, request_id: str, num_valid_stripes: int = 0) -> None:
         """The request ended, but a transfer may write to its blocks until `release`; nothing when it has none.
 
-        Cache hits in front of the written blocks and lookahead behind them are free at once.
+        Cache hits in front of the written blocks and lookahead behind them are free at once, and so are the first
+        `num_valid_stripes`, which the transfer has filled.
         """
         table = self._tables.pop(request_id, None)
         if table is None:
             return
         end = table.num_hit_entries + table.num_filling_entries
-        filling = self._there(table.blocks[table.num_hit_entries : end])
+        first = max(table.num_hit_entries, num_valid_stripes * self.num_groups)
+        filling = self._there(table.blocks[first:end])
         self.pool.quarantine(filling)
-        self.pool.free_blocks(self._there(table.blocks[: table.num_hit_entries] + table.blocks[end:]))
+        self.pool.free_blocks(self._there(table.blocks[:first] + table.blocks[end:]))
         self._quarantined[request_id] = filling
 
     def release(self, request_id: str) -> bool:

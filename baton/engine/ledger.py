@@ -201,18 +201,26 @@ class Ledger:
         cause = TransferCause.REFUSED if lost else None
         self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=lost, transfer_cause=cause)
 
-    def give_up_load(self, request: Request) -> None:
-        """Its KV does not come: let go of the blocks that were to be filled."""
+    def give_up_load(self, request: Request, num_valid_blocks: int) -> int:
+        """Not all of its KV comes: let go of its blocks. Returns how many of its leading tokens the cache has now.
+
+        The first `num_valid_blocks` hold KV and nothing writes to them: they enter the prefix cache and are idle there,
+        so that no request holds blocks while it waits for more. The others are not found by anybody.
+        """
         manager = self.kv_cache_manager
         try:
             fate = self.connector.load_failed(request, manager.submitted_block_ids(request))
         except Exception:
             self.num_connector_errors += 1
-            fate = BlockFate.QUARANTINED
+            fate, num_valid_blocks = BlockFate.QUARANTINED, 0
+        num_stripes = manager.cache_valid(request, num_valid_blocks)
+        # Of groups with windows fewer may count: what the next query would see there was never asked for.
+        num_cached_tokens = manager.get_computed_blocks(request, with_host=False).num_tokens
         if fate is BlockFate.FREE:
             manager.free(request.request_id)
         else:
-            manager.quarantine(request.request_id)
+            manager.quarantine(request.request_id, num_stripes)
+        return num_cached_tokens
 
     def emit(
         self,

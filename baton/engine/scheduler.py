@@ -444,8 +444,8 @@ class Scheduler:
     def update_from_kv_transfer(self, transfers: KVTransferOutput) -> dict[int, EngineCoreOutputs]:
         """Take in what the transfer side reports: arrivals, failures, and blocks that nobody touches any more.
 
-        A failure ends its request with ERROR or has it computed here, as the policy says; an arrival whose first token
-        stops it ends it as that token says.
+        A failure ends its request with ERROR, or has computed here what did not come, as the policy says; an arrival
+        whose first token stops it ends it as that token says.
         Reports for requests that don't wait for one are skipped and counted.
         """
         outputs = OutputsByClient()
@@ -460,7 +460,7 @@ class Scheduler:
             if request is None:
                 self.num_unknown_transfers += 1
             elif self.config.on_transfer_failure == "recompute":
-                self._admission.compute_here(request)
+                self._admission.compute_here(request, lost.num_valid_blocks)
             else:
                 reroutes = self.config.on_transfer_failure == "reroute"
                 self._ledger.end(

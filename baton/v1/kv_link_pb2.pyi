@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect")
+    __slots__ = ("hello", "subscribe", "read_progress", "confirm_read", "abandon", "heartbeat", "expect", "confirm_part")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     READ_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class OpenRequest(_message.Message):
     ABANDON_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     EXPECT_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_PART_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     subscribe: Subscribe
     read_progress: ReadProgress
@@ -24,23 +25,26 @@ class OpenRequest(_message.Message):
     abandon: Abandon
     heartbeat: Heartbeat
     expect: Expect
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ...) -> None: ...
+    confirm_part: ConfirmPart
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., read_progress: _Optional[_Union[ReadProgress, _Mapping]] = ..., confirm_read: _Optional[_Union[ConfirmRead, _Mapping]] = ..., abandon: _Optional[_Union[Abandon, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ..., confirm_part: _Optional[_Union[ConfirmPart, _Mapping]] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
-    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun")
+    __slots__ = ("welcome", "offer", "read_confirmed", "offer_lost", "heartbeat", "begun", "part_confirmed")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     READ_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     OFFER_LOST_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    PART_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     welcome: LinkWelcome
     offer: Offer
     read_confirmed: ReadConfirmed
     offer_lost: OfferLost
     heartbeat: Heartbeat
     begun: Begun
-    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+    part_confirmed: PartConfirmed
+    def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., read_confirmed: _Optional[_Union[ReadConfirmed, _Mapping]] = ..., offer_lost: _Optional[_Union[OfferLost, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ..., part_confirmed: _Optional[_Union[PartConfirmed, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
     __slots__ = ("protocol_version", "cluster", "node_id", "incarnation", "peer_incarnation", "layout", "address")
@@ -171,6 +175,24 @@ class ReadConfirmed(_message.Message):
     held: bool
     digests: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., held: _Optional[bool] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ConfirmPart(_message.Message):
+    __slots__ = ("attempt", "end_block")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    END_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    end_block: int
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., end_block: _Optional[int] = ...) -> None: ...
+
+class PartConfirmed(_message.Message):
+    __slots__ = ("attempt", "first_block", "digests")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    attempt: _node_pb2.Attempt
+    first_block: int
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attempt: _Optional[_Union[_node_pb2.Attempt, _Mapping]] = ..., first_block: _Optional[int] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Abandon(_message.Message):
     __slots__ = ("attempt", "reads_in_flight")

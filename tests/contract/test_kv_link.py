@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.engine.connector import BlockFate
+from baton.engine.connector import BlockFate, LostKV
+from baton.engine.connector_fake import FakeConnector
 from baton.engine.request import KVSource, RequestStatus
 from baton.engine.runner.base import KVMemory
 from baton.errors import TransferCause
@@ -44,9 +45,11 @@ from tests.support.handoff_rig import (
     WITHIN_S,
     AnnouncingBackend,
     HandoffRig,
+    MakeBackend,
     Notes,
     ReceiverHalf,
     SenderHalf,
+    decode_leg,
     new_device_memory,
     new_memory,
     write_block,
@@ -141,6 +144,74 @@ async def test_a_block_that_changed_since_it_was_computed_is_not_used(rig: Hando
     await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
     assert f"block {OURS[3]} is not what p0 computed" in rig.receiver.notes.failed[KEY].story
     assert KEY not in rig.receiver.notes.arrived
+
+
+# What is valid of a load that failed: the receiver and the fake that engines are tested with say the same.
+
+
+def as_the_fake_says(num_local: int, num_valid: int) -> LostKV:
+    fake = FakeConnector()
+    request = decode_leg(KEY, 18, KVSource("p0", "p0.first", ""))
+    fake.update_state_after_alloc(request, OURS, 18 - num_local)
+    return fake.lose(KEY, TransferCause.DIGEST_MISMATCH, "", num_valid)
+
+
+def over_nixl(incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
+    return NixlBackend(incarnation, memory)
+
+
+@pytest.mark.parametrize("make_backend", [None, over_nixl], ids=["memory", "nixl"])
+@pytest.mark.parametrize(("num_local", "damaged"), [(0, 0), (0, 3), (0, 4), (8, 2), (8, 3)])
+async def test_blocks_before_the_first_wrong_one_are_valid(
+    num_local: int, damaged: int, make_backend: MakeBackend | None
+) -> None:
+    async with HandoffRig(make_backend=make_backend, keeps_valid_blocks=True) as rig:
+        prefill = rig.sender.request(KEY, 18)
+        rig.sender.finish(prefill, THEIRS)
+        write_block(rig.sender.memory, THEIRS[damaged], b"\x01" * BLOCK_BYTES)
+        rig.receiver.take(KEY, 18, rig.sender.source, OURS, num_local)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        lost = rig.receiver.notes.failed[KEY]
+        assert lost.num_valid_blocks == as_the_fake_says(num_local, damaged).num_valid_blocks == damaged
+        rig.assert_blocks(KEY, OURS[:damaged], first=num_local // 4)
+
+
+@pytest.mark.parametrize("make_backend", [None, over_nixl], ids=["memory", "nixl"])
+async def test_blocks_that_were_confirmed_before_the_sender_was_lost_are_valid(
+    make_backend: MakeBackend | None,
+) -> None:
+    async with HandoffRig(make_backend=make_backend, keeps_valid_blocks=True) as rig:
+        prefill = rig.sender.request(KEY, 18)
+        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.sender.compute(prefill, THEIRS, 6)
+        await rig.receiver.notes.event("prefix_verified", KEY)
+        rig.sender.compute(prefill, THEIRS, 13)
+        await rig.receiver.notes.until(lambda: ("prefix_verified", KEY, 3, "") in rig.receiver.notes.events)
+        await rig.sender.server.stop(None)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        lost = rig.receiver.notes.failed[KEY]
+        assert (lost.cause, lost.num_valid_blocks) == (TransferCause.PEER_GONE, 3)
+        rig.assert_blocks(KEY, OURS[:3])
+        rig.receiver.finish(decode, OURS, transferring=True)
+        await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
+        rig.sender.finish(prefill, THEIRS)
+
+
+async def test_nothing_is_valid_of_what_a_read_was_bringing_when_it_failed() -> None:
+    async with HandoffRig(keeps_valid_blocks=True) as rig:
+        prefill = rig.sender.request(KEY, 18)
+        decode = rig.receiver.take(KEY, 18, rig.sender.source, OURS)
+        rig.sender.compute(prefill, THEIRS, 9)
+        await rig.receiver.notes.event("prefix_verified", KEY)
+        rig.freeze_reads()
+        rig.sender.finish(prefill, THEIRS)
+        await rig.receiver.notes.until(lambda: rig.receiver.notes.reads_posted > 1)
+        await rig.sender.server.stop(None)
+        await rig.receiver.notes.until(lambda: KEY in rig.receiver.notes.failed)
+        assert rig.receiver.notes.failed[KEY].num_valid_blocks == 2
+        rig.receiver.finish(decode, OURS, transferring=True)
+        rig.thaw_reads()
+        await rig.receiver.notes.until(lambda: rig.receiver.notes.released == [KEY])
 
 
 @pytest.mark.parametrize("make_memory", [new_memory, new_device_memory], ids=["host", "device"])

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.clock import ManualClock
 from baton.engine.block_hash import CacheKeyFields
-from baton.engine.connector import ArrivedKV, KVTransferOutput, LostKV
+from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
 from baton.engine.outputs import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -122,10 +122,23 @@ class EngineRig:
         """Report to the scheduler; arrivals are first tokens by request id, failures their stories."""
         report = KVTransferOutput(
             arrived={request_id: ArrivedKV(tokens) for request_id, tokens in (arrived or {}).items()},
-            failed={request_id: LostKV(cause, why) for request_id, why in (failed or {}).items()},
+            failed={
+                request_id: self.connector.lose(request_id, cause, why) for request_id, why in (failed or {}).items()
+            },
             released=frozenset(released),
         )
         return self._note(self.core.update_from_kv_transfer(report))
+
+    def lose(self, request_id: str, num_valid_blocks: int) -> list[EngineCoreOutput]:
+        """A transfer fails when so many leading blocks are here and proven; what is in the others is garbage."""
+        load, size, groups = self.connector.loads[request_id], self.config.block_size, len(self.config.windows)
+        self.fill(request_id)
+        for entry in range(num_valid_blocks, len(load.block_ids)):
+            stripe, group = divmod(entry, groups)
+            if stripe * size >= load.num_local_tokens:
+                self.runner.write_slots(load.block_ids, [0xBAD] * size, stripe * size, group)
+        lost = self.connector.lose(request_id, TransferCause.PEER_GONE, "peer gone", num_valid_blocks)
+        return self._note(self.core.update_from_kv_transfer(KVTransferOutput(failed={request_id: lost})))
 
     def fill(self, request_id: str) -> None:
         """Write the right KV where the request's load waits for it, and nowhere else."""

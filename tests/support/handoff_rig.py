@@ -245,6 +245,7 @@ class ReceiverHalf:
         identity: LinkIdentity,
         memory: KVMemory | None = None,
         digest_every: int = 1,
+        keeps_valid_blocks: bool = False,
     ) -> None:
         self.identity = identity
         self.memory = memory or new_memory()
@@ -264,6 +265,7 @@ class ReceiverHalf:
             post,
             heartbeat_s=HEARTBEAT_S,
             digest_every=digest_every,
+            keeps_valid_blocks=keeps_valid_blocks,
             is_running=self.notes.says_running,
             vocab_size=VOCAB_SIZE,
         )
@@ -296,6 +298,7 @@ class HandoffRig:
         make_backend: MakeBackend | None = None,
         make_memory: Callable[[], KVMemory] = new_memory,
         digest_every: int = 1,
+        keeps_valid_blocks: bool = False,
     ) -> None:
         self.clock = ManualClock(100.0)
         self.fabric = MemoryFabric()
@@ -303,7 +306,7 @@ class HandoffRig:
         sender = LinkIdentity("c", "p0", "p0.first", LAYOUT)
         self.sender = SenderHalf(self.make_backend, sender, self.clock, make_memory(), digest_every)
         identity = LinkIdentity(cluster, "d0", "d0.first", receiver_layout)
-        self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every)
+        self.receiver = ReceiverHalf(self.make_backend, identity, make_memory(), digest_every, keeps_valid_blocks)
 
     def _memory_backend(self, incarnation: str, memory: KVMemory, notes: Notes) -> TransferBackend:
         return AnnouncingBackend(self.fabric, incarnation, memory, notes)

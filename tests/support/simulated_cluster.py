@@ -299,6 +299,7 @@ class SimulatedNode:
                 limits.max_quarantined_blocks,
                 lambda address: network.channel(self.incarnation, address),
                 digest_every=1 if limits.digests else 0,
+                keeps_valid_blocks=limits.on_transfer_failure == "recompute",
                 clock=clock,
                 is_running=lambda address, within_s: network.answers(self.incarnation, address),
                 look_at=cluster.look_at,

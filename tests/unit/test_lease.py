@@ -16,6 +16,7 @@ from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (
     Abandon,
     Closing,
+    ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
@@ -618,3 +619,65 @@ def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:
     assert book.counters == {"duplicate_expect": 1, "early_refused": 1}
     book.link_closed(1)
     assert book.next_deadline() is None
+
+
+@pytest.fixture
+def digesting() -> LeaseBook:
+    """Two blocks are offered to a reader that has read them, and their digests are known."""
+    book = LeaseBook(ManualClock(100.0), digest_every=1)
+    book.link_opened(1, "d0", "d0.x")
+    book.received(1, Subscribe(A, 0))
+    book.offer(A, 0, (5, 6))
+    book.digested(A, (50, 60))
+    return book
+
+
+def test_a_reader_hears_part_by_part_what_it_has_read(digesting: LeaseBook) -> None:
+    assert lines(digesting.received(1, ConfirmPart(A, 2))) == ["TellReader 1 (PartConfirmed a#1 0 [50, 60])"]
+    assert lines(digesting.received(1, ConfirmPart(A, 2))) == [], "it knows"
+    digesting.offer(A, 2, (7, 8))
+    assert lines(digesting.received(1, ConfirmPart(A, 4))) == [], "their digests are being computed"
+    assert lines(digesting.digested(A, (70, 80))) == ["TellReader 1 (PartConfirmed a#1 2 [70, 80])"]
+    assert digesting.state(A) is LeaseState.READING, "the lease goes on"
+    digesting.offer(A, 4, (9,), CLOSING)
+    digesting.digested(A, (90,))
+    held = lines(digesting.received(1, ConfirmRead(A)))
+    assert "TellReader 1 (ReadConfirmed a#1 True [50, 60, 70, 80, 90])" in held
+
+
+def test_a_reader_hears_of_what_it_subscribed_to(digesting: LeaseBook) -> None:
+    digesting.offer(B, 0, (5, 6, 7))
+    digesting.digested(B, (50, 60, 70))
+    digesting.received(1, Subscribe(B, 1))
+    assert lines(digesting.received(1, ConfirmPart(B, 3))) == ["TellReader 1 (PartConfirmed b#1 1 [60, 70])"]
+
+
+@pytest.mark.parametrize("why", ["silent", "withdrawn", "promise broken", "link lost", "beyond the offer"])
+def test_no_part_is_confirmed_of_a_lease_that_is_not_held(why: str) -> None:
+    clock = ManualClock(100.0)
+    book = LeaseBook(clock, digest_every=1)
+    book.link_opened(1, "d0", "d0.x")
+    book.received(1, Subscribe(A, 0))
+    book.offer(A, 0, (5, 6))
+    book.digested(A, (50, 60))
+    link, end = 1, 2
+    match why:
+        case "silent":
+            clock.advance(20)
+            book.tick()
+        case "withdrawn" | "promise broken":
+            book.withdraw(A, why, promise_broken=why == "promise broken")
+        case "link lost":
+            book.link_closed(1)
+            book.link_opened(2, "d0", "d0.x")
+            link = 2
+        case "beyond the offer":
+            end = 3
+    assert lines(book.received(link, ConfirmPart(A, end))) == []
+
+
+def test_a_part_is_not_confirmed_once_its_lease_is_lost_though_its_digests_come(digesting: LeaseBook) -> None:
+    digesting.offer(A, 2, (7,))
+    digesting.received(1, ConfirmPart(A, 3))
+    digesting.withdraw(A, "preempted", promise_broken=True)
+    assert lines(digesting.digested(A, (70,))) == []

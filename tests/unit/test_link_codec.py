@@ -14,6 +14,7 @@ from kv_transfer.link_messages import (
     Abandon,
     Begun,
     Closing,
+    ConfirmPart,
     ConfirmRead,
     Expect,
     Heartbeat,
@@ -21,6 +22,7 @@ from kv_transfer.link_messages import (
     LinkWelcome,
     Offer,
     OfferLost,
+    PartConfirmed,
     ReadConfirmed,
     ReaderMessage,
     ReadProgress,
@@ -38,6 +40,7 @@ LAYOUT = LayoutFingerprint("m", "cpu", "float32", 16, "2*4x(32+32)", 4096, "nixl
         Expect(A),
         Subscribe(A, 4),
         ReadProgress(A, 2),
+        ConfirmPart(A, 7),
         ConfirmRead(A),
         Abandon(A, True),
         Abandon(A, False),
@@ -60,6 +63,7 @@ def test_reader_messages(message: ReaderMessage) -> None:
         Offer(A, 4, (1, 0), 10_000, None, 16),
         ReadConfirmed(A, True, (2**64 - 1, 0)),
         ReadConfirmed(A, True),
+        PartConfirmed(A, 4, (2**64 - 1, 0)),
         ReadConfirmed(A, False),
         OfferLost(A, "why"),
         *(OfferLost(A, "why", cause) for cause in TransferCause),
@@ -81,7 +85,14 @@ def test_greetings() -> None:
 @pytest.mark.parametrize("request_id", ["", "x" * 65, "a b", "a\0", "ä", "a\n"])
 def test_what_can_be_no_request_reads_as_nothing(request_id: str) -> None:
     odd = A._replace(request_id=request_id)
-    for message in (Expect(odd), Subscribe(odd, 0), ConfirmRead(odd), Abandon(odd, True), ReadProgress(odd, 1)):
+    for message in (
+        Expect(odd),
+        Subscribe(odd, 0),
+        ConfirmRead(odd),
+        Abandon(odd, True),
+        ReadProgress(odd, 1),
+        ConfirmPart(odd, 1),
+    ):
         assert link_codec.read_reader_message(link_codec.write_reader_message(message)) is None
 
 

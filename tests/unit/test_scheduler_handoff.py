@@ -498,6 +498,136 @@ def test_a_load_that_fails_is_computed_here_where_that_is_the_policy() -> None:
     assert ("remote_kv_lost", "d", 12) in rig.events()
 
 
+def computed_tokens(rig: EngineRig, request_id: str) -> int:
+    """How many of a request's tokens the next steps compute until it has its first new one."""
+    count = 0
+    while not rig.tokens[request_id]:
+        output = rig.scheduler.schedule()
+        count += output.num_scheduled_tokens.get(request_id, 0)
+        rig.commit(output)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_valid", "kept"),
+    [
+        pytest.param(20, 0, 0, id="nothing"),
+        pytest.param(20, 3, 12, id="three of five"),
+        pytest.param(22, 3, 12, id="unaligned prompt"),
+        pytest.param(22, 5, 20, id="all full blocks"),
+        pytest.param(22, 6, 20, id="the last one is not full"),
+        pytest.param(20, 5, 16, id="all: one token is computed for the first output"),
+        pytest.param(3, 1, 0, id="shorter than a block"),
+    ],
+)
+@pytest.mark.parametrize("quarantine", [True, False])
+def test_what_arrived_before_a_load_failed_is_not_computed_again(
+    num_tokens: int, num_valid: int, kept: int, quarantine: bool
+) -> None:
+    rig = EngineRig(on_transfer_failure="recompute", connector=FakeConnector(quarantine=quarantine))
+    rig.add("d", num_tokens, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    blocks = rig.connector.loads["d"].block_ids
+    rig.lose("d", num_valid)
+    num_full = min(num_valid, num_tokens // 4)
+    assert rig.core.make_stats().quarantined_blocks == (len(blocks) - num_full if quarantine else 0)
+    cached = [block for block in rig.scheduler.kv_cache_manager.pool.blocks if block.block_hash is not None]
+    assert [block.block_id for block in cached] == sorted(blocks[:num_full]), "what is not proven is not found"
+    assert computed_tokens(rig, "d") == num_tokens - kept
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6)
+    assert ("remote_kv_lost", "d", kept) in rig.events()
+    request, stats = rig.requests["d"], rig.core.make_stats().prefix_cache
+    assert (request.num_cached_tokens, request.num_external_tokens) == (0, kept)
+    assert (stats.num_hit_tokens["remote"], stats.num_hit_tokens["device"]) == (kept, 0)
+
+
+@pytest.mark.parametrize(("num_valid", "kept"), [(3, 12), (4, 16), (5, 20)])
+def test_what_was_here_before_a_failed_load_is_kept_with_what_arrived(num_valid: int, kept: int) -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    prompt = prompt_of(25, 9)
+    rig.add("warm", prompt[:12], max_tokens=1)
+    rig.run()
+    rig.add("d", prompt, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    assert rig.connector.loads["d"].num_local_tokens == 12
+    rig.lose("d", num_valid)
+    assert computed_tokens(rig, "d") == 25 - kept
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6)
+    assert (rig.requests["d"].num_cached_tokens, rig.requests["d"].num_external_tokens) == (12, kept - 12)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_valid", "kept"),
+    [
+        pytest.param((None, None), 5, 8, id="the least of the groups"),
+        pytest.param((None, None), 6, 12, id="equally much of each"),
+        pytest.param((None, 24), 6, 12, id="a window as long as the prompt"),
+        pytest.param((None, 6), 6, 0, id="a window that was not asked for"),
+        pytest.param((None, 5), 10, 20, id="a window that was"),
+        pytest.param((6,), 3, 0, id="windows alone"),
+    ],
+)
+def test_of_groups_as_much_is_kept_as_each_of_them_has_all_that_comes_next_sees(
+    windows: tuple[int | None, ...], num_valid: int, kept: int
+) -> None:
+    rig = EngineRig(on_transfer_failure="recompute", windows=windows)
+    rig.add("d", 22, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    rig.lose("d", num_valid)
+    assert computed_tokens(rig, "d") == 22 - kept
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6)
+
+
+def test_kept_blocks_are_held_by_nobody_and_computed_again_if_others_took_them() -> None:
+    """Two that wait, each with blocks that the other needs, would wait for ever."""
+    rig = EngineRig(num_blocks=8, on_transfer_failure="recompute", max_num_seqs=2)
+    rig.add("d", 20, leg=Leg.DECODE, max_tokens=4)
+    rig.step()
+    rig.lose("d", 3)
+    accounts = rig.scheduler.kv_cache_manager.pool.accounts()
+    assert (accounts.owned, accounts.cached_idle, accounts.quarantined) == (0, 3, 2)
+    rig.abort("d")
+    rig.add("other", 16, max_tokens=2)
+    rig.run()
+    rig.transfer(released=["d"])
+    assert rig.tokens["other"] == rig.expected("other", 2)
+    assert rig.core.make_stats().free_blocks == 7
+
+
+def test_without_a_prefix_cache_nothing_is_kept() -> None:
+    rig = EngineRig(on_transfer_failure="recompute", enable_prefix_caching=False)
+    rig.add("d", 20, leg=Leg.DECODE, max_tokens=6)
+    rig.step()
+    rig.lose("d", 3)
+    assert computed_tokens(rig, "d") == 20
+    rig.run()
+    assert rig.tokens["d"] == rig.expected("d", 6)
+
+
+def test_a_connector_that_raises_is_not_believed_about_what_arrived() -> None:
+    rig = EngineRig(on_transfer_failure="recompute")
+    rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    rig.connector.raise_in = "load_failed"
+    rig.lose("d", 3)
+    assert rig.core.make_stats().quarantined_blocks == 5
+    assert computed_tokens(rig, "d") == 20
+
+
+@pytest.mark.parametrize("policy", ["reroute", "fail"])
+def test_under_other_policies_what_arrived_is_quarantined_with_the_rest(policy: str) -> None:
+    rig = EngineRig(on_transfer_failure=policy)
+    rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
+    rig.step()
+    rig.lose("d", 3)
+    assert rig.reason("d") is FinishReason.ERROR
+    assert rig.core.make_stats().quarantined_blocks == 5
+    assert not rig.scheduler.kv_cache_manager.pool.num_cached_blocks
+
+
 @pytest.mark.parametrize("many", [{"n": 3}, {"n": 2, "beam_width": 4}], ids=["siblings", "beams"])
 def test_several_sequences_are_computed_here(many: dict[str, int]) -> None:
     rigs = [EngineRig(on_transfer_failure="recompute"), EngineRig()]

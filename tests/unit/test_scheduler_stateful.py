@@ -193,7 +193,10 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loading())
     @rule(data=st.data())
     def fail_a_transfer(self, data: st.DataObject) -> None:
-        self.rig.transfer(failed={data.draw(st.sampled_from(self.loading())): "peer gone"})
+        name = data.draw(st.sampled_from(self.loading()))
+        load, size = self.rig.connector.loads[name], self.rig.config.block_size
+        num_local = load.num_local_tokens // size * len(self.rig.config.windows)
+        self.rig.lose(name, data.draw(st.integers(num_local, len(load.block_ids))))
 
     @precondition(lambda self: (self.loading() and not self.reads_at_once) or self.rig.connector.quarantined)
     @rule(data=st.data())

@@ -14,7 +14,17 @@ from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
 from kv_transfer.backends.base import check_ranges
-from kv_transfer.link_messages import Begun, Closing, Heartbeat, Offer, OfferLost, ReadConfirmed, SenderMessage
+from kv_transfer.effects import Recorded
+from kv_transfer.link_messages import (
+    Begun,
+    Closing,
+    Heartbeat,
+    Offer,
+    OfferLost,
+    PartConfirmed,
+    ReadConfirmed,
+    SenderMessage,
+)
 from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from tests.support.conversation import lines, names
@@ -168,7 +178,7 @@ def test_a_lost_offer_under_a_read_goes_into_quarantine(book: TransferBook, clos
     _reading(book, closing)
     effects = book.received("p0.x", OfferLost(A, "aborted"))
     assert lines(effects) == [
-        "Failed a#1 LEASE_LOST aborted",
+        "Failed a#1 LEASE_LOST aborted 0",
         "TellSender p0.x (Abandon a#1 True)",
         "CancelRead 1",
     ]
@@ -213,7 +223,7 @@ def test_a_lost_link_fails_everything_that_it_carried_and_nothing_else(book: Tra
     other = Plan(B, KVSource("p1", "p1.x", "host:2"), 4, (1,), 0)
     book.plan(other)
     assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut")) == [
-        "Failed a#1 PEER_GONE cut",
+        "Failed a#1 PEER_GONE cut 0",
         "CancelRead 1",
         "ReopenLink (KVSource p0 p0.x host:1)",
     ]
@@ -239,14 +249,14 @@ def test_reads_that_outlive_their_link_are_told_on_a_new_one(book: TransferBook)
 def test_a_link_that_can_not_be_opened_fails_its_plans_and_the_next_tries_again(book: TransferBook) -> None:
     book.plan(PLAN)
     failed = lines(book.peer_lost("p0.x", TransferCause.LAYOUT_MISMATCH, "differ"))
-    assert failed == ["Failed a#1 LAYOUT_MISMATCH differ"]
+    assert failed == ["Failed a#1 LAYOUT_MISMATCH differ 0"]
     assert lines(book.plan(Plan(B, SOURCE, 4, (1,), 0))) == ["OpenLink (KVSource p0 p0.x host:1)"]
 
 
 def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: TransferBook) -> None:
     _reading(book)
     assert lines(book.read_failed(1, TransferCause.PEER_GONE, "gone")) == [
-        "Failed a#1 PEER_GONE gone",
+        "Failed a#1 PEER_GONE gone 0",
         "TellSender p0.x (Abandon a#1 False)",
         "CutLink p0.x gone",
     ]
@@ -255,7 +265,7 @@ def test_a_failed_read_fails_the_transfer_and_a_gone_peer_its_link(book: Transfe
 def test_a_stalled_read_fails_its_transfer_and_keeps_its_blocks_until_it_has_ended(book: TransferBook) -> None:
     _reading(book)
     assert lines(book.read_stalled(1, "nothing arrived")) == [
-        "Failed a#1 STALLED nothing arrived",
+        "Failed a#1 STALLED nothing arrived 0",
         "TellSender p0.x (Abandon a#1 True)",
         "CancelRead 1",
     ]
@@ -272,7 +282,7 @@ def test_one_of_two_sibling_reads_fails(book: TransferBook) -> None:
     book.peer_ready("p0.x", 100)
     book.received("p0.x", Offer(A, 0, (5, 6), 1000))
     book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING))
-    assert "Failed a#1 REFUSED bad" in lines(book.read_failed(1, TransferCause.REFUSED, "bad"))
+    assert "Failed a#1 REFUSED bad 0" in lines(book.read_failed(1, TransferCause.REFUSED, "bad"))
     assert book.state(A) is S.QUARANTINED
     assert "ConfirmRead" not in "".join(lines(book.read_done(2, 192)))
 
@@ -337,7 +347,7 @@ def test_a_peer_with_too_much_in_quarantine_gets_nothing_more(book: TransferBook
     book.ended(A)
     effects = lines(book.plan(Plan(B, SOURCE, 4, (1,), 0)))
     assert effects == [
-        "Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x",
+        "Failed b#1 REFUSED 5 blocks still wait for earlier reads from p0.x 0",
         "TellSender p0.x (Abandon b#1 False)",
     ], "the sender may keep its blocks for it"
     book.read_done(1, 320)
@@ -528,7 +538,7 @@ def test_a_block_that_is_not_what_was_computed_fails_its_prompt(
     effects += book.received("p0.x", ReadConfirmed(A, True, said))
     effects += book.digested(2, LAST) if not digested_first else []
     assert lines(effects) == [
-        f"Failed a#1 DIGEST_MISMATCH block {PLAN.block_ids[place]} is not what p0 computed",
+        f"Failed a#1 DIGEST_MISMATCH block {PLAN.block_ids[place]} is not what p0 computed {place}",
         "TellSender p0.x (Abandon a#1 False)",
     ]
     assert book.failures == {("p0", TransferCause.DIGEST_MISMATCH): 1}
@@ -542,6 +552,113 @@ def test_digests_of_other_than_all_blocks_prove_nothing(book: TransferBook, said
     assert Failed(A, TransferCause.DIGEST_MISMATCH, f"p0 says {len(said)} digests of 5 blocks") in book.received(
         "p0.x", ReadConfirmed(A, True, said)
     )
+
+
+def failed_with(effects: list[TransferEffect]) -> int:
+    """How many leading blocks the one failure among these says are valid."""
+    (failed,) = (effect for effect in effects if isinstance(effect, Failed))
+    return failed.num_valid_blocks
+
+
+@pytest.fixture
+def keeping() -> TransferBook:
+    """Two blocks are read and digested and three are being read, for who keeps what a failed transfer brought."""
+    book = TransferBook(keeps_valid_blocks=True)
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6), 1000, None, 1))
+    book.received("p0.x", Offer(A, 2, (7, 20, 21), 1000, CLOSING, 1))
+    assert lines(book.read_done(1, 128)) == [
+        "TellSender p0.x (ReadProgress a#1 2)",
+        "TellSender p0.x (ConfirmPart a#1 2)",
+    ]
+    book.digested(1, {40: 50, 41: 60})
+    return book
+
+
+FAILURES: dict[str, Callable[[TransferBook], list[TransferEffect]]] = {
+    "read failed": lambda book: book.read_failed(2, TransferCause.REFUSED, "bad"),
+    "read stalled": lambda book: book.read_stalled(2, "nothing arrived"),
+    "sender gone": lambda book: book.peer_lost("p0.x", TransferCause.PEER_GONE, "cut"),
+    "offer lost": lambda book: book.received("p0.x", OfferLost(A, "aborted")),
+}
+
+
+@pytest.mark.parametrize("fails", FAILURES.values(), ids=FAILURES)
+def test_blocks_that_were_read_and_confirmed_and_compared_outlive_a_failure(
+    keeping: TransferBook, fails: Callable[[TransferBook], list[TransferEffect]]
+) -> None:
+    effects = keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))
+    assert effects == [Recorded("prefix_verified", A, 2)]
+    assert failed_with(fails(keeping)) == 2
+
+
+@pytest.mark.parametrize("fails", FAILURES.values(), ids=FAILURES)
+def test_what_was_read_proves_nothing_without_the_senders_word(
+    keeping: TransferBook, fails: Callable[[TransferBook], list[TransferEffect]]
+) -> None:
+    assert failed_with(fails(keeping)) == 0
+    assert lines(keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))) == [], "it is too late"
+
+
+def test_a_block_counts_only_once_its_own_digest_is_known() -> None:
+    book = TransferBook(keeps_valid_blocks=True)
+    book.plan(PLAN)
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 0, (5, 6, 7), 1000, None, 1))
+    book.read_done(1, 192)
+    assert not book.awaits_digests
+    assert book.received("p0.x", PartConfirmed(A, 0, DIGESTS[:3])) == []
+    assert book.awaits_digests, "more would be valid with them"
+    assert book.digested(1, {40: 50}) == [Recorded("prefix_verified", A, 1)]
+    assert book.digested(1, {42: 70}) == []
+    assert failed_with(book.received("p0.x", OfferLost(A, "aborted"))) == 1, "what lies behind a gap does not count"
+
+
+def test_a_part_with_a_wrong_digest_ends_what_is_valid(keeping: TransferBook) -> None:
+    assert keeping.received("p0.x", PartConfirmed(A, 0, (50, 61))) == [Recorded("prefix_verified", A, 1)]
+    assert failed_with(keeping.received("p0.x", OfferLost(A, "aborted"))) == 1
+
+
+@pytest.mark.parametrize("part", [PartConfirmed(A, 1, (60,)), PartConfirmed(A, 0, DIGESTS[:3])], ids=["gap", "unasked"])
+def test_a_word_on_other_blocks_than_were_asked_about_is_no_word(keeping: TransferBook, part: PartConfirmed) -> None:
+    assert keeping.received("p0.x", part) == []
+    assert keeping.counters["PartConfirmed_bad"] == 1
+    assert failed_with(keeping.received("p0.x", OfferLost(A, "aborted"))) == 0
+
+
+def test_the_whole_answer_is_about_the_parts_too(keeping: TransferBook) -> None:
+    keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))
+    keeping.read_done(2, 192)
+    keeping.digested(2, LAST)
+    assert failed_with(keeping.received("p0.x", ReadConfirmed(A, True, (50, 1, 70, 200, 210)))) == 1
+
+
+def test_a_lease_that_was_lost_later_was_held_through_the_parts(keeping: TransferBook) -> None:
+    keeping.received("p0.x", PartConfirmed(A, 0, DIGESTS[:2]))
+    keeping.read_done(2, 192)
+    assert failed_with(keeping.received("p0.x", ReadConfirmed(A, False))) == 2
+
+
+def test_the_sender_is_asked_about_leading_blocks_alone() -> None:
+    book = TransferBook(keeps_valid_blocks=True)
+    book.plan(Plan(A, SOURCE, 18, (30, 0, 41, 0, 43), 1))
+    book.peer_ready("p0.x", 100)
+    book.received("p0.x", Offer(A, 1, (0, 7), 1000, None, 1))
+    book.received("p0.x", Offer(A, 3, (0, 9), 1000, None, 1))
+    assert lines(book.read_done(2, 64)) == ["TellSender p0.x (ReadProgress a#1 1)"], "the first is still being read"
+    assert "TellSender p0.x (ConfirmPart a#1 5)" in lines(book.read_done(1, 64))
+    book.digested(1, {41: 70})
+    book.digested(2, {43: 210})
+    # Those that were here count, and so do those where nothing is wanted.
+    assert book.received("p0.x", PartConfirmed(A, 1, (0, 70, 0, 210))) == [Recorded("prefix_verified", A, 5)]
+
+
+@pytest.mark.parametrize(("keeps", "every"), [(False, 1), (True, 16), (True, 0)])
+def test_who_does_not_keep_it_or_compares_a_sample_asks_for_no_parts(keeps: bool, every: int) -> None:
+    book = TransferBook(keeps_valid_blocks=keeps, digest_every=every)
+    _reading(book)
+    assert lines(book.read_done(1, 320)) == ["TellSender p0.x (ReadProgress a#1 5)"]
 
 
 def test_what_the_sender_held_arrives_whatever_becomes_of_it(book: TransferBook) -> None:
@@ -587,7 +704,7 @@ def test_a_transfer_whose_digests_can_not_be_computed_has_failed(book: TransferB
     book.received("p0.x", Offer(A, 2, (7, 8, 9), 1000, CLOSING, 1))
     book.read_done(1, 128)
     assert lines(book.not_digested(1, "no memory")) == [
-        "Failed a#1 DIGEST_MISMATCH no memory",
+        "Failed a#1 DIGEST_MISMATCH no memory 0",
         "TellSender p0.x (Abandon a#1 True)",
         "CancelRead 2",
     ]
@@ -684,8 +801,8 @@ def test_what_will_not_come_fails_before_it_has_blocks(book: TransferBook, has_b
     if has_begun:
         book.received("p0.x", Begun(A))
         book.received("p0.x", Begun(B))
-    assert lines(book.received("p0.x", OfferLost(A, "aborted"))) == ["Failed a#1 LEASE_LOST aborted"]
-    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "reset")) == ["Failed b#1 PEER_GONE reset"]
+    assert lines(book.received("p0.x", OfferLost(A, "aborted"))) == ["Failed a#1 LEASE_LOST aborted 0"]
+    assert lines(book.peer_lost("p0.x", TransferCause.PEER_GONE, "reset")) == ["Failed b#1 PEER_GONE reset 0"]
     assert book.failures == {("p0", TransferCause.LEASE_LOST): 1, ("p0", TransferCause.PEER_GONE): 1}
     assert lines(book.abandon(A) + book.abandon(B)) == []
 

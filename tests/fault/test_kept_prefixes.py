@@ -1,0 +1,78 @@
+"""A transfer fails in its middle and its decode node computes the prompt itself: what had come is not computed again.
+
+Over TCP alone, where a read goes on by itself, and over what UCX prefers on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.metrics_page import samples_at
+from tests.support.ports import free_ports
+from tests.support.process_cluster import ProcessCluster, process_cluster
+from tests.support.slow_model import CHUNK, FLAGS, STEP_TIMES, ask, assert_right
+
+BLOCK_SIZE = 16
+KEPT_CHUNKS = 3
+TRANSPORTS = {"tcp": {"UCX_TLS": "tcp,self"}, "default": {}}
+
+
+@pytest.fixture(params=TRANSPORTS.values(), ids=TRANSPORTS)
+def recomputing(
+    request: pytest.FixtureRequest, tmp_path: Path, model: Path, metrics_ports: int
+) -> Iterator[ProcessCluster]:
+    environment = {**STEP_TIMES, **request.param}
+    flags = ("--prefill", "1", "--decode", "1", "--on-transfer-failure", "recompute", "--block-size", str(BLOCK_SIZE))
+    ports = ("--metrics-port", str(metrics_ports))
+    with process_cluster(tmp_path / "run", model, *FLAGS, *flags, *ports, environment=environment) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def metrics_ports() -> int:
+    """The first of those of both nodes, of which the decode node's is the second."""
+    return free_ports(2)
+
+
+async def prompt_tokens(port: int) -> dict[str, float]:
+    """Of the decode node, by where their KV came from."""
+    samples = await samples_at(port)
+    name = "baton_prompt_tokens_by_source_total"
+    return {
+        source: sum(value for sample, value in samples.items() if sample.startswith(name) and f'"{source}"' in sample)
+        for source in ("local_compute", "local_cache_hit", "external_kv_transfer")
+    }
+
+
+async def test_only_the_rest_is_computed_when_the_sender_dies(recomputing: ProcessCluster, metrics_ports: int) -> None:
+    request = ask("dies", chunks=KEPT_CHUNKS + 3, sampled=True)
+    num_tokens = len(request.prompt)
+    async with recomputing.session() as session:
+        await session.whole()
+        before = await prompt_tokens(metrics_ports + 1)
+        answering = asyncio.create_task(session.generate(request))
+        await session.seen("decode", "prefix_verified", "dies", KEPT_CHUNKS)
+        killed = recomputing.signal("prefill-0", signal.SIGKILL)
+        answer = await answering
+        assert_right(answer, request)
+        assert answer.end.path.attempts == 1, "nobody else was asked"
+        events = await session.trace("decode-0", "dies")
+        assert "kv_arrived" not in [event.name for event in events]
+        verified = max(event.value for event in events if event.name == "prefix_verified")
+        (kept,) = (event.value for event in events if event.name == "remote_kv_lost")
+        # What was read up to the moment of the kill may be more than the test waited for.
+        assert kept == verified * BLOCK_SIZE
+        assert KEPT_CHUNKS * CHUNK <= kept < num_tokens
+        after = await prompt_tokens(metrics_ports + 1)
+        assert {source: after[source] - before[source] for source in after} == {
+            "local_compute": num_tokens - kept,
+            "local_cache_hit": 0,
+            "external_kv_transfer": kept,
+        }
+        await session.back(killed)
+        await session.idle()

@@ -6,11 +6,12 @@ The rules:
 2. A lost stream is continued at the next router, from the positions behind what was given out. Where nobody knows the
    request any more it is generated again: what was given out is dropped, and compared; text by its length, since pieces
    may be cut differently.
-3. Before a router has accepted the request, each address is tried once: then it is for the caller to decide. Afterwards
-   everything is tried until the budget is spent. What is charged is the time in which no router has the request: from a
-   lost stream to the next Accepted. An accepted request that waits for a node or for its prefill at a router that lives
-   costs nothing, however long that takes; only if that router then turns it away is the whole wait charged. Something
-   new for the caller refills the budget.
+3. Before a router has accepted the request, each address is tried once: then it is for the caller to decide, who hears
+   of a refusal rather than of a router that could not be reached. Afterwards everything is tried until the budget is
+   spent. What is charged is the time in which no router has the request: from a lost stream to the next Accepted. An
+   accepted request that waits for a node or for its prefill at a router that lives costs nothing, however long that
+   takes; only if that router then turns it away is the whole wait charged. Something new for the caller refills the
+   budget.
 4. What a router says of the request itself (bad, failed, cancelled, too late) is final.
 5. Calls are counted. Of several routers that believe to serve the request, its nodes obey the one with the latest call.
    A router that lets go of the request, or was told that another one has it, is left for the next one.
@@ -29,9 +30,12 @@ from baton.errors import (
     ContinuedElsewhere,
     DuplicateRequest,
     Overloaded,
+    QueueFull,
+    QuotaExceeded,
     RequestNotFound,
     StreamDiverged,
     Unreachable,
+    WouldBeLate,
 )
 from baton.ids import new_request_id
 from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
@@ -138,6 +142,8 @@ class Continuation:
         """When one took it last, or brought something new."""
         self._failures = 0
         """Since something new came."""
+        self._refusal: Overloaded | None = None
+        """The latest one that is about this request, and not about a router that closes or has no nodes."""
 
     def next_call(self) -> Call:
         """What to do now."""
@@ -201,16 +207,19 @@ class Continuation:
     def _move_on(self, error: BatonError, now: float) -> None:
         if isinstance(error, Unreachable):
             self._rota.doubt(self._place, now)
+        elif isinstance(error, QueueFull | WouldBeLate | QuotaExceeded):
+            self._refusal = error
         if not self._is_accepted and self._failures >= len(self._rota) and not self._may_be_back(error, now):
-            raise error
+            raise self._refusal or error
         self._place = self._rota.after(self._place, now)
         if self._is_accepted:
             self._kind = CallKind.RESUME
 
     def _may_be_back(self, error: BatonError, now: float) -> bool:
         """Whether it is worth asking again though nobody took the request: all that is lost so far is connections."""
-        waited_s = now - self._last_progress
-        return self._rota.has_answered and isinstance(error, Unreachable) and waited_s < _RECONNECT_S
+        if not self._rota.has_answered or self._refusal is not None:
+            return False
+        return isinstance(error, Unreachable) and now - self._last_progress < _RECONNECT_S
 
     def _wait_s(self) -> float:
         """None for the first try at each address and the questions that follow from an answer, then ever longer."""

@@ -20,6 +20,7 @@ from baton.errors import (
     EngineFault,
     InvalidRequest,
     NoCapacity,
+    QuotaExceeded,
     RequestNotFound,
     StreamDiverged,
     Unreachable,
@@ -135,6 +136,19 @@ def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
         assert answer.next_call().place != first
         with pytest.raises(type(error)):
             answer.failed(error, 0.0)
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first: bool) -> None:
+    rota = Rota(["a", "b"], Random(0))
+    rota.has_answered = True  # it would be asked again for a while, were both lost
+    c, quota = Continuation(rota, Random(0), 0.0, 5.0), QuotaExceeded("enough for this minute", 12.0)
+    errors = [quota, Unreachable("connection refused")]
+    first, second = errors if refused_first else reversed(errors)
+    assert c.failed(first, 0.1) == 0.0
+    with pytest.raises(QuotaExceeded) as caught:
+        c.failed(second, 0.2)
+    assert caught.value is quota
 
 
 def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_come_back() -> None:

@@ -130,7 +130,7 @@ class Admission:
 
     def add(self, request: Request, outputs: OutputsByClient) -> None:
         """A newcomer; one that can never fit ends at once."""
-        if request.least_length > self._ledger.max_model_len:
+        if request.least_length > self._ledger.most_tokens(request):
             self._refuse(request, outputs)
             return
         try:
@@ -234,7 +234,7 @@ class Admission:
         for token_id in arrived.first_token_ids:
             request.output_token_ids.append(token_id)
             request.num_unreported += bool(has_all)
-            stop = check_stop(request, ledger.max_model_len)
+            stop = check_stop(request, ledger.most_tokens(request))
             if stop is not None:
                 ledger.end(request, stop.status, outputs, stop_reason=stop.stop_reason, error=stop.error)
                 return
@@ -475,12 +475,13 @@ class Admission:
         self, request: Request, computed: ComputedBlocks, num_external_tokens: int, outputs: OutputsByClient
     ) -> _Tried:
         """Reserve all that it came with and the slot after it; the connector fills what is not cached here."""
+        most_tokens = self._ledger.most_tokens(request)
         allocation = self._manager.allocate_slots(
             request,
             0,
             computed=computed,
             num_external_tokens=num_external_tokens,
-            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < self._ledger.max_model_len else 0,
+            num_lookahead_tokens=1 if request.num_submitted_tokens + 1 < most_tokens else 0,
             num_spared_blocks=self._spared_blocks(),
         )
         if allocation.answer is AllocationAnswer.LATER:
@@ -542,7 +543,7 @@ class Admission:
     def _refuse(self, request: Request, outputs: OutputsByClient) -> _Tried:
         error = (
             f"a prompt of {request.num_submitted_tokens} tokens leaves no room to generate: this engine holds at most "
-            f"{self._ledger.max_model_len} tokens of a request (max_model_len {self._config.max_model_len}, "
+            f"{self._ledger.most_tokens(request)} tokens of it (max_model_len {self._config.max_model_len}, "
             f"KV cache {self._config.num_slots})"
         )
         self._times_passed.pop(request.request_id, None)

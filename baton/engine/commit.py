@@ -89,7 +89,7 @@ class Commit:
             return 0
         num_output_tokens, block_size = len(request.output_token_ids), self._config.block_size
         to_full_block = block_size - request.num_computed_tokens % block_size
-        limit = min(most_outputs(request, self._ledger.max_model_len), num_output_tokens + to_full_block) - 1
+        limit = min(most_outputs(request, self._ledger.most_tokens(request)), num_output_tokens + to_full_block) - 1
         return 0 if num_output_tokens - request.num_given_tokens < _FIRST_FIGURES else limit
 
     def _drop_unseen(self, request: Request, num_computed_tokens: int) -> None:
@@ -165,7 +165,7 @@ class Commit:
             self._admission.fork(request)
         for token_id in token_ids:
             request.output_token_ids.append(token_id)
-            stop = check_stop(request, ledger.max_model_len)
+            stop = check_stop(request, ledger.most_tokens(request))
             if stop is not None:
                 break
         if is_first:

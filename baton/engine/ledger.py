@@ -61,6 +61,7 @@ class Ledger:
     ) -> None:
         self.config = config
         self.max_model_len = config.effective_max_model_len
+        self._max_shared_len = config.max_shared_len
         self.requests: dict[str, Request] = {}
         """Every request that has not ended."""
         self.groups: dict[str, SequenceGroup] = {}
@@ -200,6 +201,11 @@ class Ledger:
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
         cause = TransferCause.REFUSED if lost else None
         self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=lost, transfer_cause=cause)
+
+    def most_tokens(self, request: Request) -> int:
+        """How long it may become, prompt and output."""
+        params = request.sampling_params
+        return self.max_model_len if params.n == 1 and not params.beam_width else self._max_shared_len
 
     def give_up_load(self, request: Request, num_valid_blocks: int) -> int:
         """Not all of its KV comes: let go of its blocks. Returns how many of its leading tokens the cache has now.

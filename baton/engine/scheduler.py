@@ -112,6 +112,10 @@ class Scheduler:
         """The configured one, or what the pool can hold when that is less."""
         return self._ledger.max_model_len
 
+    def most_tokens(self, request: Request) -> int:
+        """How long it may become: one of several sequences less than `max_model_len` where the pool is small."""
+        return self._ledger.most_tokens(request)
+
     @property
     def num_skipped_results(self) -> int:
         """Results of a step for requests that had ended or were never scheduled."""
@@ -383,7 +387,7 @@ class Scheduler:
                 or request.leg in (Leg.PREFILL, Leg.EMBED)
             ):
                 continue
-            num_to_come = most_outputs(request, ledger.max_model_len) - len(request.output_token_ids) - 1
+            num_to_come = most_outputs(request, ledger.most_tokens(request)) - len(request.output_token_ids) - 1
             if num_to_come > 0:
                 ledger.filling.remove(request)
                 ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id), num_to_come)

@@ -89,6 +89,12 @@ class SchedulerConfig:
         return min(self.max_model_len, max(self.num_slots, self._num_slots_of_one) + 1)
 
     @property
+    def max_shared_len(self) -> int:
+        """Likewise for one of several sequences: they share what they begin with, so each holds all of its tokens until
+        all of them run, whatever its windows still see."""
+        return min(self.max_model_len, self.num_slots + 1)
+
+    @property
     def _num_slots_of_one(self) -> int:
         """Tokens of one request alone, computed in the shortest chunks: of what its windows left it holds nothing."""
         windows = [window for window in self.windows if window is not None]

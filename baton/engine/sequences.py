@@ -36,7 +36,7 @@ def open_group(request: Request, ledger: Ledger) -> None:
     if request.leg is Leg.PREFILL:
         return
     if params.beam_width:
-        request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.max_model_len)
+        request.beams = ledger.beams[request.request_id] = BeamGroup(request, ledger.most_tokens(request))
     elif params.n > 1:
         request.group = ledger.groups[request.request_id] = SequenceGroup(request)
 

@@ -125,3 +125,14 @@ def test_with_a_real_model_the_tokens_are_those_of_a_large_pool(tmp_path: Path, 
         outputs.append(request.output_token_ids)
         assert len(request.output_token_ids) == 8
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("params", [{"n": 2}, {"beam_width": 2, "ignore_eos": False}])
+def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_leave(params: dict[str, int]) -> None:
+    """They share what they begin with: until each of them runs, none lets go of what its windows do not see."""
+    limits = {"num_blocks": 9, "windows": (3, 3), "enable_prefix_caching": False}
+    rig = EngineRig(**limits, max_num_batched_tokens=5, max_num_seqs=1 if "n" in params else 2)
+    rig.add("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)
+    rig.run()
+    assert {end.finish_reason for end in rig.ends.values()} == {FinishReason.LENGTH}
+    assert (len(rig.tokens["r"]), rig.scheduler.max_model_len) == (16, 4096)

@@ -195,7 +195,7 @@ class TransferCounts:
 @dataclass(frozen=True, slots=True)
 class _Read:
     first_block: int
-    """Of the prompt."""
+    """The first block of the prompt that it fills."""
     num_blocks: int
 
 
@@ -211,13 +211,13 @@ class _Transfer:
     asked_end: int
     """The sender was asked for its word on the prompt blocks before it, all of which are read."""
     reads: dict[int, _Read] = field(default_factory=dict)
-    """Those in flight."""
+    """Reads in flight, by their ids."""
     to_digest: dict[int, set[int]] = field(default_factory=dict)
     """By read, the blocks whose digests are not known."""
     digests: dict[int, int] = field(default_factory=dict)
     """Of the blocks that were read."""
     sender_digests: list[int] = field(default_factory=list)
-    """Of the blocks from the plan's first on of which the sender has said that it held them through their reads."""
+    """Digests of blocks from the plan's first on that the sender, by its own word, held through their reads."""
     answer: ReadConfirmed | None = None
     """The sender's word that it held its lease."""
     closing: Closing | None = None

@@ -141,9 +141,7 @@ class CostTable:
 
     def _compute(self, now: float) -> None:
         split, candidates, places = self._num_prefills, self._candidates, self._places
-        rows = [*self._stale]
-        self._stale.clear()
-        values = []
+        rows, values = [*self._stale], []
         for row in rows:
             costs = self._costs_of(candidates[places[row]], now, self._prefills_only and row < split)
             self._costs[row] = costs
@@ -156,6 +154,7 @@ class CostTable:
             else:
                 self._young.clear(row)
         self._terms[:, rows] = np.array(values).T
+        self._stale.clear()
 
     # Who may be chosen.
 

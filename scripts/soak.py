@@ -160,7 +160,7 @@ class Cluster:
         return next(process for process in self.state.processes if process.name == name)
 
     def samples(self, at_s: float, *, is_quiet: bool) -> Iterator[Sample]:
-        """Of every process that is there."""
+        """One sample of every process that is there."""
         state = self.state
         pids = [(process.name, process.pid) for process in state.processes if process.pid]
         for name, pid in [*pids, (SUPERVISOR, state.pid)]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 WINDOW_SHARE = 0.2
-"""Of the readings after the warm-up, the share that each of the two windows takes."""
+"""Each of the two windows takes this share of the readings after the warm-up."""
 COUNTS = ("descriptors", "threads", "tasks")
 SETTLED_READINGS = 2
 """A restarted process is judged by readings from its second one on: by then its peers have connected to it again."""
@@ -47,7 +47,7 @@ class Line:
 
     @property
     def growth(self) -> float:
-        """As a share; negative where it shrank."""
+        """The growth as a share; negative where it shrank."""
         if not self.before:
             return float(self.after > 0)
         return self.after / self.before - 1
@@ -124,6 +124,6 @@ def _unjudged(process: str, why: str) -> Line:
 
 
 def least_counts(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of several readings of one moment, the least of each count: what comes and goes within a second is no leak."""
+    """The least of each count among readings of one moment: what comes and goes within a second is no leak."""
     names = {name for counts in several for name in counts}
     return {name: min(counts.get(name, 0) for counts in several) for name in sorted(names)}

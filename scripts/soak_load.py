@@ -27,7 +27,7 @@ from baton.security.access import Access
 NUM_REQUESTS = 24
 LONGEST_PROMPT = 400
 OWN_SALT_SHARE = 0.5
-"""Of the askings that find nothing of their prompt in a cache."""
+"""The share of requests whose prompts are in no cache, by a salt of their own."""
 ANSWER_S = 60.0
 """No answer takes longer, not even one whose router and nodes are killed."""
 RETRY_S = 20.0
@@ -72,7 +72,7 @@ class Told:
     lost: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The counts as a JSON object."""
         return {
             "ended": dict(self.ended),
             "tokens": self.tokens,
@@ -397,7 +397,7 @@ async def _body_piece(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _body(reader: asyncio.StreamReader) -> bytes:
-    """Of an answer that is no stream: up to the end of the connection."""
+    """Read an answer that is no stream, up to the end of the connection."""
     return await reader.read()
 
 

@@ -48,7 +48,7 @@ class Outcome:
     """What the cluster says of it: spans, each measured on one clock, so they add up with times of other clocks."""
     prefill_s: float = 0.0
     retry_after_s: float | None = None
-    """Of a refusal that says when to come again."""
+    """When to come again, as a refusal said; None where it did not, and for everything else."""
 
 
 class Outcomes:

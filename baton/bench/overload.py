@@ -80,7 +80,7 @@ class OverloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Of all requests that were turned away."""
+    """The requests that were turned away, all tenants together."""
 
     count: int
     typed: int
@@ -121,7 +121,7 @@ class OverloadReport:
 
     @property
     def lowest_share(self) -> float:
-        """Of the peak, in the worst window."""
+        """The goodput of the worst window, as a share of the peak."""
         return min(self.windows) / self.peak
 
     def checks(self) -> list[tuple[str, str, bool]]:
@@ -149,7 +149,7 @@ class OverloadReport:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The report as a JSON object."""
         found = asdict(self)
         return {
             **found,
@@ -302,7 +302,7 @@ def measured(config: OverloadConfig, capacity: float, offered: float, loads: Map
 
 
 def _tenant(config: OverloadConfig, load: Shifted, good: NDArray[np.bool_]) -> dict[str, float]:
-    """Of the time of the overload, per second."""
+    """One tenant's requests per second, over the time of the overload."""
     during = (load.planned_s >= 0) & (load.planned_s < config.overload_s)
     return {
         "offered": float(np.sum(during)) / config.overload_s,
@@ -312,7 +312,7 @@ def _tenant(config: OverloadConfig, load: Shifted, good: NDArray[np.bool_]) -> d
 
 
 def _refusals(loads: Mapping[str, Shifted]) -> tuple[Refusals, dict[str, int]]:
-    """Those that never had a token, and what else went wrong."""
+    """The requests that were turned away, and what else went wrong, by error."""
     took: list[float] = []
     typed = with_retry_after = 0
     failed: dict[str, int] = {}

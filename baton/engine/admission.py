@@ -529,7 +529,7 @@ class Admission:
         request.num_computed_tokens = computed.num_tokens
         num_external = 0
         if request.num_preemptions == 0:
-            # Of what a failed load has left in the cache, as far as it is still there.
+            # What a failed load left in the cache counts as far as it is still there.
             num_external = request.num_external_tokens = min(request.num_external_tokens, computed.num_tokens)
             request.num_cached_tokens = computed.num_tokens - num_external
         if not request.is_root:

@@ -61,7 +61,7 @@ class LostKV:
     cause: TransferCause
     story: str
     num_valid_blocks: int = 0
-    """Of the blocks that `update_state_after_alloc` named, so many leading ones hold the prompt's KV all the same: they
+    """So many leading blocks of those that `update_state_after_alloc` named hold the prompt's KV all the same: they
     did before, or were read to the end and compared with what the sender computed. Nothing writes to them any more. A
     null block among them counts, since nothing was wanted there; so a group of layers with a window may lack what a
     query right behind them sees."""

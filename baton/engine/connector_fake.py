@@ -19,7 +19,7 @@ class FakeLoad:
     num_local_tokens: int
     num_external_tokens: int
     num_valid_blocks: int = 0
-    """Of a load that failed so many are right for good: nothing writes to those."""
+    """So many leading blocks of a load that failed are right: nothing writes to those."""
 
 
 class FakeConnector:

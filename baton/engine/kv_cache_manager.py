@@ -303,7 +303,7 @@ class KVCacheManager:
             self._cache_group(request, table, group, first, num_full)
 
     def cache_valid(self, request: Request, num_valid_blocks: int) -> int:
-        """Of a load that failed these leading entries hold KV: the full stripes of them may be found from now on.
+        """The first entries of a load that failed hold KV: the full stripes of them may be found from now on.
 
         Returns how many stripes that are.
         """

@@ -220,7 +220,7 @@ class Ledger:
             self.num_connector_errors += 1
             fate, num_valid_blocks = BlockFate.QUARANTINED, 0
         num_stripes = manager.cache_valid(request, num_valid_blocks)
-        # Of groups with windows fewer may count: what the next query would see there was never asked for.
+        # Fewer may count in groups with windows: what the next query would see there was never asked for.
         num_cached_tokens = manager.get_computed_blocks(request, with_host=False).num_tokens
         if fate is BlockFate.FREE:
             manager.free(request.request_id)

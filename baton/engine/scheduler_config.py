@@ -90,8 +90,8 @@ class SchedulerConfig:
 
     @property
     def max_shared_len(self) -> int:
-        """Likewise for one of several sequences: they share what they begin with, so each holds all of its tokens until
-        all of them run, whatever its windows still see."""
+        """The same bound for one of several sequences: they share what they begin with, so each holds all of its tokens
+        until all of them run, whatever its windows still see."""
         return min(self.max_model_len, self.num_slots + 1)
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import gc
 import ssl
 from asyncio import sslproto
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -21,6 +21,7 @@ from router.http.connection import Connection
 from router.http.server import HttpServer
 from tests.support.http2_frames import SETTINGS, frame
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
+from tests.support.left_behind import collector_off
 
 NUM_CONNECTIONS = 10
 _KINDS = (Connection, _Link, sslproto.SSLProtocol)
@@ -42,25 +43,10 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
 
 
 @pytest.fixture(autouse=True)
-def of_others() -> Iterator[list[object]]:
-    """What tests before this one left behind, which is kept meanwhile; the collector is off."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield kept()
-    finally:
-        gc.enable()
-
-
-def kept() -> list[object]:
-    """The connections of servers that have not been freed."""
-    found = [one for one in gc.get_objects() if type(one) in _KINDS]
-    return [one for one in found if getattr(one, "_server_side", True)]
-
-
-def left(of_others: list[object]) -> list[str]:
-    known = set(map(id, of_others))
-    return [type(one).__name__ for one in kept() if id(one) not in known]
+def left() -> Iterator[Callable[[], Counter[str]]]:
+    """Counts the connections of servers that have not been freed."""
+    with collector_off(*_KINDS, counts=lambda one: getattr(one, "_server_side", True)) as left:
+        yield left
 
 
 @asynccontextmanager
@@ -109,7 +95,7 @@ WAYS = {
 @pytest.mark.parametrize("has_tls", [False, True], ids=["clear", "tls"])
 @pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kinds in WAYS.items() for kind in kinds])
 async def test_a_connection_that_is_over_is_freed(
-    way: str, kind: str, has_tls: bool, tls: TlsFiles, of_others: list[object]
+    way: str, kind: str, has_tls: bool, tls: TlsFiles, left: Callable[[], Counter[str]]
 ) -> None:
     limit, is_foreign = ConnectionLimit(), "not spoken" in way
     async with serving(kind, tls if has_tls else None, limit) as (port, rig):
@@ -139,4 +125,4 @@ async def test_a_connection_that_is_over_is_freed(
         del reader, writer
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds
-        assert left(of_others) == []
+        assert left() == Counter()

@@ -40,7 +40,7 @@ def metrics_ports() -> int:
 
 
 async def prompt_tokens(port: int) -> dict[str, float]:
-    """Of the decode node, by where their KV came from."""
+    """The decode node's prompt tokens, by where their KV came from."""
     samples = await samples_at(port)
     name = "baton_prompt_tokens_by_source_total"
     return {

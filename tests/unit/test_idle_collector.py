@@ -38,7 +38,7 @@ def test_a_busy_router_waits_for_its_next_idle_moment() -> None:
 
 
 class Memory:
-    """Of a process in which a collection frees what nobody uses."""
+    """The memory of a process in which a collection frees what nobody uses."""
 
     def __init__(self, used: int) -> None:
         self.used = used

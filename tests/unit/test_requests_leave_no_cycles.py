@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +23,7 @@ from router.flight import Flight
 from router.front import GenerationHandler
 from router.run import Run
 from router.tenants import Tenants
+from tests.support.left_behind import collector_off
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Letters, RouterRig, router_rig
 
@@ -32,23 +32,10 @@ KEPT = (Call, Run, Flight)
 
 
 @pytest.fixture(autouse=True)
-def of_others() -> Iterator[list[object]]:
-    """What tests before this one left behind, which is kept meanwhile; the collector is off."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield kept()
-    finally:
-        gc.enable()
-
-
-def kept() -> list[object]:
-    return [one for one in gc.get_objects() if type(one) in KEPT]
-
-
-def left(of_others: list[object]) -> Counter[str]:
-    known = set(map(id, of_others))
-    return Counter(type(one).__name__ for one in kept() if id(one) not in known)
+def left() -> Iterator[Callable[[], Counter[str]]]:
+    """Counts what requests have left behind."""
+    with collector_off(*KEPT) as left:
+        yield left
 
 
 @asynccontextmanager
@@ -82,7 +69,7 @@ async def read_to_its_end(stream: Any) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("end", ["finish", "cancel", "cancelled by its id", "fault", "shut down"])
-async def test_a_request_that_is_over_is_freed(end: str, of_others: list[object]) -> None:
+async def test_a_request_that_is_over_is_freed(end: str, left: Callable[[], Counter[str]]) -> None:
     async with router_rig(prefill(), decode()) as rig, serving(rig) as stub:
         for _ in range(NUM_REQUESTS):
             stream, attempt = await begun(rig, stub)
@@ -111,4 +98,4 @@ async def test_a_request_that_is_over_is_freed(end: str, of_others: list[object]
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert left(of_others) == Counter()
+        assert left() == Counter()

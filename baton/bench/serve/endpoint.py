@@ -68,7 +68,7 @@ class Usage:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     retry_after_s: float | None = None
-    """Of a refusal that says when to come again."""
+    """When to come again, as a refusal said; None where it did not, and for everything else."""
 
 
 class Listener(Protocol):

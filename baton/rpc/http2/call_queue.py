@@ -11,7 +11,7 @@ from baton.rpc.http2.call import Call
 BEGIN_AT_ONCE = 4
 """Calls that begin in one turn of the loop: when there is too much to do those that run come first."""
 BEGIN_BYTES = 256 << 10
-"""Of their requests: once calls that begin in a turn come to that many, the others wait for the next one. To take apart
+"""Bytes of requests: once calls that begin in a turn come to that many, the others wait for the next one. To parse
 1 MiB of small fields is 10 ms's work or more."""
 END_AT_ONCE = 32
 """Calls of lost connections that are cancelled in one turn: each has its own end to come to in the next one."""
@@ -52,7 +52,7 @@ class CallQueue:
         self._ending: deque[Call] = deque()
         self._is_due = False
         self._bytes_left = 0
-        """Of this turn."""
+        """Bytes that calls may still bring in this turn."""
 
     def __bool__(self) -> bool:
         return bool(self._known or self._anyones or self._ending)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,8 +148,6 @@ class Dispatcher:
         self._cut: dict[str, list[Abort]] = {}
         """Nodes whose link is cut, and what each is to be told when it is there again: at most one abort for each
         sequence that runs there."""
-        self._attempts_of_turn: defaultdict[str, list[AttemptKey]] | None = None
-        """By node, from when they were asked for to the end of the turn: one that ends meanwhile is aborted there."""
         self._turns = Turns()
         self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
         self._more_to_serve: asyncio.Handle | None = None
@@ -448,19 +446,8 @@ class Dispatcher:
 
     def attempts_on(self, incarnation: str) -> Sequence[AttemptKey]:
         """What runs on a node for this router, as far as it knows."""
-        found = self._attempts_of_turn
-        if found is None:
-            # The links to hundreds of nodes may be cut at once, and all be opened again in one turn of the loop.
-            found = self._attempts_of_turn = defaultdict(list)
-            for run in self._runs.values():
-                if not run.flight.is_over:
-                    for node in run.flight.incarnations:
-                        found[node].append(run.flight.key)
-            asyncio.get_running_loop().call_soon(self._forget_attempts_of_turn)
-        return found.get(incarnation, ())
-
-    def _forget_attempts_of_turn(self) -> None:
-        self._attempts_of_turn = None
+        flights = (run.flight for run in self._losses.runs_on(incarnation))
+        return [flight.key for flight in flights if not flight.is_over]
 
     def on_cut(self, incarnation: str, reason: str) -> None:
         """A node can't be reached: nothing is placed on it, and its flights wait for it to be there again, or lost."""

@@ -15,8 +15,8 @@ the link is there again its flights hear of that, each for the attempt that ran 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.background import current_watch
 from baton.ids import AttemptKey
@@ -45,6 +45,8 @@ class NodeLosses:
         """When each node of the last moment was lost, or its link cut, the earliest first."""
         self._untold: deque[tuple[Run, AttemptKey, NodeGone | LinkBack]] = deque()
         self._handle: asyncio.Handle | None = None
+        self._runs_of_turn: defaultdict[str, list[Run]] | None = None
+        """By node, from when they were asked for to the end of that turn."""
         self._watch = current_watch.get()
 
     def lost(self, incarnation: str, reason: str, now: float) -> None:
@@ -63,10 +65,26 @@ class NodeLosses:
     def back(self, incarnation: str) -> None:
         """The node whose link was cut is there again. Its flights hear of it soon."""
         self._recent.pop(incarnation, None)
-        for run in self._runs():
-            if incarnation in run.flight.incarnations:
-                self._untold.append((run, run.flight.key, LinkBack(incarnation)))
+        for run in self.runs_on(incarnation):
+            self._untold.append((run, run.flight.key, LinkBack(incarnation)))
         self._go_on_next_turn()
+
+    def runs_on(self, incarnation: str) -> Sequence[Run]:
+        """The flights on a node whose link is cut.
+
+        Hundreds of links may be opened again in one turn: all flights are looked at once. None comes to such a node
+        meanwhile, since nothing is placed there.
+        """
+        if self._runs_of_turn is None:
+            self._runs_of_turn = defaultdict(list)
+            for run in self._runs():
+                for node in run.flight.incarnations:
+                    self._runs_of_turn[node].append(run)
+            asyncio.get_running_loop().call_soon(self._forget_runs_of_turn)
+        return [run for run in self._runs_of_turn.get(incarnation, ()) if incarnation in run.flight.incarnations]
+
+    def _forget_runs_of_turn(self) -> None:
+        self._runs_of_turn = None
 
     def settle(self) -> None:
         """Note now whom the losses so far concern, as one of these nodes is about to be there again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -81,6 +82,8 @@ class ClusterView:
         """The candidates that take work; None while one of them has changed."""
         self._sizes: dict[NodeSize, float] = {}
         """When a node of each size was attached or lost last, the latest last."""
+        self._forget_at = math.inf
+        """Before then `forget_lost` has nothing to drop."""
         self._chosen = 0
         self._desired = DesiredState()
         self.on_cordoned_work: Callable[[], None] = lambda: None
@@ -103,6 +106,7 @@ class ClusterView:
         for incarnation, node in list(self._nodes.items()):
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
+        self._forget_at = -math.inf
         self._ordered = self._described = self._candidates = None
 
     def desired(self, desired: DesiredState) -> None:
@@ -163,6 +167,7 @@ class ClusterView:
             self._note_size(node.description, now)
         if node.lost_at is None:
             node.lost_at = now
+            self._forget_at = -math.inf
         if node.cordoned:
             self.on_cordoned_work()
 
@@ -209,12 +214,17 @@ class ClusterView:
 
     def forget_lost(self, now: float) -> None:
         """Drop nodes that are neither registered nor attached and have been shown long enough."""
+        if now < self._forget_at:
+            return
+        self._forget_at = math.inf
         for incarnation, node in list(self._nodes.items()):
             if node.registered or node.attached:
                 continue
             if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
                 del self._nodes[incarnation]
                 self._ordered = self._described = self._candidates = None
+            else:
+                self._forget_at = min(self._forget_at, node.lost_at + LOST_SHOWN_S)
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Nodes that take work now, in a stable order."""

@@ -109,6 +109,25 @@ def test_a_nodes_life_in_an_operators_words() -> None:
     assert view.statuses(now=4 + LOST_SHOWN_S, wall=0) == ()
 
 
+def test_who_leaves_the_registry_first_is_shown_as_lost_for_as_long() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+    view.registered([])
+    assert [s.status for s in view.statuses(now=100, wall=0)] == ["Ready"]
+    view.detached("d1.1", "reset", now=100)
+    assert [s.status for s in view.statuses(now=100 + LOST_SHOWN_S - 1, wall=0)] == ["Lost"]
+    assert view.statuses(now=100 + LOST_SHOWN_S, wall=0) == ()
+
+
+def test_who_was_never_attached_goes_with_its_record() -> None:
+    view = ClusterView()
+    view.registered([record_of(decode())])
+    assert [s.status for s in view.statuses(now=1, wall=0)] == ["Starting"]
+    view.registered([])
+    assert view.statuses(now=1, wall=0) == ()
+
+
 def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise() -> None:
     view, node = ClusterView(), decode()
     view.registered([record_of(node)])

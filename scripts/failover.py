@@ -1,0 +1,315 @@
+"""Measures how long a router's event loop is held by the largest failures, and fails if it is too long.
+
+Two failures, each several times over, with the router's own dispatcher, links, placement and flight records, over nodes
+that answer in process and compute nothing:
+
+cut       every link of the router breaks at once, under many streams. The nodes live, so every stream has to go on
+          where it was: none ends, and no attempt begins anew.
+takeover  another router died, and all of its clients come to this one at once for what follows. Every flight is read
+          from its record and adopted from its nodes.
+
+A turn of the loop is measured as a running router does it (see baton.observe.loop_probe): by the wall's clock and by
+the processor time of its thread. The wall's counts here, so run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from baton.bench.host import processor
+from baton.bench.spread import Spread
+from baton.engine.request import Leg, SamplingParams
+from baton.ids import AttemptKey
+from baton.node.reports import node_record
+from baton.observe.loop_probe import ProbedEventLoop
+from baton.observe.metrics import Figure
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
+from baton.rpc.messages import (
+    Adopt,
+    Chunk,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    NodeDescription,
+    Outcome,
+    RequestDelta,
+    Role,
+    StageTimings,
+    Submit,
+)
+from router.dispatcher import Dispatcher
+from router.fake_node import FakeNode, FakeNodes
+from router.flight_journal import FlightJournal
+from router.idle_collector import set_thresholds
+from router.node_links import NodeLinks
+from router.placement import Placement
+from router.placer import Placer
+from router.request import ValidRequest
+from router.timers import LoopTimers
+from router.view import ClusterView
+
+MODEL = "simulated"
+MAX_MODEL_LEN = 1 << 17
+BEFORE, AFTER = 3, 5
+"""Tokens that a stream has brought when its links are cut, and those that it brings afterwards."""
+MOST_HELD_CUT_S = 0.2
+MOST_HELD_TAKEOVER_S = 0.05
+MOST_TAKEOVER_S = 1.0
+_GIVE_UP_S = 60.0
+
+
+def _description(role: Role, number: int) -> NodeDescription:
+    name = f"{role.value}-{number}"
+    return NodeDescription(
+        node_id=name,
+        incarnation=f"{name}.1",
+        role=role,
+        address=f"{name}:1",
+        pid=1,
+        version="0",
+        model=MODEL,
+        model_fingerprint="simulated",
+        dtype="float32",
+        numerics="cpu",
+        bit_exact=True,
+        vocab_size=MAX_MODEL_LEN,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=16,
+        num_blocks=MAX_MODEL_LEN,
+        eos_token_ids=frozenset(),
+    )
+
+
+class _Node:
+    """Computes nothing: a prompt is handed off at once, and a sequence brings its first tokens, or what one lacks."""
+
+    def __init__(self, fakes: FakeNodes, role: Role, number: int) -> None:
+        self.fake = fakes.add(FakeNode(_description(role, number)))
+        self.num_adopted = 0
+        self._task = asyncio.create_task(self._answer())
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _answer(self) -> None:
+        while True:
+            match await self.fake.inbox.get():
+                case Submit(attempt=key, leg=Leg.PREFILL):
+                    self.fake.report(RequestDelta(key, 0, (0,), outcome=Outcome.HANDED_OFF))
+                case Submit(attempt=key):
+                    self.fake.report(RequestDelta(key, 0, tuple(range(BEFORE)), timings=StageTimings()))
+                case Adopt(attempt=key, num_tokens=known):
+                    self.num_adopted += 1
+                    self.fake.report(RequestDelta(key, timings=StageTimings()))
+                    if self.fake.description.role is Role.DECODE:
+                        first = known[0] if known else 0
+                        self.fake.report(RequestDelta(key, first, tuple(range(first, BEFORE + AFTER))))
+            # A real node's report comes over a socket, between two turns of the loop.
+            await asyncio.sleep(0)
+
+
+class _Router:
+    """What of a router hears and answers, without its fronts and without Redis."""
+
+    def __init__(self, name: str, store: MemoryFlightStore) -> None:
+        self._timers, self._view, self.fakes = LoopTimers(), ClusterView(), FakeNodes()
+        self.links = NodeLinks(self.fakes.connect, name, self._timers, Random(1))
+        card = ModelCard(MODEL, MAX_MODEL_LEN, MAX_MODEL_LEN)
+        self.journal = FlightJournal(MemoryFlightRecords(store, "c"), name, time.time)
+        self.dispatcher = Dispatcher(
+            self._view, self.links, None, lambda: card, self._timers, Random(1), None, self.journal, Placer()
+        )
+
+    async def attach(self, nodes: Sequence[_Node]) -> None:
+        """Return once all of them are attached."""
+        records = [node_record(node.fake.description, 1.0, lease_s=60.0) for node in nodes]
+        self._view.registered(records)
+        self.links.update(records)
+        while len(self._view.descriptions()) < len(nodes):
+            self.dispatcher.changed.clear()
+            await self.dispatcher.changed.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One failure."""
+
+    took_s: float
+    """Until the last client had what follows."""
+    held_s: float
+    held_cpu_s: float
+    """The longest turn of the loop meanwhile."""
+    num_ended: int
+    """Streams that ended without need."""
+    num_anew: int
+    """Attempts that began anew."""
+
+
+class _Client:
+    """Reads a stream in a task of its own."""
+
+    def __init__(self, stream: AsyncGenerator[GenerateEvent, None], wanted: int) -> None:
+        self.tokens: list[int] = []
+        self.has_begun, self.has_all = asyncio.Event(), asyncio.Event()
+        self.task = asyncio.create_task(self._read(stream, wanted))
+
+    async def _read(self, stream: AsyncGenerator[GenerateEvent, None], wanted: int) -> None:
+        try:
+            async for event in stream:
+                if isinstance(event, Chunk):
+                    self.tokens += event.token_ids
+                if len(self.tokens) >= BEFORE:
+                    self.has_begun.set()
+                if len(self.tokens) >= wanted:
+                    self.has_all.set()
+        finally:
+            # Nobody waits for one that has ended; what it lacks shows.
+            self.has_begun.set()
+            self.has_all.set()
+
+
+def _longest_turn() -> tuple[float, float]:
+    """Of this loop so far, what comes before the failure included: by the wall's clock and in processor time."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, ProbedEventLoop)
+    seen = {figure.name: figure.value for figure in loop.probe.figures() if isinstance(figure, Figure)}
+    return seen["event_loop_held_seconds_max"], seen["event_loop_held_cpu_seconds_max"]
+
+
+async def _end(clients: Sequence[_Client], router: _Router, nodes: Sequence[_Node]) -> None:
+    for client in clients:
+        client.task.cancel()
+    await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
+    await router.links.close()
+    for node in nodes:
+        await node.stop()
+
+
+async def cut(num_pairs: int, num_streams: int) -> Seen:
+    """All links of a router break at once."""
+    router = _Router("router-0", MemoryFlightStore())
+    nodes = [_Node(router.fakes, role, number) for role in (Role.PREFILL, Role.DECODE) for number in range(num_pairs)]
+    await router.attach(nodes)
+    clients = []
+    for number in range(num_streams):
+        request = GenerateRequest((1, 2, 3), request_id=f"r{number}", max_tokens=100)
+        clients.append(_Client(router.dispatcher.generate(request, None), BEFORE + AFTER))
+        await clients[-1].has_begun.wait()
+    attempts = router.dispatcher.counters.attempts.total()
+    began = time.perf_counter()
+    for node in nodes:
+        node.fake.cut()
+    async with asyncio.timeout(_GIVE_UP_S):
+        for client in clients:
+            await client.has_all.wait()
+    took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
+    num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE + AFTER)] for client in clients)
+    seen = Seen(took, held, held_cpu, num_ended, router.dispatcher.counters.attempts.total() - attempts)
+    await _end(clients, router, nodes)
+    return seen
+
+
+async def takeover(num_flights: int, num_prompt_tokens: int) -> Seen:
+    """A dead router's clients come to another one."""
+    store = MemoryFlightStore()
+    router = _Router("router-1", store)
+    nodes = [_Node(router.fakes, role, 0) for role in (Role.PREFILL, Role.DECODE)]
+    await router.attach(nodes)
+    dead, prompt = FlightJournal(MemoryFlightRecords(store, "c"), "router-0", time.time), [*range(num_prompt_tokens)]
+    pair = Placement(nodes[0].fake.description, nodes[1].fake.description, "")
+    for number in range(num_flights):
+        request = ValidRequest(f"r{number}", MODEL, prompt, SamplingParams(max_tokens=100, seed=1))
+        dead.placed(request, AttemptKey(request.request_id, 1, number + 1), pair)
+        await asyncio.sleep(0)
+    began = time.perf_counter()
+    clients = []
+    for number in range(num_flights):
+        clients.append(_Client(router.dispatcher.resume(f"r{number}", [BEFORE], call=2), AFTER))
+        # Calls come over sockets, of which one turn of the loop reads a bounded number.
+        if number % 64 == 63:
+            await asyncio.sleep(0)
+    async with asyncio.timeout(_GIVE_UP_S):
+        for client in clients:
+            await client.has_all.wait()
+    took, (held, held_cpu) = time.perf_counter() - began, _longest_turn()
+    num_ended = sum(client.task.done() or client.tokens != [*range(BEFORE, BEFORE + AFTER)] for client in clients)
+    counters = router.dispatcher.counters
+    seen = Seen(took, held, held_cpu, num_ended, counters.attempts.total() + num_flights - counters.adopted)
+    await _end(clients, router, nodes)
+    return seen
+
+
+def _line(what: str, rounds: Sequence[Seen]) -> str:
+    took, held, cpu = (
+        Spread.of([getattr(seen, name) for seen in rounds], 1e3) for name in ("took_s", "held_s", "held_cpu_s")
+    )
+    return (
+        f"{what}: all go on after {took.median:.0f} ms [{took.p10:.0f}, {took.p90:.0f}]; longest turn of the loop "
+        f"{held.median:.0f} ms [{held.p10:.0f}, {held.p90:.0f}], processor time {cpu.median:.0f} ms; "
+        f"{sum(seen.num_ended for seen in rounds)} ended, {sum(seen.num_anew for seen in rounds)} began anew"
+    )
+
+
+def _rounds(failure: Callable[[], Coroutine[None, None, Seen]], count: int) -> list[Seen]:
+    """Each on a loop of its own, as a router's is."""
+    rounds = []
+    for _ in range(count):
+        gc.collect()
+        with asyncio.Runner(loop_factory=ProbedEventLoop) as runner:
+            rounds.append(runner.run(failure()))
+    return rounds
+
+
+def _verdict(rounds: Sequence[Seen], most_held_s: float, most_took_s: float = _GIVE_UP_S) -> bool:
+    return all(
+        seen.held_s <= most_held_s and seen.took_s <= most_took_s and not seen.num_ended and not seen.num_anew
+        for seen in rounds
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/failover", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=300, help="prefill nodes, and decode nodes (default: 300)")
+    parser.add_argument("--streams", type=int, default=900, help="streams on them (default: 900)")
+    parser.add_argument("--flights", type=int, default=1000, help="of the dead router (default: 1000)")
+    parser.add_argument("--prompt-tokens", type=int, default=32_768, help="of each of those (default: 32768)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each failure (default: 5)")
+    arguments = parser.parse_args()
+    set_thresholds()
+    print(processor())
+    passed = True
+    for what, failure, held_s, took_s in (
+        (
+            f"cut: {arguments.pairs}+{arguments.pairs} nodes, {arguments.streams} streams",
+            partial(cut, arguments.pairs, arguments.streams),
+            MOST_HELD_CUT_S,
+            _GIVE_UP_S,
+        ),
+        (
+            f"takeover: {arguments.flights} flights of {arguments.prompt_tokens} tokens",
+            partial(takeover, arguments.flights, arguments.prompt_tokens),
+            MOST_HELD_TAKEOVER_S,
+            MOST_TAKEOVER_S,
+        ),
+    ):
+        rounds = _rounds(failure, arguments.rounds)
+        is_kept = _verdict(rounds, held_s, took_s)
+        passed &= is_kept
+        limit = f"held {held_s * 1e3:.0f} ms" + (f", {took_s * 1e3:.0f} ms in all" if took_s < _GIVE_UP_S else "")
+        print(f"{'PASS' if is_kept else 'FAIL'}  {_line(what, rounds)} (every round: at most {limit})")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

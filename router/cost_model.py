@@ -131,7 +131,7 @@ def node_costs(
     streams = 0.0 if prefills_only else candidate.load / share
     context = 0.0 if prefills_only else candidate.context_tokens / share
     node = candidate.node
-    chunk = node.max_num_batched_tokens or _DEFAULT_CHUNK
+    chunk = chunk_of(node)
     step_ms = rates.overhead_ms(streams, context)
     queued = (candidate.uncomputed_tokens + pending_tokens) / share
     # With nothing queued it may still be somewhere in a step.
@@ -154,6 +154,11 @@ def node_costs(
         pending_tokens,
         share,
     )
+
+
+def chunk_of(node: NodeDescription) -> int:
+    """Prompt tokens of one step of a node."""
+    return node.max_num_batched_tokens or _DEFAULT_CHUNK
 
 
 def newcomers_share(age_s: float) -> float:

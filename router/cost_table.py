@@ -26,10 +26,11 @@ from router.cost_model import (
     Found,
     NodeCosts,
     Question,
+    chunk_of,
     key_of,
     share_grows_at,
 )
-from router.placement import Candidate, Demand, NodeSize, kv_words, size_of
+from router.placement import Candidate, Candidates, Demand, NodeSize, kv_words, size_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -48,10 +49,7 @@ class CostTable:
         """`costs_of` computes a node's costs: at this time, and whether prefill nodes have nothing but prompts."""
         self._costs_of = costs_of
         self._candidates: Sequence[Candidate] = ()
-        self._rows: list[int] = []
-        """One entry for each candidate."""
-        self._places: list[int] = []
-        """... and which candidate's each row is."""
+        self._of_row: list[Candidate] = []
         self._row_of: dict[str, int] = {}
         """By incarnation."""
         self._rows_of_name: dict[str, list[int]] = {}
@@ -62,6 +60,8 @@ class CostTable:
         """When rows of nodes that get less than their full share have grown by a step."""
         self._prefills_only = False
         self._num_prefills = 0
+        self._common_chunk: int | None = None
+        """Of all rows, if it is the same."""
         self._sizes: dict[NodeSize, int] = {}
         self._kinds: dict[object, int] = {}
         self.cache_keys: frozenset[CacheKeys] = frozenset()
@@ -90,40 +90,45 @@ class CostTable:
         if candidates is before:
             return
         self._candidates = candidates
-        if len(candidates) != len(before):
+        changed = candidates.changed_since(before) if isinstance(candidates, Candidates) else None
+        if changed is None and len(candidates) == len(before):
+            changed = [*compress(candidates, map(is_not, candidates, before))]
+        if changed is None or not all(self._is_known(candidate) for candidate in changed):
             self._begin_anew()
             return
-        changed = [*compress(range(len(before)), map(is_not, candidates, before))]
-        if any(candidates[place].node is not before[place].node for place in changed):
-            self._begin_anew()
-            return
-        for place in changed:
-            self._note_candidate(self._rows[place], candidates[place])
+        for candidate in changed:
+            self._note_candidate(self._row_of[candidate.node.incarnation], candidate)
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        row = self._row_of.get(candidate.node.incarnation)
+        return row is not None and self._of_row[row].node is candidate.node
 
     def _begin_anew(self) -> None:
-        candidates = self._candidates
-        nodes = [candidate.node for candidate in candidates]
-        places = sorted(range(len(nodes)), key=lambda place: nodes[place].role is not Role.PREFILL)
-        self._make_columns(len(nodes))
-        self._rows, self._places = [0] * len(nodes), places
-        self._num_prefills = sum(node.role is Role.PREFILL for node in nodes)
+        candidates = self._of_row = sorted(self._candidates, key=lambda one: one.node.role is not Role.PREFILL)
+        self._make_columns(len(candidates))
+        self._row_of = {candidate.node.incarnation: row for row, candidate in enumerate(candidates)}
+        self._num_prefills = sum(candidate.node.role is Role.PREFILL for candidate in candidates)
         self._sizes, self._kinds, self._rows_of_name = {}, {}, {}
-        for row, place in enumerate(places):
-            self._rows[place] = row
-            self._size[row] = self._sizes.setdefault(size_of(nodes[place]), len(self._sizes))
-            self._kind[row] = self._kinds.setdefault(kv_words(nodes[place]), len(self._kinds))
-            self._rows_of_name.setdefault(nodes[place].node_id, []).append(row)
-        self._row_of = {node.incarnation: row for node, row in zip(nodes, self._rows, strict=True)}
+        for row, candidate in enumerate(candidates):
+            node = candidate.node
+            self._size[row] = self._sizes.setdefault(size_of(node), len(self._sizes))
+            self._kind[row] = self._kinds.setdefault(kv_words(node), len(self._kinds))
+            self._chunk[row] = chunk_of(node)
+            self._rows_of_name.setdefault(node.node_id, []).append(row)
         for rank, incarnation in enumerate(sorted(self._row_of)):
             self._rank[self._row_of[incarnation]] = rank
-        self.cache_keys = frozenset(keys for node in nodes if (keys := cache_keys_of(node)) is not None)
-        self._costs = [None] * len(nodes)  # type: ignore[list-item]  # every row is stale
+        chunks = {*self._chunk.tolist()}
+        self._common_chunk = chunks.pop() if len(chunks) == 1 else None
+        all_keys = (cache_keys_of(candidate.node) for candidate in candidates)
+        self.cache_keys = frozenset(keys for keys in all_keys if keys is not None)
+        self._costs = [None] * len(candidates)  # type: ignore[list-item]  # every row is stale
         self._stale.clear()
         self._young = Deadlines()
-        for candidate, row in zip(candidates, self._rows, strict=True):
+        for row, candidate in enumerate(candidates):
             self._note_candidate(row, candidate)
 
     def _note_candidate(self, row: int, candidate: Candidate) -> None:
+        self._of_row[row] = candidate
         self._full[row] = candidate.is_full
         self._order[row] = candidate.last_chosen << _RANK_BITS | int(self._rank[row])
         self._stale.add(row)
@@ -131,7 +136,7 @@ class CostTable:
     def bring_up(self, able: Able, now: float) -> None:
         """Compute the costs anew where something has changed, for a choice among these."""
         split = self._num_prefills
-        has_both = _any(able, slice(0, split)) and _any(able, slice(split, len(self._rows)))
+        has_both = _any(able, slice(0, split)) and _any(able, slice(split, len(self._of_row)))
         if has_both is not self._prefills_only:
             self._prefills_only = has_both
             self._stale.update(range(split))
@@ -140,20 +145,22 @@ class CostTable:
             self._compute(now)
 
     def _compute(self, now: float) -> None:
-        split, candidates, places = self._num_prefills, self._candidates, self._places
-        rows, values = [*self._stale], []
-        for row in rows:
-            costs = self._costs_of(candidates[places[row]], now, self._prefills_only and row < split)
-            self._costs[row] = costs
-            self._chunk[row] = costs.chunk
-            values.append(
-                (costs.queue_ms, costs.step_ms, costs.token_ms, costs.streams, costs.decode_ms, costs.kv_token_ms)
+        for row in self._stale:
+            candidate = self._of_row[row]
+            costs = self._costs[row] = self._costs_of(candidate, now, self._prefills_only and row < self._num_prefills)
+            # Row by row, as they are few: putting them together first takes as long as to put down three.
+            self._terms[:, row] = (
+                costs.queue_ms,
+                costs.step_ms,
+                costs.token_ms,
+                costs.streams,
+                costs.decode_ms,
+                costs.kv_token_ms,
             )
             if costs.share < 1.0:
-                self._young.set(row, share_grows_at(costs.candidate.attached_at, now))
+                self._young.set(row, share_grows_at(candidate.attached_at, now))
             else:
                 self._young.clear(row)
-        self._terms[:, rows] = np.array(values).T
         self._stale.clear()
 
     # Who may be chosen.
@@ -183,7 +190,7 @@ class CostTable:
         return [row for incarnation in incarnations if (row := self._row_of.get(incarnation)) is not None]
 
     def _without(self, rows: Sequence[int], able: Able) -> Bools:
-        left = np.ones(len(self._rows), np.bool_) if able is None else able.copy()
+        left = np.ones(len(self._of_row), np.bool_) if able is None else able.copy()
         left[rows] = False
         return left
 
@@ -197,7 +204,7 @@ class CostTable:
         """What `cost_model.cheapest` finds for a question about the same rows."""
         able = self._not_passed_over(question.passed_over, able)
         split = self._num_prefills
-        prefills, decodes = slice(0, split), slice(split, len(self._rows))
+        prefills, decodes = slice(0, split), slice(split, len(self._of_row))
         has_prefills = _any(able, prefills)
         has_decodes = _any(able, decodes)
         if question.demand.embeds:
@@ -214,7 +221,7 @@ class CostTable:
         if not rows:
             return able
         left = self._without(rows, able)
-        for of_role in (slice(0, self._num_prefills), slice(self._num_prefills, len(self._rows))):
+        for of_role in (slice(0, self._num_prefills), slice(self._num_prefills, len(self._of_row))):
             if not left[of_role].any():
                 left[of_role] = True if able is None else able[of_role]
         return left
@@ -232,7 +239,7 @@ class CostTable:
         work_ms = self._work_ms(left, prefills)
         queue_ms, most_ms = self._queue_ms[prefills], question.level.first_token_ms
         missed = (queue_ms + work_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
-        row = self._best(prefills, queue_ms + (1 + WORK_SHARE) * work_ms, missed, able_prefills)
+        row = self._best(prefills, queue_ms + work_ms * (1 + WORK_SHARE), missed, able_prefills)
         if row is None:
             return None
         prefill = self._costs[row]
@@ -246,9 +253,10 @@ class CostTable:
         last_chunk, prefill_ms = min(uncached, prefill.chunk), prefill.prefill_ms(uncached)
         to_move, kv_token_ms = self._uncached(question, decodes, at_least=0), self._kv_token_ms[decodes]
         decode_ms, most_ms = self._decode_ms[decodes], question.level.token_ms
-        handoff_ms = np.maximum(np.minimum(to_move, last_chunk) * kv_token_ms, to_move * kv_token_ms - prefill_ms)
+        least = min(to_move, last_chunk) if isinstance(to_move, int) else np.minimum(to_move, last_chunk)
+        handoff_ms = np.maximum(kv_token_ms * least, kv_token_ms * to_move - prefill_ms)
         missed = (decode_ms > most_ms).astype(np.int64) if most_ms < np.inf else None
-        row = self._best(decodes, question.output_tokens * decode_ms + HANDOFF_MS + handoff_ms, missed, able_decodes)
+        row = self._best(decodes, decode_ms * question.output_tokens + HANDOFF_MS + handoff_ms, missed, able_decodes)
         assert row is not None  # there is one of the prefill node's kind
         decode = self._costs[row]
         return Found(prefill, decode, question.pair_terms(prefill, decode), "cheapest pair")
@@ -257,7 +265,7 @@ class CostTable:
         """The decode nodes of these that did not lose KV of this prefill node."""
         split = self._num_prefills
         bad = [row for first, name in pairs if first == prefill for row in self._rows_of_name.get(name, ())]
-        left = np.ones(len(self._rows) - split, np.bool_) if able is None else able.copy()
+        left = np.ones(len(self._of_row) - split, np.bool_) if able is None else able.copy()
         left[[row - split for row in bad if row >= split]] = False
         return left
 
@@ -288,7 +296,7 @@ class CostTable:
         if min(level.first_token_ms, level.token_ms) < np.inf:
             missed = (queue_ms + work_ms > level.first_token_ms).astype(np.int64) + (decode_ms > level.token_ms)
         stall_ms = self._streams[rows] * self._token_ms[rows] * left
-        cost = queue_ms + (1 + WORK_SHARE) * work_ms + stall_ms + question.output_tokens * decode_ms
+        cost = queue_ms + work_ms * (1 + WORK_SHARE) + stall_ms + decode_ms * question.output_tokens
         row = self._best(rows, cost, missed, able_rows)
         if row is None:
             return None
@@ -309,7 +317,8 @@ class CostTable:
 
     def _work_ms(self, left: Ints | int, rows: slice) -> Floats:
         """Computing so many tokens of a prompt, from its turn on: `NodeCosts.prefill_ms`."""
-        work_ms: Floats = -(-left // self._chunk[rows]) * self._step_ms[rows] + left * self._token_ms[rows]
+        chunk = self._chunk[rows] if self._common_chunk is None else self._common_chunk
+        work_ms: Floats = self._step_ms[rows] * -(-left // chunk) + self._token_ms[rows] * left
         return work_ms
 
     def _best(self, rows: slice, cost: Floats, missed: Ints | None, able: Able) -> int | None:
@@ -321,7 +330,7 @@ class CostTable:
         if missed is not None:
             least_missed = (missed if able is None else missed[able]).min()
             cost = np.where(missed == least_missed, cost, np.inf)
-        least = float(cost.min())
+        least: float = cost.item(cost.argmin())
         near: Ints = (cost <= least + SAME_MS + SAME_SHARE * least).nonzero()[0]
         if near.size == 1:
             return int(rows.start) + int(near[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,6 +36,26 @@ class Candidate:
     """What its running sequences have in the cache."""
     attached_at: float = 0.0
     """Seconds on the router's clock."""
+
+
+class Candidates(tuple[Candidate, ...]):
+    """The nodes that take work, and which of them are not what they were when somebody asked before."""
+
+    marker: object
+    """Nobody else's."""
+    earlier: object
+    """The marker of those before."""
+    changed: Sequence[Candidate] | None
+    """They are the same nodes as before, and of these something has changed; None: some have come or gone."""
+
+    def __new__(cls, nodes: Iterable[Candidate], earlier: object, changed: Sequence[Candidate] | None) -> Candidates:
+        made = super().__new__(cls, nodes)
+        made.marker, made.earlier, made.changed = object(), earlier, changed
+        return made
+
+    def changed_since(self, before: Sequence[Candidate]) -> Sequence[Candidate] | None:
+        """Those that have changed since then; None: that is not known, or some have come or gone."""
+        return self.changed if isinstance(before, Candidates) and before.marker is self.earlier else None
 
 
 @value(frozen=True, slots=True)

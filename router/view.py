@@ -6,12 +6,13 @@ import enum
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 from baton.ids import AttemptKey
 from baton.registry import DesiredState, NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
 from router.admission import is_full
-from router.placement import Candidate, Demand, NodeSize, disagreement, size_of
+from router.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -78,8 +79,8 @@ class ClusterView:
         self._changed: set[str] = set()
         """Incarnations whose slots are to be put together anew."""
         self._described: tuple[NodeDescription, ...] | None = None
-        self._candidates: tuple[Candidate, ...] | None = None
-        """The candidates that take work; None while one of them has changed."""
+        self._candidates = Candidates((), None, None)
+        """Those that took work when somebody asked last."""
         self._sizes: dict[NodeSize, float] = {}
         """When a node of each size was attached or lost last, the latest last."""
         self._forget_at = math.inf
@@ -107,7 +108,7 @@ class ClusterView:
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
         self._forget_at = -math.inf
-        self._ordered = self._described = self._candidates = None
+        self._ordered = self._described = None
 
     def desired(self, desired: DesiredState) -> None:
         """This is what operators want of nodes now."""
@@ -174,7 +175,6 @@ class ClusterView:
     def _look_again(self, node: _Node) -> None:
         """What placement sees of it has changed."""
         self._changed.add(node.record.incarnation)
-        self._candidates = None
 
     def _note_size(self, description: NodeDescription, now: float) -> None:
         size = size_of(description)
@@ -222,22 +222,35 @@ class ClusterView:
                 continue
             if node.lost_at is None or now - node.lost_at >= LOST_SHOWN_S:
                 del self._nodes[incarnation]
-                self._ordered = self._described = self._candidates = None
+                self._ordered = self._described = None
             else:
                 self._forget_at = min(self._forget_at, node.lost_at + LOST_SHOWN_S)
 
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Nodes that take work now, in a stable order."""
-        if self._candidates is None:
-            if self._ordered is None:
-                self._ordered = {incarnation: place for place, incarnation in enumerate(sorted(self._nodes))}
-                self._slots = [None] * len(self._ordered)
-                self._changed = set(self._ordered)
-            for incarnation in self._changed:
-                self._slots[self._ordered[incarnation]] = self._candidate(self._nodes[incarnation])
-            self._changed.clear()
-            self._candidates = tuple(filter(None, self._slots))
+    def candidates(self) -> Candidates:
+        """Nodes that take work now, in a stable order; the same object until something of them changes."""
+        if self._ordered is None or self._changed:
+            self._candidates = self._look(self._candidates)
         return self._candidates
+
+    def _look(self, before: Candidates) -> Candidates:
+        are_same = self._ordered is not None
+        if self._ordered is None:
+            self._ordered = {incarnation: place for place, incarnation in enumerate(sorted(self._nodes))}
+            self._slots = [None] * len(self._ordered)
+            self._changed = set(self._ordered)
+        changed = []
+        for incarnation in self._changed:
+            place, candidate = self._ordered[incarnation], self._candidate(self._nodes[incarnation])
+            are_same &= (candidate is None) is (self._slots[place] is None)
+            self._slots[place] = candidate
+            if candidate is not None:
+                changed.append(candidate)
+        self._changed.clear()
+        if not are_same:
+            return Candidates(filter(None, self._slots), before.marker, None)
+        has_all = len(before) == len(self._slots)
+        nodes = cast("list[Candidate]", self._slots) if has_all else filter(None, self._slots)
+        return Candidates(nodes, before.marker, changed)
 
     def _candidate(self, node: _Node) -> Candidate | None:
         """What placement sees of a node, until something of it changes; None if it takes no work."""

@@ -14,7 +14,7 @@ from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription
 from router.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
 from router.cost_table import CostTable
-from router.placement import Candidate, Demand, fitting_nodes, with_room
+from router.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
 from router.rates import StepRates
 from tests.support.router_parts import MODEL, decode, prefill
 
@@ -69,15 +69,21 @@ class Fleet:
 
     def renew(self) -> None:
         """Other nodes, or the same ones of some of which something is heard."""
-        rng = self._rng
-        if not self.candidates or rng.random() < 0.2:
+        rng, before = self._rng, self.candidates
+        if not before or rng.random() < 0.2:
             self.candidates = tuple(some_candidate(rng, node) for node in some_nodes(rng))
         else:
-            kept = [
-                some_candidate(rng, candidate.node) if rng.random() < 0.3 else candidate
-                for candidate in self.candidates
-            ]
-            self.candidates = tuple(kept)
+            changed = [c for c in before if rng.random() < 0.3]
+            renewed = {c.node.incarnation: some_candidate(rng, c.node) for c in changed}
+            kept = [renewed.get(c.node.incarnation, c) for c in before]
+            if rng.random() < 0.1:
+                rng.shuffle(kept)
+            # Who says what has changed since others than those that were looked at last says nothing of use.
+            earlier = before.marker if isinstance(before, Candidates) else object()
+            told: list[Candidate] | None = [*renewed.values()]
+            if rng.random() < 0.3:
+                earlier, told = object(), rng.choice([[], None])
+            self.candidates = Candidates(kept, earlier, told)
         for candidate in self.candidates:
             if rng.random() < 0.2:
                 incarnation = candidate.node.incarnation

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
@@ -126,6 +130,39 @@ def test_who_was_never_attached_goes_with_its_record() -> None:
     assert [s.status for s in view.statuses(now=1, wall=0)] == ["Starting"]
     view.registered([])
     assert view.statuses(now=1, wall=0) == ()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_view_says_which_candidates_have_changed(seed: int) -> None:
+    rng, view = Random(seed), ClusterView()
+    nodes = [prefill(), *(decode(f"d{number}") for number in range(5))]
+    for now in range(40):
+        before = view.candidates()
+        for node in rng.sample(nodes, rng.randrange(3)):
+            match rng.randrange(6):
+                case 0:
+                    view.registered([record_of(one) for one in nodes if one is not node])
+                case 1:
+                    view.registered([record_of(one) for one in nodes])
+                case 2:
+                    view.attached(node, now)
+                case 3:
+                    view.detached(node.incarnation, "reset", now)
+                case 4:
+                    view.reported(node.incarnation, LoadReport(running=rng.randrange(9), draining=rng.random() < 0.2))
+                case _:
+                    view.dispatched(node.incarnation, AttemptKey(f"r{now}", 1))
+        seen = view.candidates()
+        ready = {s.incarnation for s in view.statuses(now, 0) if s.status in ("Ready", "Incompatible")}
+        assert {c.node.incarnation for c in seen} == ready
+        changed = seen.changed_since(before)
+        if changed is not None:
+            renewed = {c.node.incarnation: c for c in changed}
+            expected = [renewed.get(c.node.incarnation, c) for c in before]
+            assert [*map(id, seen)] == [*map(id, expected)]
+        assert seen is before or seen.changed_since(seen) is None
+        assert seen.changed_since([*before]) is None
 
 
 def test_what_a_node_wants_said_is_its_detail_until_it_is_lost_or_says_otherwise() -> None:

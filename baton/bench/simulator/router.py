@@ -42,7 +42,7 @@ from router.flight_table import (
     SubmitLeg,
 )
 from router.limits import DispatchLimits
-from router.placement import Candidate
+from router.placement import Candidates
 from router.placer import Placer
 from router.request import ValidRequest
 from router.run import Run
@@ -115,10 +115,10 @@ class SampledView(ClusterView):
             if incarnation in names:
                 names.remove(incarnation)
 
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> Candidates:
         drawn = [self._rng.sample(names, min(self._choices, len(names))) for names in self._by_role.values()]
         nodes = [self._nodes[name] for names in drawn for name in names]
-        return tuple(candidate for node in nodes if (candidate := self._candidate(node)))
+        return Candidates((one for node in nodes if (one := self._candidate(node))), None, None)
 
 
 class SimulatedRouter:

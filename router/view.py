@@ -92,15 +92,16 @@ class ClusterView:
 
     def registered(self, records: Iterable[NodeRecord]) -> None:
         """These are the records in the registry now. Who is attached stays, whatever the registry says."""
-        current = {record.incarnation: record for record in records}
+        current, known = {record.incarnation: record for record in records}, set(self._nodes)
         for incarnation, record in current.items():
             node = self._nodes.get(incarnation)
             if node is None:
                 self._nodes[incarnation] = _Node(record, record.name in self._desired.cordoned)
             else:
+                if node.record.state != record.state:
+                    self._look_again(node)
                 node.record = record
                 node.registered = True
-                self._look_again(node)
         for incarnation, node in self._nodes.items():
             node.registered = incarnation in current
         names = {record.name for record in current.values()}
@@ -108,7 +109,9 @@ class ClusterView:
             if not node.registered and not node.attached and node.record.name in names:
                 del self._nodes[incarnation]
         self._forget_at = -math.inf
-        self._ordered = self._described = None
+        self._described = None
+        if self._nodes.keys() != known:
+            self._ordered = None
 
     def desired(self, desired: DesiredState) -> None:
         """This is what operators want of nodes now."""

@@ -62,7 +62,7 @@ def run_node(config: NodeConfig, role_maker: Callable[[Role], RoleMaker]) -> int
     role = asyncio.run(_role_to_be(config))
     runner = load(runner_spec(config))
     log_slow_paths(runner.model)
-    # What is there by now stays. A full collection that looked at it would hold loop and engine for a tenth of a second.
+    # What is there by now stays. A full collection that looked at it would hold loop and engine for 100 ms.
     gc.collect()
     gc.freeze()
     with asyncio.Runner(loop_factory=ProbedEventLoop) as loop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -111,6 +112,17 @@ def test_a_nodes_life_in_an_operators_words() -> None:
     assert word(view, "d1.1") == "Lost"
     assert [s.status for s in view.statuses(now=4 + LOST_SHOWN_S - 1, wall=0)] == ["Lost"]
     assert view.statuses(now=4 + LOST_SHOWN_S, wall=0) == ()
+
+
+def test_a_node_whose_record_says_that_it_drains_is_no_candidate() -> None:
+    view, node = ClusterView(), decode()
+    view.registered([record_of(node)])
+    view.attached(node, now=1)
+    assert [c.node for c in view.candidates()] == [node]
+    view.registered([replace(record_of(node), state="draining")])
+    assert view.candidates() == ()
+    view.registered([record_of(node)])
+    assert [c.node for c in view.candidates()] == [node]
 
 
 def test_who_leaves_the_registry_first_is_shown_as_lost_for_as_long() -> None:

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import redis
 from soak_judge import COUNTS, Line, Reading, judged, least_counts, lives_of
@@ -62,8 +64,8 @@ GROWTH, SHORT_GROWTH = 0.02, 0.10
 """How much memory may grow in a run of LONG_RUN_MIN and more, and in a shorter one, whose warm-up is too short."""
 RESTARTED_GROWTH = 0.05
 """Two lives of one process: where its allocators put things differs from start to start."""
-BACK_S = 60.0
 START_S = 180.0
+"""A cluster has so long to be ready, and a killed process to be back: all cores are busy meanwhile."""
 _LOOK_S = 0.2
 
 
@@ -82,7 +84,7 @@ class Kind:
 CLUSTERS: Mapping[str, Kind] = {
     # Small caches, so that all of their memory has been written before the warm-up ends.
     "simulated": Kind(
-        ("--runner", "simulated", "--kv-cache-memory", "1MiB"), {"BATON_SIMULATED_STEP_MS": "10"}, 32000, 8, 40
+        ("--runner", "simulated", "--kv-cache-memory", "1MiB"), {"BATON_SIMULATED_STEP_MS": "10"}, 32000, 8, 24
     ),
     "bundled": Kind(("--kv-cache-memory", "24MiB"), {}, 4096, 4, 12),
 }
@@ -224,6 +226,8 @@ class Soak:
         self.samples: list[Sample] = []
         self.readings: dict[tuple[str, str], list[Reading]] = {}
         self.kills: list[tuple[float, str, str]] = []
+        self.backs: list[float] = []
+        """Seconds until each killed process was ready again; infinite where it was not within `START_S`."""
 
     @property
     def told(self) -> dict[str, Told]:
@@ -278,10 +282,14 @@ class Soak:
         before = cluster.process(name)
         os.kill(before.pid, signal.SIGKILL)
         self.kills.append((self._now(), cluster.name, name))
-        async with asyncio.timeout(BACK_S):
-            # Only the file that the supervisor writes says so.
-            while (now := cluster.process(name)).restarts == before.restarts or now.status != "Ready":  # noqa: ASYNC110
-                await asyncio.sleep(_LOOK_S)
+        killed_at = time.monotonic()
+        # Only the file that the supervisor writes says so.
+        while (now := cluster.process(name)).restarts == before.restarts or now.status != "Ready":
+            if time.monotonic() > killed_at + START_S:
+                self.backs.append(math.inf)
+                return
+            await asyncio.sleep(_LOOK_S)
+        self.backs.append(time.monotonic() - killed_at)
 
     async def _sample_on(self) -> None:
         due = 0.0
@@ -323,6 +331,10 @@ class Soak:
         for name, load in self._loads.items():
             for what, many in (("lost answers", load.told.lost), ("wrong answers", load.told.wrong)):
                 found.append(Line(f"{name} clients", what, 0, len(many), 0.0, f"of {sum(load.told.ended.values())}"))
+        num_missing, back = sum(map(math.isinf, self.backs)), [took for took in self.backs if took < math.inf]
+        usually, longest = median(back or [0]), max(back, default=0)
+        basis = f"of {len(self.backs)} kills; the others were back after {usually:.0f} s, {longest:.0f} s at most"
+        found.append(Line("killed processes", "not back", 0, num_missing, 0.0, basis))
         return found
 
 

@@ -24,6 +24,7 @@ from baton.engine.runner import TorchSpec
 from baton.engine.runner.base import ModelInfo
 from baton.engine.runner.checkpoint import open_checkpoint
 from baton.errors import ConfigError
+from baton.text.model_files import read_model_files
 
 if TYPE_CHECKING:
     from baton.engine.runner.attention_limit import AttentionTimes
@@ -170,6 +171,9 @@ def run(config: EngineBenchConfig) -> EngineReport:
     if config.steps < _ROUNDS:
         raise ConfigError(f"--steps must be at least {_ROUNDS}")
     work = read_work(config.model_dir)
+    longest = read_model_files(config.model_dir).max_position_embeddings
+    if config.context_tokens + config.steps + 2 > longest:
+        raise ConfigError(f"the model takes {longest} tokens; use a shorter --context-tokens")
     spec = TorchSpec(
         config.model_dir,
         config.dtype,
@@ -180,8 +184,6 @@ def run(config: EngineBenchConfig) -> EngineReport:
     )
     ours = load_timed(spec)
     info = ours.model
-    if config.context_tokens + config.steps + 2 > info.max_model_len:
-        raise ConfigError(f"the model takes {info.max_model_len} tokens; use a shorter --context-tokens")
     width = _WIDTHS[info.dtype]
     cache_bytes = ours.memory.num_bytes
     needed = (work.dense + work.head + work.experts) * width * 2 + cache_bytes + _MEMORY_MARGIN

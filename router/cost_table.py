@@ -49,7 +49,9 @@ class CostTable:
         """`costs_of` computes a node's costs: at this time, and whether prefill nodes have nothing but prompts."""
         self._costs_of = costs_of
         self._candidates: Sequence[Candidate] = ()
+        """As they were looked at last."""
         self._of_row: list[Candidate] = []
+        """The same, in the order of the rows."""
         self._row_of: dict[str, int] = {}
         """By incarnation."""
         self._rows_of_name: dict[str, list[int]] = {}

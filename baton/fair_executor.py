@@ -38,7 +38,7 @@ class FairExecutor:
         """By tenant; the first one's turn is next. No tenant is in here without a job."""
         self._running: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
-        self._num_idle = 0
+        """All of them from the first job on: how many there are does not depend on how jobs happened to meet."""
         self._is_closed = False
 
     @property
@@ -69,12 +69,11 @@ class FairExecutor:
                 raise Draining(f"{self._name}: this process is shutting down")
             self._check_room(tenant)
             self._waiting.setdefault(tenant, deque()).append(_Job(future, lambda: work(*args, **kwargs)))
-            # An idle thread that has been told of a job still counts as idle until it has a core.
-            if self.num_waiting > self._num_idle and len(self._threads) < self._num_threads:
+            while len(self._threads) < self._num_threads:
                 name = f"{self._name}-{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
             self._changed.notify()
         return future
 
@@ -137,9 +136,7 @@ class FairExecutor:
             while (found := self._next()) is None:
                 if self._is_closed:
                     return None
-                self._num_idle += 1
                 self._changed.wait()
-                self._num_idle -= 1
             return found
 
     def _next(self) -> tuple[str, _Job] | None:

@@ -69,8 +69,10 @@ class LeaseTimes:
     """From the end of the promise to the reuse of the blocks, while the reader's link lives and its reads don't end."""
     max_early: int = 4096
     """Readers that wait for requests which have not come, and as many that wait for blocks of theirs."""
+    remembered_s: float = 600.0
+    """An attempt that is over is recognised for so long: whoever may still ask about it has given up before."""
     max_remembered: int = 16384
-    """Attempts that are over and still recognised."""
+    """And at most so many are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,8 @@ class LeaseBook:
         self._digest_every = digest_every
         self._times = times or LeaseTimes()
         self._leases: dict[AttemptKey, _Lease] = {}
-        self._over: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._over: OrderedDict[AttemptKey, float] = OrderedDict()
+        """Since when; in that order."""
         self._early: OrderedDict[AttemptKey, _Early] = OrderedDict()
         self._expected: dict[AttemptKey, int] = {}
         """The link on which to tell that it has begun; until the subscription, or the end of the link."""
@@ -654,8 +657,9 @@ class LeaseBook:
                 del self._of_reader[lease.reader]
 
     def _remember(self, attempt: AttemptKey) -> None:
-        self._over[attempt] = None
-        while len(self._over) > self._times.max_remembered:
+        now, times = self._clock.monotonic(), self._times
+        self._over.setdefault(attempt, now)
+        while len(self._over) > times.max_remembered or next(iter(self._over.values())) < now - times.remembered_s:
             self._over.popitem(last=False)
 
 

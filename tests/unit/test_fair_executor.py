@@ -72,6 +72,17 @@ def test_tenants_take_turns(jobs: Jobs) -> None:
     assert jobs.end("a2") == "a4"
 
 
+def test_all_threads_are_there_from_the_first_job_on(jobs: Jobs) -> None:
+    def count() -> int:
+        return sum(thread.name.startswith("jobs-") for thread in threading.enumerate())
+
+    assert count() == 0
+    jobs.ask("a", "a1")
+    assert count() == 4
+    jobs.ask("", "1", "2", "3", "4", "5")
+    assert count() == 4
+
+
 def test_where_nobody_has_a_name_all_threads_are_taken(jobs: Jobs) -> None:
     jobs.ask("", "1", "2", "3", "4")
     assert {jobs.next() for _ in range(4)} == {"1", "2", "3", "4"}

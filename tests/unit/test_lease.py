@@ -610,6 +610,26 @@ def test_a_reader_hears_that_what_it_expects_is_withdrawn(book: LeaseBook, compu
     assert lines(book.received(1, Expect(A))) == ["TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"]
 
 
+def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: ManualClock) -> None:
+    over = "TellReader 1 (OfferLost a#1 it is over here LEASE_LOST)"
+    book.withdraw(A, "aborted")
+    clock.advance(TIMES.remembered_s)
+    book.withdraw(B, "aborted")
+    assert lines(book.received(1, Expect(A))) == [over]
+    clock.advance(1.0)
+    book.withdraw(AttemptKey("c", 1), "aborted")
+    assert lines(book.received(1, Expect(A))) == []
+    assert lines(book.received(1, Expect(B))) == [over.replace("a#1", "b#1")]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_no_more_than_so_many_of_those_that_are_over_are_recognised(book: LeaseBook, number: int) -> None:
+    keys = [AttemptKey(f"r{number}", 1) for number in range(TIMES.max_remembered + 1)]
+    for key in keys:
+        book.withdraw(key, "aborted")
+    assert bool(book.received(1, Expect(keys[number]))) is (number > 0)
+
+
 def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:
     book.received(1, Expect(A))
     assert lines(book.received(1, Expect(A))) == []

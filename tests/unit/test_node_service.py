@@ -40,6 +40,7 @@ from baton.rpc.messages import (
     StepFigures,
     StepReport,
     Submit,
+    TraceStep,
 )
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import LoopClock, run_virtually
@@ -102,12 +103,17 @@ async def test_steps_are_kept_for_a_timeline_and_told_once() -> None:
 
 
 def test_a_ring_of_steps_tells_of_those_that_it_still_has() -> None:
-    log, figures = StepLog(3), StepFigures(1.0, 0, 1, 9)
-    for number in range(5):
-        log.record(number, figures, goes_on=True)
-    assert [step.seq for step in log.after(0)] == [3, 4, 5]
-    assert [step.seq for step in log.after(4)] == [5]
-    assert log.after(5) == []
+    log, most = StepLog(3), 2**63
+    steps = [
+        TraceStep(number, number * 10**9, StepFigures(number / 7, number, most - number, most), number % 2 == 0)
+        for number in range(1, 6)
+    ]
+    assert log.after(0) == []
+    for number, step in enumerate(steps):
+        log.record(step.monotonic_ns / 1e9, step.figures, step.goes_on)
+        assert log.after(0) == steps[max(0, number - 2) : number + 1]
+    assert log.after(4) == steps[4:]
+    assert log.after(5) == log.after(2**64) == []
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])

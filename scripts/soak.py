@@ -78,7 +78,7 @@ class Kind:
     vocab_size: int
     clients: int
     warm_up_clients: int
-    """More of them at first: a node keeps its latest events and steps, as many as there may be after the warm-up."""
+    """More of them at first: a node keeps its latest events, as many as there may be after the warm-up."""
 
 
 CLUSTERS: Mapping[str, Kind] = {

@@ -91,14 +91,15 @@ def flood(target: Target, over: threading.Event, port: Port, count: int, talk: T
     answers: Answers = Counter()
 
     def one(number: int) -> None:
-        while not over.is_set():
+        while True:
             try:
                 with contextlib.closing(target.connect(port)) as connection:
                     answers["connected"] += 1
                     talk(connection, over, number, answers)
             except OSError:
                 answers["closed"] += 1
-            over.wait(_PAUSE_S)
+            if over.wait(_PAUSE_S):
+                return
 
     together([lambda number=number: one(number) for number in range(count)])  # type: ignore[misc]
     return answers

@@ -17,19 +17,22 @@ Attack = Callable[[Target, threading.Event], Answers]
 
 
 def _again(path: bytes, body: Callable[[], bytes], at_once: int) -> Attack:
-    """The same request again and again, so many at a time; the first of each is waited for."""
+    """The same request again and again, so many at a time, and once at least: to make it may take longer than the
+    attack was to last."""
 
     def attack(target: Target, over: threading.Event) -> Answers:
         answers: Answers = Counter()
         said = body()
 
         def one() -> None:
-            while not over.is_set():
+            while True:
                 try:
                     answers[exchange(target, _HEAD % path, said, over)] += 1
                 except OSError:
                     answers["closed"] += 1
                     over.wait(0.02)
+                if over.is_set():
+                    return
 
         together([one] * at_once)
         return answers

@@ -8,6 +8,7 @@ import logging
 import socket
 import struct
 import termios
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,26 @@ class RpcEventLoop(ProbedEventLoop):
             super().add_reader(fd, _after_all_but_one, fd, callback, *args)
         else:
             super().add_reader(fd, callback, *args)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """As in asyncio, but for what asyncio itself does twice."""
+        if _was_lost_twice(context.get("exception")):
+            _log.debug("asyncio told a connection of its end twice")
+        else:
+            super().call_exception_handler(context)
+
+
+def _was_lost_twice(error: object) -> bool:
+    """Whether a transport called `connection_lost` a second time, after it had let go of everything.
+
+    It does where its protocol ends it from `resume_writing`, as that of TLS may (python/cpython#156512). The first
+    call has done all there was to do.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, AttributeError) else []
+    if not frames or frames[-1].f_code.co_name != "_call_connection_lost":
+        return False
+    transport = frames[-1].f_locals.get("self")
+    return isinstance(transport, asyncio.Transport) and getattr(transport, "_sock", transport) is None
 
 
 def warn_if_unrecognised(loop: asyncio.AbstractEventLoop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import grpc
 import pytest
@@ -77,3 +78,50 @@ def test_this_version_of_grpc_is_recognised_and_one_that_is_not_is_told_of(
         runner.run(run())
     told = [record.message for record in caplog.records if "wake-ups are not recognised" in record.message]
     assert len(told) == (0 if loop_factory is RpcEventLoop else 1)
+
+
+class EndsWhenAllIsSent(asyncio.Protocol):
+    """Ends its connection from `resume_writing`, as asyncio's own TLS may."""
+
+    def __init__(self, fault: Exception | None) -> None:
+        self.num_ends = 0
+        self.is_over = asyncio.Event()
+        self._fault = fault
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(0)
+        transport.write(bytes(8 << 20))
+
+    def resume_writing(self) -> None:
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.num_ends += 1
+        self.is_over.set()
+        if self._fault is not None:
+            raise self._fault
+
+
+@pytest.mark.parametrize("fault", [None, AttributeError("ours")])
+def test_a_connection_that_ends_when_all_is_sent_is_no_fault_unless_ours(fault: Exception | None) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        loop, server = asyncio.get_running_loop(), EndsWhenAllIsSent(fault)
+        loop.set_exception_handler(lambda _, context: told.append(context))
+        listening = await loop.create_server(lambda: server, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        assert len(await reader.read()) == 8 << 20
+        await server.is_over.wait()
+        writer.close()
+        await writer.wait_closed()
+        listening.close()
+        await listening.wait_closed()
+        assert server.num_ends == 1
+
+    with asyncio.Runner(loop_factory=RpcEventLoop) as runner:
+        runner.run(run())
+    assert [context["exception"] for context in told] == ([] if fault is None else [fault])

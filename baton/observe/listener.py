@@ -181,7 +181,7 @@ class Listener:
             accepted.close()
             if not isinstance(error, Exception):
                 raise
-            _log.debug("a connection to the port %s failed in its handshake: %s", self._name, error)
+            _log.debug("a connection to the port %s failed in its handshake: %s", self._name, str(error))
             # asyncio's frames keep the future that keeps the error that keeps them, and TLS's buffers until that is
             # collected.
             traceback.clear_frames(error.__traceback__)

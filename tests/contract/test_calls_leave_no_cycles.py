@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from tests.support.http2_frames import (
     frame,
     request_fields,
 )
+from tests.support.left_behind import collector_off
 
 NUM_CALLS = 20
 LIMIT = 1 << 20
@@ -104,17 +105,10 @@ def _dropped(_record: logging.LogRecord) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def num_calls() -> int:
-    return sum(type(one) is Call for one in gc.get_objects())
+def left() -> Iterator[Callable[[], Counter[str]]]:
+    """Counts the calls that have not been freed."""
+    with collector_off(Call) as left:
+        yield left
 
 
 def message(data: bytes) -> bytes:
@@ -183,7 +177,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-async def test_a_call_that_is_over_is_freed(way: Way) -> None:
+async def test_a_call_that_is_over_is_freed(way: Way, left: Callable[[], Counter[str]]) -> None:
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         fields = [*request_fields(way.path), *((("grpc-timeout", way.timeout),) if way.timeout else ())]
@@ -211,4 +205,4 @@ async def test_a_call_that_is_over_is_freed(way: Way) -> None:
         writer.close()
         for _ in range(10):
             await asyncio.sleep(0)  # what the loop itself still holds
-        assert num_calls() == 0
+        assert left() == Counter()

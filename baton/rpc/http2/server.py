@@ -331,7 +331,8 @@ class _Link(asyncio.BufferedProtocol):
                 elif type(event) is Writable:
                     self._on_room(event.stream)
         except ConnectionFault as fault:
-            self._server.broken.happened("connection of %s ended: %s", self.peer, fault)
+            # Not the fault itself: whoever keeps records would keep its frames, and with them this connection.
+            self._server.broken.happened("connection of %s ended: %s", self.peer, str(fault))
             self.close()
             return
         self._schedule()

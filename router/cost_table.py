@@ -49,9 +49,9 @@ class CostTable:
         """`costs_of` computes a node's costs: at this time, and whether prefill nodes have nothing but prompts."""
         self._costs_of = costs_of
         self._candidates: Sequence[Candidate] = ()
-        """As they were looked at last."""
+        """The candidates as `look_at` saw them last."""
         self._of_row: list[Candidate] = []
-        """The same, in the order of the rows."""
+        """The same candidates in the order of the rows."""
         self._row_of: dict[str, int] = {}
         """By incarnation."""
         self._rows_of_name: dict[str, list[int]] = {}
@@ -63,7 +63,7 @@ class CostTable:
         self._prefills_only = False
         self._num_prefills = 0
         self._common_chunk: int | None = None
-        """Of all rows, if it is the same."""
+        """The chunk of all nodes, if they have the same; else None."""
         self._sizes: dict[NodeSize, int] = {}
         self._kinds: dict[object, int] = {}
         self.cache_keys: frozenset[CacheKeys] = frozenset()

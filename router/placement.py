@@ -54,7 +54,7 @@ class Candidates(tuple[Candidate, ...]):
         return made
 
     def changed_since(self, before: Sequence[Candidate]) -> Sequence[Candidate] | None:
-        """Those that have changed since then; None: that is not known, or some have come or gone."""
+        """The candidates that have changed since `before`; None where nobody knows, or where nodes came or went."""
         return self.changed if isinstance(before, Candidates) and before.marker is self.earlier else None
 
 

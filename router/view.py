@@ -80,7 +80,7 @@ class ClusterView:
         """Incarnations whose slots are to be put together anew."""
         self._described: tuple[NodeDescription, ...] | None = None
         self._candidates = Candidates((), None, None)
-        """Those that took work when somebody asked last."""
+        """The candidates as `candidates` returned them last."""
         self._sizes: dict[NodeSize, float] = {}
         """When a node of each size was attached or lost last, the latest last."""
         self._forget_at = math.inf

@@ -67,7 +67,7 @@ class RelayNodes:
         self.streams: dict[str, RelayStream] = {}
         self.paused = False
         """Decode nodes take no steps."""
-        self.nodes = [RelayNode(self, _description(index, count, model, vocab_size)) for index in range(count)]
+        self.nodes = [RelayNode(self, bench_description(index, count, model, vocab_size)) for index in range(count)]
 
     @property
     def decoding(self) -> Sequence[RelayNode]:
@@ -255,7 +255,8 @@ class _Port:
         self.put(None)
 
 
-def _description(index: int, count: int, model: str, vocab_size: int) -> NodeDescription:
+def bench_description(index: int, count: int, model: str, vocab_size: int) -> NodeDescription:
+    """One node of so many, which has no address yet: the first half computes prompts, the second half decodes."""
     role = Role.PREFILL if index < count // 2 else Role.DECODE
     name = f"{role.value}-{index}"
     return NodeDescription(

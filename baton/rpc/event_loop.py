@@ -38,7 +38,7 @@ class RpcEventLoop(ProbedEventLoop):
             super().add_reader(fd, callback, *args)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """As in asyncio, but for what asyncio itself does twice."""
+        """Tell of an error as asyncio does, unless asyncio itself caused it by ending a connection twice."""
         if _was_lost_twice(context.get("exception")):
             _log.debug("asyncio told a connection of its end twice")
         else:

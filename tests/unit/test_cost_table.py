@@ -78,7 +78,7 @@ class Fleet:
             kept = [renewed.get(c.node.incarnation, c) for c in before]
             if rng.random() < 0.1:
                 rng.shuffle(kept)
-            # Who says what has changed since others than those that were looked at last says nothing of use.
+            # A list of changes since other candidates than the table saw last must not be used.
             earlier = before.marker if isinstance(before, Candidates) else object()
             told: list[Candidate] | None = [*renewed.values()]
             if rng.random() < 0.3:

@@ -622,12 +622,12 @@ def test_what_is_over_is_recognised_for_a_while(book: LeaseBook, clock: ManualCl
     assert lines(book.received(1, Expect(B))) == [over.replace("a#1", "b#1")]
 
 
-@pytest.mark.parametrize("number", range(5))
-def test_no_more_than_so_many_of_those_that_are_over_are_recognised(book: LeaseBook, number: int) -> None:
+@pytest.mark.parametrize("place", range(5))
+def test_no_more_than_so_many_of_those_that_are_over_are_recognised(book: LeaseBook, place: int) -> None:
     keys = [AttemptKey(f"r{number}", 1) for number in range(TIMES.max_remembered + 1)]
     for key in keys:
         book.withdraw(key, "aborted")
-    assert bool(book.received(1, Expect(keys[number]))) is (number > 0)
+    assert bool(book.received(1, Expect(keys[place]))) is (place > 0)
 
 
 def test_expectations_are_bounded_and_counted_once(book: LeaseBook) -> None:

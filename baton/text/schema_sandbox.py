@@ -30,7 +30,8 @@ from baton.text.schema_compiling import FIELD, MAX_SCHEMA_BYTES
 _START_S = 30.0
 """A child imports its library within a quarter of a second; more is a machine with no core for it."""
 _MAX_VERDICTS = 1024
-_CHILD = "baton.text.schema_child"
+SCHEMA_CHILD = "baton.text.schema_child"
+"""The module that children run."""
 _KEPT_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """The rest may hold secrets, and no schema needs them."""
 
@@ -157,7 +158,7 @@ class _Child:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", _CHILD, str(os.getpid()), str(limits.cpu_s), str(limits.memory_bytes)],
+                    [sys.executable, "-m", SCHEMA_CHILD, str(os.getpid()), str(limits.cpu_s), str(limits.memory_bytes)],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

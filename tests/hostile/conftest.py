@@ -129,7 +129,8 @@ def _stage(home: Path, mode: str, *flags: str, keys: dict[str, str], certs: Path
             victim.have_schemas_compiled()
             # Its connection stays.
             operators.status()
-            watched = Watched({name: page(address, "monitor") for name, address in pages.items()})
+            pids = {name: cluster.process(name).pid for name in pages}
+            watched = Watched({name: page(address, "monitor") for name, address in pages.items()}, pids)
             yield Stage(mode, cluster, target, attacker, victim, watched, operators)
         finally:
             operators.close()

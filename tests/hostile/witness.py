@@ -10,11 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import Access, GenerationClient
 from baton.rpc.messages import Chunk, Finished, GenerateRequest
+from baton.text.schema_sandbox import SCHEMA_CHILD
 
 BOUND_S = 60.0
 """No answer is waited for longer."""
@@ -23,7 +25,8 @@ CALM_S = 20.0
 _PAUSE_S = 0.05
 _SAMPLE = re.compile(r"^baton_(\w+)\{(.*)\} (\S+)$")
 _HELD, _HELD_CPU = "event_loop_held_seconds", "event_loop_held_cpu_seconds"
-_COUNTED = ("process_open_fds", "event_loop_tasks", "grpc_calls", "grpc_connections", "http_connections")
+_DESCRIPTORS = "process_open_fds"
+_COUNTED = (_DESCRIPTORS, "event_loop_tasks", "grpc_calls", "grpc_connections", "http_connections")
 MEMORY_GROWTH = 0.10
 _PROMPT = [40 + number % 50 for number in range(40)]
 NUM_TOKENS = 16
@@ -72,6 +75,10 @@ class Reading:
     def counts(self) -> dict[str, float]:
         """What comes back to where it was when nobody asks for anything."""
         return {name: self.figures[name] for name in _COUNTED if name in self.figures}
+
+    def without_descriptors(self, number: int) -> Reading:
+        """The same, with so many open descriptors less."""
+        return Reading({**self.figures, _DESCRIPTORS: self.figures[_DESCRIPTORS] - number})
 
     def longest_since(self, before: Reading, *, cpu: bool) -> float:
         """The bound below which every turn of the loop was that ended between the two readings."""
@@ -209,12 +216,14 @@ class PeakMemory:
 class Watched:
     """The processes of a cluster."""
 
-    def __init__(self, pages: Mapping[str, Page]) -> None:
+    def __init__(self, pages: Mapping[str, Page], pids: Mapping[str, int]) -> None:
+        """`pages` and the process ids by the names of processes."""
         self._pages = pages
+        self._pids = pids
         self._idle = self._settled()
 
     def read(self) -> dict[str, Reading]:
-        return {name: page.reading() for name, page in self._pages.items()}
+        return {name: page.reading().without_descriptors(self._children(name)) for name, page in self._pages.items()}
 
     def calm(self, before: Mapping[str, Reading]) -> Calm:
         """Wait until memory is as it was, and everything that is counted has been.
@@ -242,6 +251,17 @@ class Watched:
                 return Calm(now, wrong, waited_s, waited_for)
             waited_for = "; ".join(wrong)
             time.sleep(_PAUSE_S)
+
+    def _children(self, name: str) -> int:
+        """How many processes this one has to compile schemas in, with a descriptor for each.
+
+        It starts them when as many schemas come at once and keeps them, so they say nothing of what an attack left.
+        """
+        found, argument = 0, b"\0".join((b"-m", SCHEMA_CHILD.encode(), str(self._pids[name]).encode()))
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                found += argument + b"\0" in (process / "cmdline").read_bytes()
+        return found
 
     def _idle_count(self, name: str, what: str) -> float:
         return self._idle[name].figures[what]

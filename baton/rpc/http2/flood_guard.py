@@ -22,6 +22,8 @@ RESETS_PER_ANSWER = 4
 class FloodGuard:
     """Counts the floods of one connection; its methods raise ConnectionFault when there are too many frames."""
 
+    __slots__ = ("_num_finished", "_num_resets", "_num_useless", "free_resets")
+
     def __init__(self) -> None:
         self._num_useless = 0
         self._num_resets = self._num_finished = 0

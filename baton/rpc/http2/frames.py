@@ -63,6 +63,8 @@ def unpadded(payload: bytes) -> bytes:
 class FrameReader:
     """One peer's frames, in the order in which they come, each block of headers as one."""
 
+    __slots__ = ("_block", "_buffer", "_max_block_bytes", "has_settings")
+
     def __init__(self, max_block_bytes: int) -> None:
         """`max_block_bytes`: of headers that are continued, as they are sent."""
         self._max_block_bytes = max_block_bytes

@@ -224,7 +224,10 @@ class Http2Server(grpc.aio.Server):
 
 
 class _Link(asyncio.BufferedProtocol):
-    """One client's connection."""
+    """One client's connection.
+
+    There may be thousands that say nothing: its sets are dictionaries, which take a third as much while they are empty.
+    """
 
     def __init__(self, server: Http2Server, place: Place) -> None:
         self._server = server
@@ -237,7 +240,7 @@ class _Link(asyncio.BufferedProtocol):
         self._calls: dict[int, Call] = {}
         self._half_open: dict[int, float] = {}
         """Calls of one message that is not whole, and since when; the oldest first."""
-        self._keyless: set[int] = set()
+        self._keyless: dict[int, None] = {}
         """Calls of methods that are open to anyone."""
         self._lingering: dict[int, tuple[float, bytes]] = {}
         """Calls that are answered, but the peer does not read the answer: since when, and their last headers."""
@@ -250,9 +253,9 @@ class _Link(asyncio.BufferedProtocol):
         self._will_flush = False
         self._is_full = False
         """The kernel takes nothing more for now."""
-        self._blocked: set[int] = set()
+        self._blocked: dict[int, None] = {}
         """Streams that wait for that, for the peer's windows, or for the next turn of the loop."""
-        self._held_back: set[int] = set()
+        self._held_back: dict[int, None] = {}
         """Those of them that do not wait for the peer's windows."""
         self._num_unsent = 0
         """Bytes of bodies of this turn."""
@@ -369,9 +372,9 @@ class _Link(asyncio.BufferedProtocol):
         self._num_unsent += len(data)
         if is_out and not self._is_full and self._num_unsent < _SEND_BUFFER_BYTES:
             return True
-        self._blocked.add(stream)
+        self._blocked[stream] = None
         if is_out:
-            self._held_back.add(stream)
+            self._held_back[stream] = None
         return False
 
     def has_room(self, stream: int) -> bool:
@@ -428,7 +431,7 @@ class _Link(asyncio.BufferedProtocol):
             return
         self._calls[opened.stream] = call
         if is_anyones:
-            self._keyless.add(opened.stream)
+            self._keyless[opened.stream] = None
             self._server.num_keyless += 1
         if opened.is_ended:
             call.receive(b"", is_ended=True)
@@ -496,10 +499,10 @@ class _Link(asyncio.BufferedProtocol):
     def _on_room(self, stream: int) -> None:
         """What waited in it is out; whether there is room for more the next message will find."""
         if self._is_full:
-            self._held_back.add(stream)
+            self._held_back[stream] = None
             return
-        self._blocked.discard(stream)
-        self._held_back.discard(stream)
+        self._blocked.pop(stream, None)
+        self._held_back.pop(stream, None)
         self._lingering.pop(stream, None)
         call = self._calls.get(stream)
         if call is not None:
@@ -510,10 +513,10 @@ class _Link(asyncio.BufferedProtocol):
         self._half_open.pop(stream, None)
         self._lingering.pop(stream, None)
         if stream in self._keyless:
-            self._keyless.remove(stream)
+            del self._keyless[stream]
             self._server.num_keyless -= 1
-        self._blocked.discard(stream)
-        self._held_back.discard(stream)
+        self._blocked.pop(stream, None)
+        self._held_back.pop(stream, None)
 
     def _schedule(self) -> None:
         """Send what there is once this turn of the loop is over: what else it brings goes with it."""

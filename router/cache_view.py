@@ -9,6 +9,8 @@ evicted to the host's memory a node may find more.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Mapping, Sequence, Set
 
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
@@ -16,10 +18,13 @@ from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, 
 from baton.rpc.messages import KVCacheUpdate, NodeDescription
 from router.block_index import BlockIndex
 
-_FIRST_BLOCKS = 64
 _MOST_BLOCKS = 4096
 """Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is
 behind them is taken to be computed, everywhere alike."""
+_LOOKED_UP_MORE = 8
+"""Times as many are looked up next, where a node has all of them so far. The first alone: most prompts are new."""
+_EXPECTED_BLOCKS = 64
+"""Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 
 CacheKeys = tuple[str, str, str, int]
 """What keys depend on: model, dtype, layout and block size."""
@@ -37,6 +42,7 @@ class PromptKeys:
         self._token_ids = token_ids
         self._cache_salt = cache_salt
         self._keys: dict[CacheKeys, list[bytes]] = {}
+        self._milestones: dict[CacheKeys, list[bytes]] = {}
 
     def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
         """Of so many full blocks, or of all that there are up to a bound."""
@@ -49,9 +55,22 @@ class PromptKeys:
             hasher.extend(keys, parent, self._token_ids[len(keys) * block_size : num_blocks * block_size])
         return keys[:num_blocks]
 
-    def known(self, fields: CacheKeys) -> Sequence[bytes]:
-        """Those that were computed already."""
-        return self._keys.get(fields, ())
+    def milestones(self, fields: CacheKeys) -> Sequence[bytes]:
+        """Names of its beginnings of one, two, four, eight ... full blocks: enough to know about how long it has one in
+        common with another prompt. Not the keys of those blocks, each of which would take that of every block before.
+        """
+        found = self._milestones.get(fields)
+        if found is None:
+            *words, block_size = fields
+            num_blocks = min(_EXPECTED_BLOCKS, len(self._token_ids) // block_size)
+            name = hashlib.sha256(BlockHasher(CacheKeyFields(*words), block_size).root(cache_salt=self._cache_salt))
+            found, done = [], 0
+            for end in (block_size << power for power in range(num_blocks.bit_length())):
+                name.update(struct.pack(f"<{end - done}I", *self._token_ids[done:end]))
+                found.append(name.digest())
+                done = end
+            self._milestones[fields] = found
+        return found
 
 
 class CacheView:
@@ -99,13 +118,13 @@ class CacheView:
             self._apply(incarnation, event)
         return False
 
-    def expect(self, incarnation: str, keys: Sequence[bytes]) -> None:
-        """A prompt with these `milestones` goes there."""
-        self._expected.add(incarnation, keys)
+    def expect(self, incarnation: str, milestones: Sequence[bytes]) -> None:
+        """A prompt with these `PromptKeys.milestones` goes there."""
+        self._expected.add(incarnation, milestones)
 
-    def expect_no_more(self, incarnation: str, keys: Sequence[bytes]) -> None:
+    def expect_no_more(self, incarnation: str, milestones: Sequence[bytes]) -> None:
         """It is over; what was computed has been told by now."""
-        self._expected.remove(incarnation, keys)
+        self._expected.remove(incarnation, milestones)
 
     def cached_tokens(self, prompt: PromptKeys, nodes: Sequence[NodeDescription]) -> Mapping[str, int]:
         """How many of a prompt's first tokens each node has; those that have none are left out.
@@ -117,12 +136,14 @@ class CacheView:
     def cached_of(self, prompt: PromptKeys, names: Set[CacheKeys]) -> Mapping[str, int]:
         """`cached_tokens` of all nodes that name their blocks so."""
         told = [index for index in self._tiers.values() if not index.is_empty]
-        if not told and self._expected.is_empty:
+        expects = not self._expected.is_empty
+        if not (told or expects):
             return {}
         found: dict[str, int] = {}
         for fields in names:
             num_blocks = _leading(prompt, fields, told)
-            for incarnation, passed in self._expected.leading(milestones(prompt.first(fields, _FIRST_BLOCKS))).items():
+            on_their_way = self._expected.leading(prompt.milestones(fields)) if expects else {}
+            for incarnation, passed in on_their_way.items():
                 num_blocks[incarnation] = max(1 << passed - 1, num_blocks.get(incarnation, 0))
             for incarnation, count in num_blocks.items():
                 found[incarnation] = count * fields[-1]
@@ -142,13 +163,10 @@ class CacheView:
                 self._forget_told(incarnation)
 
 
-def milestones(keys: Sequence[bytes]) -> Sequence[bytes]:
-    """Keys of the first, second, fourth, eighth ... block: enough to know about how long a common beginning is."""
-    return [keys[(1 << power) - 1] for power in range(len(keys).bit_length())]
-
-
 def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex]) -> dict[str, int]:
-    num_blocks = _FIRST_BLOCKS
+    if not indices:
+        return {}
+    num_blocks = 1
     while True:
         keys = prompt.first(fields, num_blocks)
         found: dict[str, int] = {}
@@ -157,4 +175,4 @@ def _leading(prompt: PromptKeys, fields: CacheKeys, indices: Sequence[BlockIndex
                 found[incarnation] = max(count, found.get(incarnation, 0))
         if len(keys) < num_blocks or max(found.values(), default=0) < num_blocks:
             return found
-        num_blocks *= 8
+        num_blocks *= _LOOKED_UP_MORE

@@ -18,7 +18,7 @@ from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.values import value
 from router.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.cache_view import CacheKeys, CacheView, PromptKeys, cache_keys_of, milestones
+from router.cache_view import CacheView, PromptKeys, cache_keys_of
 from router.cost_model import (
     Found,
     NodeCosts,
@@ -49,8 +49,6 @@ from router.request import ValidRequest
 
 ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512
-_EXPECTED_BLOCKS = 64
-"""Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 _JUDGE_EVERY_S = 0.05
 
 
@@ -381,15 +379,12 @@ class Placer:
         expected: list[tuple[str, Sequence[bytes]]] = []
         if prompt is None or len(self._names) <= 2:
             return expected
-        known: tuple[CacheKeys, Sequence[bytes]] | None = None
         for node in (placement.prefill, placement.decode):
             fields = cache_keys_of(node) if node is not None else None
             if node is not None and fields is not None:
-                if known is None or known[0] != fields:
-                    first = prompt.first(fields, max(_EXPECTED_BLOCKS, len(prompt.known(fields))))
-                    known = (fields, milestones(first))
-                self._caches.expect(node.incarnation, known[1])
-                expected.append((node.incarnation, known[1]))
+                milestones = prompt.milestones(fields)
+                self._caches.expect(node.incarnation, milestones)
+                expected.append((node.incarnation, milestones))
         return expected
 
     def _add_live(self, request_id: str, attempt: int, placement: Placement) -> _Live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from baton.engine.kv_events import (
 )
 from baton.node.kv_cache_updates import kv_cache_updates
 from baton.rpc.messages import KVCacheUpdate, NodeDescription
-from router.cache_view import CacheView, PromptKeys, cache_keys_of, milestones
+from router.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode
 
 SIZE = 4
@@ -34,6 +35,22 @@ def keys_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: 
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(cache_salt=salt), prompt)
     return keys
+
+
+def milestones_of(prompt: Sequence[int] = PROMPT, node: NodeDescription = NODE, salt: str = "") -> Sequence[bytes]:
+    fields = cache_keys_of(node)
+    assert fields is not None
+    return PromptKeys(prompt, salt).milestones(fields)
+
+
+class ReadPrompt(tuple[int, ...]):
+    """A prompt that knows how far it was read."""
+
+    read_to = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read_to = max(self.read_to, index.stop)
+        return super().__getitem__(index)
 
 
 def stored(keys: Sequence[bytes], tier: Tier = "device") -> BlockStored:
@@ -104,7 +121,7 @@ def test_a_restart_of_the_numbering_forgets_what_was_before() -> None:
 def test_who_is_gone_has_nothing_and_is_not_heard() -> None:
     keys = keys_of()
     view = watching(stored(keys))
-    view.expect(RUN, milestones(keys))
+    view.expect(RUN, milestones_of())
     view.forget(RUN)
     view.forget(RUN)
     assert not view.updated(RUN, snapshot(0, stored(keys)))
@@ -123,26 +140,47 @@ def test_salts_and_layouts_keep_prompts_apart() -> None:
 def test_a_prompt_on_its_way_counts_until_its_attempt_is_over() -> None:
     keys = keys_of()
     view = watching()
-    view.expect(RUN, milestones(keys[:5]))
+    view.expect(RUN, milestones_of(PROMPT[: 5 * SIZE]))
     assert (cached(view), view.num_keys) == (4 * SIZE, 0), "known to a power of two"
     view.updated(RUN, KVCacheUpdate(5, 6, [stored(keys[:2])]))
-    view.expect_no_more(RUN, milestones(keys[:5]))
+    view.expect_no_more(RUN, milestones_of(PROMPT[: 5 * SIZE]))
     assert cached(view) == 2 * SIZE
 
 
-def test_keys_are_computed_as_far_as_somebody_has_them() -> None:
+def test_prompts_on_their_way_are_told_apart_where_they_differ() -> None:
+    """By their salt, by the model and layout of the node, and by any token of a beginning."""
+    view = watching()
+    view.expect(RUN, milestones_of())
+    assert cached(view) == 8 * SIZE, "known to a power of two"
+    assert cached(view, salt="tenant") == 0
+    assert cached(view, node=decode(kv_layout="other", block_size=SIZE)) == 0
+    for changed, same in ((0, 0), (SIZE - 1, 0), (SIZE, 1), (2 * SIZE, 2), (4 * SIZE - 1, 2), (7 * SIZE, 4)):
+        other = [token + (place == changed) for place, token in enumerate(PROMPT)]
+        assert cached(view, other) == same * SIZE, f"token {changed} is another"
+
+
+def test_a_long_prompt_on_its_way_counts_up_to_a_bound() -> None:
     long = tuple(range(3000))
+    view = watching()
+    view.expect(RUN, milestones_of(long))
+    assert cached(view, long) == 64 * SIZE
+    assert cached(view, long[: 100 * SIZE]) == 64 * SIZE
+    assert cached(view, long[:SIZE]) == SIZE
+    assert milestones_of(long[: SIZE - 1]) == []
+
+
+def test_a_prompt_is_read_as_far_as_somebody_has_it() -> None:
+    long = tuple(range(3000))
+    nobody, somebody, empty = ReadPrompt(long), ReadPrompt(long), ReadPrompt(long)
+    watching(stored([bytes(32)])).cached_tokens(PromptKeys(nobody, ""), [NODE])
+    assert nobody.read_to == SIZE
+    keys = PromptKeys(somebody, "")
+    assert watching(stored(keys_of(long)[:600])).cached_tokens(keys, [NODE]) == {RUN: 600 * SIZE}
     fields = cache_keys_of(NODE)
     assert fields is not None
-    nobody, somebody = PromptKeys(long, ""), PromptKeys(long, "")
-    watching(stored([bytes(32)])).cached_tokens(nobody, [NODE])
-    assert len(nobody.known(fields)) == 64
-    assert watching(stored(keys_of(long)[:600])).cached_tokens(somebody, [NODE]) == {RUN: 600 * SIZE}
-    assert len(somebody.known(fields)) == 750
-    assert somebody.known(fields) == keys_of(long)
-    empty = PromptKeys(long, "")
-    CacheView().cached_tokens(empty, [NODE])
-    assert len(empty.known(fields)) == 0, "nobody has anything: nothing is hashed"
+    assert keys.first(fields, 750) == keys_of(long)
+    CacheView().cached_tokens(PromptKeys(empty, ""), [NODE])
+    assert empty.read_to == 0, "nobody has anything: nothing is hashed"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -23,7 +23,7 @@ _MOST_BLOCKS = 4096
 behind them is taken to be computed, everywhere alike."""
 _LOOKED_UP_MORE = 8
 """Times as many are looked up next, where a node has all of them so far. The first alone: most prompts are new."""
-_EXPECTED_BLOCKS = 64
+EXPECTED_BLOCKS = 64
 """Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
 
 CacheKeys = tuple[str, str, str, int]
@@ -62,7 +62,7 @@ class PromptKeys:
         found = self._milestones.get(fields)
         if found is None:
             *words, block_size = fields
-            num_blocks = min(_EXPECTED_BLOCKS, len(self._token_ids) // block_size)
+            num_blocks = min(EXPECTED_BLOCKS, len(self._token_ids) // block_size)
             name = hashlib.sha256(BlockHasher(CacheKeyFields(*words), block_size).root(cache_salt=self._cache_salt))
             found, done = [], 0
             for end in (block_size << power for power in range(num_blocks.bit_length())):

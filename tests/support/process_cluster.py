@@ -108,8 +108,18 @@ class ClusterSession(Caller):
         self._operator = operator_pb2_grpc.OperatorStub(private)
 
     async def status(self) -> ClusterStatus:
-        """The cluster as its router sees it."""
-        return status_from_pb(await self._operator.GetStatus(operator_pb2.GetStatusRequest(), wait_for_ready=True))
+        """The cluster as its router sees it. While a router ends, its operators' port cancels calls: who comes after it
+        is asked.
+        """
+        async with asyncio.timeout(BOUND_S):
+            while True:
+                try:
+                    return status_from_pb(
+                        await self._operator.GetStatus(operator_pb2.GetStatusRequest(), wait_for_ready=True)
+                    )
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.CANCELLED:
+                        raise
 
     async def until(self, is_so: Callable[[ClusterStatus], bool]) -> ClusterStatus:
         """Ask the router until it says so; returns what it said."""

@@ -12,7 +12,7 @@ from typing import SupportsIndex
 
 from baton.bench.workloads import Piece
 from baton.engine.block_hash import KEY_BYTES
-from router.cache_view import CacheKeys, PromptKeys
+from router.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
 from router.request import ValidRequest
 
 TOKEN = 7
@@ -73,8 +73,9 @@ class SimulatedKeys(PromptKeys):
     def first(self, fields: CacheKeys, num_blocks: int) -> Sequence[bytes]:
         return self._all[:num_blocks]
 
-    def known(self, fields: CacheKeys) -> Sequence[bytes]:
-        return self._all
+    def milestones(self, fields: CacheKeys) -> Sequence[bytes]:
+        known = min(EXPECTED_BLOCKS, len(self._all))
+        return [self._all[(1 << power) - 1] for power in range(known.bit_length())]
 
 
 def _piece_keys(pieces: Sequence[Piece], block_size: int) -> list[bytes]:

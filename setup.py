@@ -37,9 +37,16 @@ setup(
             sources=sorted(glob(f"{FOLDER}/csrc/*.c"), key=lambda path: (not path.endswith("/portable.c"), path)),
             depends=sorted(glob(f"{FOLDER}/csrc/*.h")),
             # No -march: vector code is chosen at run time. No contraction: a sum is the chain that is written down.
-            extra_compile_args=["-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-g0"],
+            extra_compile_args=[
+                "-std=gnu11",
+                "-O3",
+                "-ffp-contract=off",
+                "-fno-strict-aliasing",
+                "-fno-math-errno",
+                "-g0",
+            ],
             libraries=["m", "pthread"],
             optional=True,
         )
-    ]
+    ],
 )

@@ -22,9 +22,11 @@ _MOST_BLOCKS = 4096
 """Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is
 behind them is taken to be computed, everywhere alike."""
 _LOOKED_UP_MORE = 8
-"""Times as many are looked up next, where a node has all of them so far. The first alone: most prompts are new."""
+"""The first block of a prompt is looked up alone, since most prompts are new. While a node has all the blocks that were
+looked up, so many times as many are looked up next."""
 EXPECTED_BLOCKS = 64
-"""Of a prompt that nobody has: so many are taken to be where it goes, so that others that begin so go there too."""
+"""A node that a prompt was sent to is expected to have so many of its first blocks, so that other prompts that begin
+like it are sent there too."""
 
 CacheKeys = tuple[str, str, str, int]
 """What keys depend on: model, dtype, layout and block size."""

@@ -253,9 +253,9 @@ class Watched:
             time.sleep(_PAUSE_S)
 
     def _children(self, name: str) -> int:
-        """How many processes this one has to compile schemas in, with a descriptor for each.
+        """The number of children in which the process compiles schemas; it holds a descriptor for each.
 
-        It starts them when as many schemas come at once and keeps them, so they say nothing of what an attack left.
+        It starts one when as many schemas come at once and keeps it, so a child is nothing that an attack left behind.
         """
         found, argument = 0, b"\0".join((b"-m", SCHEMA_CHILD.encode(), str(self._pids[name]).encode()))
         for process in Path("/proc").glob("[0-9]*"):

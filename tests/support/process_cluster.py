@@ -108,8 +108,9 @@ class ClusterSession(Caller):
         self._operator = operator_pb2_grpc.OperatorStub(private)
 
     async def status(self) -> ClusterStatus:
-        """The cluster as its router sees it. While a router ends, its operators' port cancels calls: who comes after it
-        is asked.
+        """The cluster as its router sees it.
+
+        A router that ends cancels the calls at its operators' port; then its successor is asked. Raises TimeoutError.
         """
         async with asyncio.timeout(BOUND_S):
             while True:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -417,14 +418,14 @@ async def run_router(
                 )
                 stack.push_async_callback(records.close)
         await require(membership)
-        asks = _asks_with(config)
+        tls = config.tls.read() if config.tls is not None else None
+        asks = asks_with(Dialer.to_role(CallerRole.ROUTER, config.cluster, tls))
         await require_free_name(membership, config.router_id, asks)
         await _Router(config, membership, records, codec, template, card, asks).run(ready, stop, fault)
 
 
-def _asks_with(config: RouterConfig) -> Asks:
+def asks_with(dialer: Dialer) -> Asks:
     """Ask the router at a record's address who it is."""
-    dialer = Dialer.to_role(CallerRole.ROUTER, config.cluster, config.tls.read() if config.tls is not None else None)
 
     def ask(address: str) -> str:
         with contextlib.closing(OperatorStub(address, dialer)) as stub:
@@ -432,7 +433,14 @@ def _asks_with(config: RouterConfig) -> Asks:
             return stub.status(_ANSWER_S).nodes[0].incarnation
 
     async def asks(record: NodeRecord) -> str:
-        return await asyncio.to_thread(ask, record.operator_address or record.address)
+        # A thread of its own: one of asyncio's would stay, in those routers alone that met a record of their name.
+        thread = ThreadPoolExecutor(1)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                thread, ask, record.operator_address or record.address
+            )
+        finally:
+            thread.shutdown(wait=False)
 
     return asks
 

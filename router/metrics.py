@@ -51,7 +51,7 @@ def connection_figures(
 ) -> Iterator[Figure]:
     """What clients hold open at the public ports; None: that server does not count it.
 
-    `refused`: connections that were closed at once, by listener and limit.
+    `refused`: connections that were closed for a limit, by listener and limit.
     """
     for name, text, value in (
         ("grpc_connections", "Open connections of gRPC clients.", grpc_connections),
@@ -60,7 +60,7 @@ def connection_figures(
     ):
         if value is not None:
             yield Figure(name, text, value, {})
-    text = "Connections that were closed at once, by the limit that was reached."
+    text = "Connections that were closed for a limit, new ones at once and silent ones for new ones, by that limit."
     by_limit = {limit.name.lower(): sum(refused[key] for key in refused if key[1] is limit) for limit in Refusal}
     yield from by_label("connections_refused_total", text, "limit", by_limit)
 

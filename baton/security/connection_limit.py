@@ -1,8 +1,13 @@
 """How many connections a process takes, in all, at each of its listeners and from each address. Pure accounting.
 
-A connection costs its client nothing and the server a file descriptor. A process that has none left can neither open a
-file nor reach Redis or a node, so those who only connect must not get them all; nor must one client get all that there
-are for clients.
+A connection costs its client nothing and the server a file descriptor and some kilobytes. A process that has no
+descriptor left can neither open a file nor reach Redis or a node, so those who only connect must not get them all; nor
+must one client get all that there are for clients.
+
+A connection is silent while its peer is to speak and has asked for nothing so far. Clients are silent for the time that
+it takes to answer a greeting; a crowd that only connects is so for ever, and what it takes of memory stays with the
+process: CPython gives an arena of a mebibyte back only once nothing in it is in use. So silent connections have a limit
+of their own, far below the others, and it is the longest silent one that makes room for a new one: it keeps nobody out.
 """
 
 from __future__ import annotations
@@ -10,10 +15,15 @@ from __future__ import annotations
 import enum
 import resource
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_CONNECTIONS = 16_384
 """The most connections of one process, however many descriptors it may have: each takes some kilobytes, too."""
+MAX_SILENT = 1024
+"""The most silent ones of a process. A router accepts some thousands in a second at most, so that each has some tenths
+of a second to ask for something, however many others come.
+"""
 _LEAST = 8
 
 
@@ -23,6 +33,8 @@ class Refusal(enum.Enum):
     PROCESS = "of this process"
     LISTENER = "at one port"
     PEER = "from one address at one port"
+    SILENT = "of connections that have asked for nothing"
+    """The longest silent one is closed for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,8 @@ class Limits:
     listener: int
     peer: int
     """From one address at one listener. Many clients may come from one: behind a proxy, or on the same machine."""
+    silent: int = MAX_SILENT
+    """Of the process, likewise."""
 
     @classmethod
     def of_descriptors(cls, descriptors: int) -> Limits:
@@ -41,7 +55,7 @@ class Limits:
         """
         process = max(_LEAST, min(MAX_CONNECTIONS, descriptors // 2))
         listener = process * 3 // 4
-        return cls(process, listener, listener * 2 // 3)
+        return cls(process, listener, listener * 2 // 3, min(MAX_SILENT, max(1, process // 4)))
 
     @classmethod
     def of_this_process(cls) -> Limits:
@@ -53,18 +67,38 @@ class Limits:
 class Place:
     """One connection's share of a limit. Give it back when the connection is gone."""
 
-    __slots__ = ("_limit", "_listener", "_peer")
+    __slots__ = ("_has_asked", "_limit", "_listener", "peer")
 
     def __init__(self, limit: ConnectionLimit, listener: str, peer: str) -> None:
         self._limit: ConnectionLimit | None = limit
         self._listener = listener
-        self._peer = peer
+        self.peer = peer
+        """The address that it comes from."""
+        self._has_asked = False
+
+    def waits_for_peer(self, close: Callable[[], None]) -> None:
+        """It is for the peer to speak: the connection is silent from now on, unless something has been asked for on it
+        before. `close` ends the connection; it is called if another one needs the room.
+        """
+        if self._limit is not None and not self._has_asked:
+            self._limit.is_silent(self, close)
+
+    def waits_for_us(self) -> None:
+        """The peer has spoken, and this process has not looked at it yet: the connection is not silent. Idempotent."""
+        if self._limit is not None:
+            self._limit.is_not_silent(self)
+
+    def asked(self) -> None:
+        """Something was asked for: the connection is never silent again. Idempotent."""
+        self._has_asked = True
+        self.waits_for_us()
 
     def release(self) -> None:
         """Idempotent."""
         limit, self._limit = self._limit, None
         if limit is not None:
-            limit.give_back(self._listener, self._peer)
+            limit.is_not_silent(self)
+            limit.give_back(self._listener, self.peer)
 
 
 class ConnectionLimit:
@@ -75,8 +109,10 @@ class ConnectionLimit:
         self._limits = limits
         self._by_listener: Counter[str] = Counter()
         self._by_peer: Counter[tuple[str, str]] = Counter()
+        self._silent: dict[Place, Callable[[], None]] = {}
+        """The longest silent one first, with what ends it."""
         self.refused: Counter[tuple[str, Refusal]] = Counter()
-        """By listener and limit, since the process began."""
+        """By listener and limit, since the process began; of silent ones the listener is that of the new connection."""
 
     @property
     def limits(self) -> Limits:
@@ -87,6 +123,10 @@ class ConnectionLimit:
     @property
     def num_open(self) -> int:
         return self._by_listener.total()
+
+    @property
+    def num_silent(self) -> int:
+        return len(self._silent)
 
     def take(self, listener: str, peer: str) -> Place | Refusal:
         """A place for a connection from this address, or the limit that is in its way."""
@@ -103,6 +143,23 @@ class ConnectionLimit:
         self._by_listener[listener] += 1
         self._by_peer[listener, peer] += 1
         return Place(self, listener, peer)
+
+    def crowded_out(self, listener: str) -> Callable[[], None] | None:
+        """Where there are too many silent connections, what ends the longest silent one: the caller has called it then.
+        `listener` has a new one.
+        """
+        if self.num_silent <= self.limits.silent:
+            return None
+        self.refused[listener, Refusal.SILENT] += 1
+        return self._silent.pop(next(iter(self._silent)))
+
+    def is_silent(self, place: Place, close: Callable[[], None]) -> None:
+        """For `Place`."""
+        self._silent[place] = close
+
+    def is_not_silent(self, place: Place) -> None:
+        """For `Place`."""
+        self._silent.pop(place, None)
 
     def give_back(self, listener: str, peer: str) -> None:
         """For `Place`."""

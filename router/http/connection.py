@@ -167,6 +167,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         self._check_head()
         self._head_is_there()
+        self._place.asked()
         self._expects_head = False
         self._num_parsed = 0
         super().on_headers_complete()

@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import logging
 import ssl
-from asyncio import sslproto
+from asyncio import selector_events, sslproto
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +25,7 @@ from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
 from tests.support.left_behind import collector_off
 
 NUM_CONNECTIONS = 10
-_KINDS = (Connection, _Link, sslproto.SSLProtocol)
+_KINDS = (Connection, _Link, sslproto.SSLProtocol, selector_events._SelectorSocketTransport)
 PAGE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 ASKED = {"http": PAGE, "grpc": PREFACE + frame(SETTINGS, 0, 0)}
 """What each server answers."""

@@ -14,15 +14,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc as grpclib
 import pytest
 
 from baton.observe.listener import ACCEPTED_AT_ONCE, HANDSHAKES_AT_ONCE, UNHEARD_AT_ONCE, Listener, listening_socket
 from baton.observe.metrics_page import MetricsPage
 from baton.rpc.http2.frames import PREFACE
+from baton.rpc.http2.hpack import write_headers
 from baton.rpc.http2.server import Http2Server
 from baton.security.authority import make_certificates
-from baton.security.connection_limit import ConnectionLimit, Limits
+from baton.security.connection_limit import ConnectionLimit, Limits, Refusal
 from router.http.server import HttpServer
+from tests.support.http2_frames import END_HEADERS, HEADERS, SETTINGS, frame, request_fields
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
 
 LIMITS = Limits(process=4, listener=3, peer=2)
@@ -44,6 +47,8 @@ async def http(limit: ConnectionLimit) -> AsyncIterator[int]:
 @asynccontextmanager
 async def grpc(limit: ConnectionLimit) -> AsyncIterator[int]:
     server = Http2Server(max_message_bytes=1 << 20, max_metadata_bytes=8192, limit=limit)
+    methods = {"Wait": grpclib.unary_unary_rpc_method_handler(lambda *_: b"", bytes, bytes)}
+    server.add_generic_rpc_handlers([grpclib.method_handlers_generic_handler("test", methods)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield port
@@ -102,6 +107,57 @@ async def test_a_port_takes_so_many_connections_and_others_when_those_have_left(
             writer.close()
         await until(lambda: is_served(port, kind))
         await until_open(limit, 0)
+
+
+GREETING = PREFACE + frame(SETTINGS, 0, 0)
+CALL = frame(HEADERS, END_HEADERS, 1, write_headers(request_fields("/test/Wait")))
+SILENCE = {"http": (PAGE[:6], PAGE[6:]), "metrics": (PAGE[:6], PAGE[6:]), "grpc": (GREETING, CALL)}
+"""What asks for nothing, and what asks for something behind it."""
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_the_longest_silent_connection_is_closed_for_a_new_one_and_nobody_is_kept_out(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=2))
+    greeting, question = SILENCE[kind]
+
+    def has_closed(count: int) -> Callable[[], Awaitable[bool]]:
+        async def holds() -> bool:
+            return limit.refused.total() == count
+
+        return holds
+
+    async with SERVERS[kind](limit) as port:
+        connections = []
+        with caplog.at_level(logging.WARNING):
+            for number in range(5):
+                connections.append(await asyncio.open_connection("127.0.0.1", port))
+                connections[-1][1].write(greeting)
+                await until(has_closed(max(0, number - 1)))
+                await until_open(limit, min(2, number + 1))
+        assert all(refusal is Refusal.SILENT for _, refusal in limit.refused)
+        told = [record for record in caplog.records if "the longest silent one is closed" in record.getMessage()]
+        assert len(told) == 1
+        for reader, writer in connections[-2:]:
+            writer.write(question)
+            begin = ASKED[kind][1]
+            assert await reader.readexactly(len(begin)) == begin
+        await until_silent(limit, 0)
+        if kind != "metrics":  # it closes after its answer
+            assert limit.num_open == 2, "whoever has asked for something stays, however many others come"
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+            await until_open(limit, 4)
+            assert limit.num_silent == 2
+            connections += others
+        for _, writer in connections:
+            writer.close()
+        await until_open(limit, 0)
+
+
+async def until_silent(limit: ConnectionLimit, count: int) -> None:
+    while limit.num_silent != count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_ports_share_what_the_process_has() -> None:
@@ -179,27 +235,52 @@ class Handshakes:
         self._loop.call_soon(self._turn)
 
 
-@pytest.mark.timeout(20)
-async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(tmp_path: Path) -> None:
-    make_certificates(tmp_path, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
+@asynccontextmanager
+async def shaking_hands(home: Path, num_clients: int) -> AsyncIterator[tuple[Handshakes, ConnectionLimit]]:
+    """A server of gRPC, and so many clients of it that have all sent the begin of a handshake and nothing more."""
+    make_certificates(home, "default", ["127.0.0.1"], 1, datetime.datetime.now(datetime.UTC))
     context, handshakes = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), Handshakes()
-    context.load_cert_chain(tmp_path / "router.crt", tmp_path / "router.key")
+    context.load_cert_chain(home / "router.crt", home / "router.key")
     # Called for each client's greeting.
     context.sni_callback = handshakes.begun
-    server = Http2Server(tls=context, max_message_bytes=1 << 20, max_metadata_bytes=8192)
+    limit = ConnectionLimit()
+    server = Http2Server(tls=context, max_message_bytes=1 << 20, max_metadata_bytes=8192, limit=limit)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    greeting = client_hello(tmp_path / "ca.crt")
-    writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(60)]
-    for writer in writers:
-        writer.write(greeting)
-    while handshakes.count < len(writers):  # noqa: ASYNC110 - turns of the loop are what is counted
-        await asyncio.sleep(0)
+    greeting = client_hello(home / "ca.crt")
+    # The kernel takes them, and what they say.
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_clients)]
+    try:
+        for client in clients:
+            client.sendall(greeting)
+        yield handshakes, limit
+    finally:
+        for client in clients:
+            client.close()
+        await server.stop(0)
+
+
+@pytest.mark.timeout(20)
+async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(tmp_path: Path) -> None:
+    most_waiting = 0
+    async with shaking_hands(tmp_path, 60) as (handshakes, limit):
+        while handshakes.count < 60:
+            most_waiting = max(most_waiting, limit.num_open - limit.num_silent)
+            await asyncio.sleep(0)
+    assert most_waiting > 30, "those whose turn has not come are not silent"
     # Those of two turns may meet.
     assert handshakes.most <= 2 * HANDSHAKES_AT_ONCE
-    for writer in writers:
-        writer.transport.abort()
-    await server.stop(0)
+
+
+@pytest.mark.timeout(20)
+async def test_a_larger_crowd_that_shakes_hands_waits_in_the_kernel(tmp_path: Path) -> None:
+    most_waiting = 0
+    async with shaking_hands(tmp_path, 500) as (handshakes, limit):
+        while handshakes.count < 500:
+            most_waiting = max(most_waiting, limit.num_open - handshakes.count)
+            await asyncio.sleep(0)
+    # What was accepted in the last turns has not been seen to have spoken yet.
+    assert most_waiting <= UNHEARD_AT_ONCE + 4 * ACCEPTED_AT_ONCE
 
 
 @pytest.mark.parametrize(("num_unheard", "at_once"), [(UNHEARD_AT_ONCE, ACCEPTED_AT_ONCE), (UNHEARD_AT_ONCE + 1, 1)])

@@ -198,7 +198,7 @@ PACKAGES = ("router", "prefill_node", "decode_node", "kv_transfer", "baton/node"
 PACKAGES += ("baton/observe", "baton/text", "baton/security")
 STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
-    "router/app.py": (4, "the run itself awaits them"),
+    "router/app.py": (5, "the run itself awaits them"),
     "router/http/endpoints.py": (1, "the answer to the call awaits its parts"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),

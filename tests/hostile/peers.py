@@ -7,7 +7,7 @@ import random
 import socket
 import ssl
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -139,22 +139,41 @@ def crowd(
     first: bytes,
     source: Callable[[random.Random], str] = lambda rng: ATTACKER,
 ) -> Answers:
-    """So many connections at a time, open until the end; each says `first` and nothing more, in clear text."""
+    """So many connections at a time, until the end; each says `first` and nothing more, in clear text. Another one
+    takes the place of one that is closed.
+    """
     answers: Answers = Counter()
     rng = random.Random(7)
-    with contextlib.ExitStack() as stack:
+    held: deque[socket.socket] = deque()
+    try:
         while not over.is_set():
-            if answers["connected"] >= count:
-                over.wait()
-                break
+            if len(held) >= count:
+                over.wait(_PAUSE_S)
+            while held and _is_closed(held[0]):
+                held.popleft().close()
+                answers["closed"] += 1
+            if len(held) >= count:
+                continue
             try:
-                connection = stack.enter_context(contextlib.closing(target.connect(port, source(rng), speaks=False)))
+                connection = target.connect(port, source(rng), speaks=False)
+                held.append(connection)
                 connection.sendall(first)
                 answers["connected"] += 1
             except OSError:
                 answers["refused"] += 1
                 over.wait(_PAUSE_S)
+    finally:
+        for connection in held:
+            connection.close()
     return answers
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        drain(connection)
+    except OSError:
+        return True
+    return False
 
 
 def many_peers(rng: random.Random) -> str:

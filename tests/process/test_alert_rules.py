@@ -30,7 +30,7 @@ def test_prometheus_reads_the_rules_and_alerts_when_it_is_to(promtool: str, tmp_
         shutil.copy(MONITORING / name, tmp_path)
     code, said = says("check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
     assert code == 0, said
-    assert "28 rules found" in said
+    assert "29 rules found" in said
     code, said = says("test", "rules", "rules_test.yml")
     assert code == 0, said
     rules = tmp_path / "rules.yml"

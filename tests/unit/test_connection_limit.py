@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from baton.security.connection_limit import MAX_CONNECTIONS, ConnectionLimit, Limits, Place, Refusal
+from baton.security.connection_limit import MAX_CONNECTIONS, MAX_SILENT, ConnectionLimit, Limits, Place, Refusal
 
 
 def taken(found: Place | Refusal) -> Place:
@@ -34,6 +36,41 @@ def test_each_limit_is_kept_and_said() -> None:
     }
 
 
+def test_the_longest_silent_connection_makes_room_for_a_new_one() -> None:
+    limit, closed = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=2)), list[int]()
+    places = [taken(limit.take("http", "a")) for _ in range(5)]
+    for number in (0, 1):
+        places[number].waits_for_peer(partial(closed.append, number))
+        assert limit.crowded_out("http") is None
+    # Its peer has spoken, and then it is to speak again: it is the latest one now.
+    places[0].waits_for_us()
+    places[0].waits_for_peer(partial(closed.append, 0))
+    places[2].waits_for_peer(partial(closed.append, 2))
+    close = limit.crowded_out("http")
+    assert close is not None
+    close()
+    assert closed == [1]
+    assert limit.crowded_out("http") is None
+    assert limit.refused == {("http", Refusal.SILENT): 1}
+    # Still there until its connection is gone.
+    assert limit.num_open == 5
+
+
+def test_whoever_has_asked_for_something_or_has_left_is_not_silent() -> None:
+    limit, closed = ConnectionLimit(Limits(process=9, listener=9, peer=9, silent=1)), list[str]()
+    asked, left, gone, new = (taken(limit.take("http", "a")) for _ in range(4))
+    asked.waits_for_peer(partial(closed.append, "asked"))
+    asked.asked()
+    asked.waits_for_peer(partial(closed.append, "asked"))
+    left.waits_for_peer(partial(closed.append, "left"))
+    left.release()
+    gone.release()
+    gone.waits_for_peer(partial(closed.append, "gone"))
+    new.waits_for_peer(partial(closed.append, "new"))
+    assert limit.crowded_out("http") is None
+    assert limit.num_silent == 1
+
+
 def test_addresses_that_have_left_are_forgotten() -> None:
     limit = ConnectionLimit(Limits(process=2, listener=2, peer=1))
     for number in range(1000):
@@ -46,3 +83,4 @@ def test_addresses_that_have_left_are_forgotten() -> None:
 def test_most_descriptors_are_kept_for_the_process_itself_and_some_connections_for_others(descriptors: int) -> None:
     limits = Limits.of_descriptors(descriptors)
     assert limits.peer < limits.listener < limits.process <= min(descriptors // 2, MAX_CONNECTIONS)
+    assert 0 < limits.silent <= min(MAX_SILENT, limits.process // 4)

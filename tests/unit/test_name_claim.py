@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -11,6 +13,9 @@ from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDe
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
 from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.rpc.credentials import PLAIN
+from router.app import asks_with
+from tests.support.ports import free_ports
 from tests.support.router_parts import prefill, record_of
 
 LEASE_S = 0.05
@@ -104,3 +109,12 @@ async def test_of_two_that_start_at_once_the_later_gives_way(store: MemoryStore)
     with pytest.raises(ConfigError, match="does not answer"):
         await require_free_name(registry, "p1", both)
     await registry.close()
+
+
+@pytest.mark.timeout(20)
+async def test_a_router_that_asked_who_is_there_keeps_no_thread_for_it() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(Unreachable):
+        await asks_with(PLAIN)(replace(OLD, address=f"127.0.0.1:{free_ports(1)}"))
+    for thread in set(threading.enumerate()) - before:
+        await asyncio.to_thread(thread.join)

@@ -461,6 +461,7 @@ class _Link(asyncio.BufferedProtocol):
             max_bytes = min(max_bytes, _KEYLESS_MESSAGE_BYTES)
         elif not self._is_known:
             self._is_known = True
+            self._place.asked()
             self._connection.guard.free_resets = FREE_RESETS
             self._connection.allow_streams(MAX_STREAMS_OPEN)
         call = Call(

@@ -370,6 +370,8 @@ class RedisLease:
         self._registry = registry
         self._record = record
         self._renewer: asyncio.Task[None] | None = None
+        self._publishing = asyncio.Lock()
+        """Each on a connection of its own, an update and a renewal beside it could be written in either order."""
         self._closed = False
 
     @property
@@ -419,10 +421,11 @@ class RedisLease:
             failures = 0 if await self._try_publish() else failures + 1
 
     async def _try_publish(self) -> bool:
-        try:
-            await self._registry.publish(self._record)
-        except Unreachable:
-            return False
+        async with self._publishing:
+            try:
+                await self._registry.publish(self._record)
+            except Unreachable:
+                return False
         return True
 
 

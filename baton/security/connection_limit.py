@@ -7,7 +7,7 @@ must one client get all that there are for clients.
 A connection is silent while its peer is to speak and has asked for nothing so far. Clients are silent for the time that
 it takes to answer a greeting; a crowd that only connects is so for ever, and what it takes of memory stays with the
 process: CPython gives an arena of a mebibyte back only once nothing in it is in use. So silent connections have a limit
-of their own, far below the others, and it is the longest silent one that makes room for a new one: it keeps nobody out.
+of their own, far below the others, and the longest silent one makes room for a new one. Whoever speaks soon is served.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Limits:
     peer: int
     """From one address at one listener. Many clients may come from one: behind a proxy, or on the same machine."""
     silent: int = MAX_SILENT
-    """Of the process, likewise."""
+    """Connections of the process that have asked for nothing."""
 
     @classmethod
     def of_descriptors(cls, descriptors: int) -> Limits:
@@ -77,19 +77,19 @@ class Place:
         self._has_asked = False
 
     def waits_for_peer(self, close: Callable[[], None]) -> None:
-        """It is for the peer to speak: the connection is silent from now on, unless something has been asked for on it
-        before. `close` ends the connection; it is called if another one needs the room.
+        """The connection is silent from now on, as its peer is to speak; one on which something has been asked for is
+        not. `close` ends the connection, and is called if another one needs the room.
         """
         if self._limit is not None and not self._has_asked:
-            self._limit.is_silent(self, close)
+            self._limit.add_silent(self, close)
 
     def waits_for_us(self) -> None:
-        """The peer has spoken, and this process has not looked at it yet: the connection is not silent. Idempotent."""
+        """The connection is not silent: its peer has spoken, and this process has not looked at it yet. Idempotent."""
         if self._limit is not None:
-            self._limit.is_not_silent(self)
+            self._limit.discard_silent(self)
 
     def asked(self) -> None:
-        """Something was asked for: the connection is never silent again. Idempotent."""
+        """The connection is never silent again: something was asked for on it. Idempotent."""
         self._has_asked = True
         self.waits_for_us()
 
@@ -97,7 +97,7 @@ class Place:
         """Idempotent."""
         limit, self._limit = self._limit, None
         if limit is not None:
-            limit.is_not_silent(self)
+            limit.discard_silent(self)
             limit.give_back(self._listener, self.peer)
 
 
@@ -144,20 +144,20 @@ class ConnectionLimit:
         self._by_peer[listener, peer] += 1
         return Place(self, listener, peer)
 
-    def crowded_out(self, listener: str) -> Callable[[], None] | None:
-        """Where there are too many silent connections, what ends the longest silent one: the caller has called it then.
-        `listener` has a new one.
+    def pop_crowded_out(self, listener: str) -> Callable[[], None] | None:
+        """The longest silent connection makes room for a new one at `listener`: returns what ends it, which the caller
+        must call, or None while there are not too many.
         """
         if self.num_silent <= self.limits.silent:
             return None
         self.refused[listener, Refusal.SILENT] += 1
         return self._silent.pop(next(iter(self._silent)))
 
-    def is_silent(self, place: Place, close: Callable[[], None]) -> None:
+    def add_silent(self, place: Place, close: Callable[[], None]) -> None:
         """For `Place`."""
         self._silent[place] = close
 
-    def is_not_silent(self, place: Place) -> None:
+    def discard_silent(self, place: Place) -> None:
         """For `Place`."""
         self._silent.pop(place, None)
 

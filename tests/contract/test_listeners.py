@@ -229,6 +229,14 @@ class Handshakes:
     def begun(self, *_: object) -> None:
         self.count += 1
 
+    async def most_until(self, count: int, figure: Callable[[], int]) -> int:
+        """The largest value that `figure` has, turn by turn, until so many have begun."""
+        most = figure()
+        while self.count < count:
+            most = max(most, figure())
+            await asyncio.sleep(0)
+        return most
+
     def _turn(self) -> None:
         self.most = max(self.most, self.count - self._before)
         self._before = self.count
@@ -262,11 +270,8 @@ async def shaking_hands(home: Path, num_clients: int) -> AsyncIterator[tuple[Han
 
 @pytest.mark.timeout(20)
 async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(tmp_path: Path) -> None:
-    most_waiting = 0
     async with shaking_hands(tmp_path, 60) as (handshakes, limit):
-        while handshakes.count < 60:
-            most_waiting = max(most_waiting, limit.num_open - limit.num_silent)
-            await asyncio.sleep(0)
+        most_waiting = await handshakes.most_until(60, lambda: limit.num_open - limit.num_silent)
     assert most_waiting > 30, "those whose turn has not come are not silent"
     # Those of two turns may meet.
     assert handshakes.most <= 2 * HANDSHAKES_AT_ONCE
@@ -274,11 +279,8 @@ async def test_a_crowd_that_shakes_hands_at_one_moment_does_so_a_few_in_a_turn(t
 
 @pytest.mark.timeout(20)
 async def test_a_larger_crowd_that_shakes_hands_waits_in_the_kernel(tmp_path: Path) -> None:
-    most_waiting = 0
     async with shaking_hands(tmp_path, 500) as (handshakes, limit):
-        while handshakes.count < 500:
-            most_waiting = max(most_waiting, limit.num_open - handshakes.count)
-            await asyncio.sleep(0)
+        most_waiting = await handshakes.most_until(500, lambda: limit.num_open - handshakes.count)
     # What was accepted in the last turns has not been seen to have spoken yet.
     assert most_waiting <= UNHEARD_AT_ONCE + 4 * ACCEPTED_AT_ONCE
 

@@ -41,16 +41,16 @@ def test_the_longest_silent_connection_makes_room_for_a_new_one() -> None:
     places = [taken(limit.take("http", "a")) for _ in range(5)]
     for number in (0, 1):
         places[number].waits_for_peer(partial(closed.append, number))
-        assert limit.crowded_out("http") is None
+        assert limit.pop_crowded_out("http") is None
     # Its peer has spoken, and then it is to speak again: it is the latest one now.
     places[0].waits_for_us()
     places[0].waits_for_peer(partial(closed.append, 0))
     places[2].waits_for_peer(partial(closed.append, 2))
-    close = limit.crowded_out("http")
+    close = limit.pop_crowded_out("http")
     assert close is not None
     close()
     assert closed == [1]
-    assert limit.crowded_out("http") is None
+    assert limit.pop_crowded_out("http") is None
     assert limit.refused == {("http", Refusal.SILENT): 1}
     # Still there until its connection is gone.
     assert limit.num_open == 5
@@ -67,7 +67,7 @@ def test_whoever_has_asked_for_something_or_has_left_is_not_silent() -> None:
     gone.release()
     gone.waits_for_peer(partial(closed.append, "gone"))
     new.waits_for_peer(partial(closed.append, "new"))
-    assert limit.crowded_out("http") is None
+    assert limit.pop_crowded_out("http") is None
     assert limit.num_silent == 1
 
 

@@ -56,26 +56,26 @@ from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
+from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
-from router.event_ring import EventRing
-from router.flight_journal import FlightJournal
-from router.flight_table import AttemptCause
+from router.flight.flight_journal import FlightJournal
+from router.flight.flight_table import AttemptCause
+from router.flight.request_spans import RequestSpans
 from router.front import GenerationHandler, OperatorHandler
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer, raise_file_limit
-from router.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector, set_thresholds
 from router.limits import DispatchLimits
-from router.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
-from router.metrics import connection_figures, figures
 from router.node_links import LinkTimes, NodeLinks
-from router.placer import PlacementSettings, Placer, Policy
-from router.request_spans import RequestSpans
-from router.steering import Steering
-from router.tenants import Tenants
+from router.operations.event_ring import EventRing
+from router.operations.idle_collector import CONNECTIONS_LIKE_A_REQUEST, IdleCollector, set_thresholds
+from router.operations.live_page import MAX_REMEMBERED, MAX_RUNNING, picture
+from router.operations.metrics import connection_figures, figures
+from router.operations.steering import Steering
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.view import ClusterView
 from router.timers import LoopTimers, sleep_until
-from router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 

@@ -46,11 +46,14 @@ from baton.rpc.messages import (
     TakeChunk,
     WatchKVCache,
 )
-from router.answer import Answer
-from router.event_queue import EventQueue
-from router.flight_journal import FlightJournal
-from router.flight_record import FlightRecord
-from router.flight_table import (
+from router.admission.request import ValidRequest
+from router.admission.schemas import SchemaCheck
+from router.admission.validation import validate
+from router.flight.answer import Answer
+from router.flight.event_queue import EventQueue
+from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightRecord
+from router.flight.flight_table import (
     AbortLeg,
     AdoptLeg,
     Cancel,
@@ -71,22 +74,19 @@ from router.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
+from router.flight.request_spans import RequestSpans
+from router.flight.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
+from router.flight.run import Run
+from router.flight.text_stream import TextCodec
+from router.flight.timeline import TimelineLog
+from router.flight.turns import Turns
 from router.limits import NUM_TEXT_THREADS, DispatchCounters, DispatchLimits
 from router.losses import NodeLosses
 from router.node_links import NodeLinks
-from router.placement import Placement
-from router.placer import PlacementSettings, Placer, Policy
-from router.request import ValidRequest
-from router.request_spans import RequestSpans
-from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
-from router.run import Run
-from router.schemas import SchemaCheck
-from router.text_stream import TextCodec
-from router.timeline import TimelineLog
+from router.placement.placement import Placement
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.view import ClusterView
 from router.timers import Timers
-from router.turns import Turns
-from router.validation import validate
-from router.view import ClusterView
 from router.waiting_room import WaitingRoom
 
 _log = logging.getLogger(__name__)

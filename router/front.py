@@ -17,14 +17,14 @@ from baton.rpc.request_limits import MAX_PROMPT_BYTES
 from baton.rpc.request_rows import RequestRow
 from baton.rpc.timelines import Timeline
 from baton.security.callers import current_caller
+from router.admission.tenants import Tenants
+from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher
-from router.explained import explained
-from router.request_rows import ended_rows, running_rows
-from router.tenants import Tenants
-from router.text_stream import TextCodec
-from router.timeline import timeline
-from router.validation import check_model, check_text, check_token_ids
-from router.view import ClusterView
+from router.flight.text_stream import TextCodec
+from router.flight.timeline import timeline
+from router.operations.explained import explained
+from router.operations.request_rows import ended_rows, running_rows
+from router.placement.view import ClusterView
 
 T = TypeVar("T")
 _STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining"}

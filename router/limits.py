@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.config import MIN_PRIORITY
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Histogram
-from router.flight_table import AttemptCause
+from router.flight.flight_table import AttemptCause
 from router.served import Served
 
 NUM_TEXT_THREADS = 2

@@ -6,7 +6,7 @@ node, within some seconds. Two rules keep that from harming the flights:
 1. A turn's losses are one event. No flight is placed again before all of them are known, so that none is placed on a
    node that is about to be found lost.
 2. A flight hears which other nodes were lost within `MOMENT_S`. It does not charge its budget for a loss that it can't
-   have caused (`router.flight`, rule 5).
+   have caused (`router.flight.flight`, rule 5).
 
 A node whose link is cut may be lost with others that are found lost first, so it counts in rule 2 from the cut on. When
 the link is there again its flights hear of that, each for the attempt that ran there then.
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.background import current_watch
 from baton.ids import AttemptKey
 from baton.rpc.messages import HEARTBEAT_S
-from router.flight_table import LinkBack, NodeGone
-from router.run import Run
+from router.flight.flight_table import LinkBack, NodeGone
+from router.flight.run import Run
 
 MOMENT_S = 3 * HEARTBEAT_S
 """Losses within so many seconds may have one cause: so long may a node be silent before it counts as lost."""

@@ -10,14 +10,14 @@ from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
 from baton.rpc.messages import NodeDescription
-from router.admission import NO_HOPE, AdmissionQueue, Ticket
-from router.flight_table import GiveUp, Place
+from router.admission.admission import NO_HOPE, AdmissionQueue, Ticket
+from router.flight.flight_table import GiveUp, Place
+from router.flight.run import Run
 from router.limits import DispatchLimits
-from router.placement import Candidate, Placement, size_of
-from router.placer import Choice, Placer, demand_of
-from router.run import Run
+from router.placement.placement import Candidate, Placement, size_of
+from router.placement.placer import Choice, Placer, demand_of
+from router.placement.view import ClusterView
 from router.timers import Timers
-from router.view import ClusterView
 
 SEATED_PER_TURN = 32
 """Waiting requests that are placed in one turn of the event loop: thousands may wait when nodes come back."""

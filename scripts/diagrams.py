@@ -12,8 +12,8 @@ from baton.node.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseState
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
-from router.breaker import BREAKER_TABLE, BreakerState
-from router.flight_table import FLIGHT_TABLE, FlightState
+from router.flight.flight_table import FLIGHT_TABLE, FlightState
+from router.placement.breaker import BREAKER_TABLE, BreakerState
 
 PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 DIAGRAMS = {

@@ -47,16 +47,16 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
+from baton.testing.fake_node import FakeNode, FakeNodes
+from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher
-from router.fake_node import FakeNode, FakeNodes
-from router.flight_journal import FlightJournal
-from router.idle_collector import set_thresholds
+from router.flight.flight_journal import FlightJournal
 from router.node_links import NodeLinks
-from router.placement import Placement
-from router.placer import Placer
-from router.request import ValidRequest
+from router.operations.idle_collector import set_thresholds
+from router.placement.placement import Placement
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 from router.timers import LoopTimers
-from router.view import ClusterView
 
 MODEL = "simulated"
 BEFORE, AFTER = 3, 5

@@ -74,7 +74,9 @@ class OverloadConfig:
 
     @property
     def run_at_once(self) -> int:
-        """What the one decode node is given at once: what it runs, and a headroom (`router.admission.is_full`)."""
+        """What the one decode node is given at once: what it runs, and a headroom; see
+        `router.admission.admission.is_full`.
+        """
         return self.max_num_seqs + max(2, self.max_num_seqs // 8)
 
 

@@ -38,9 +38,9 @@ from baton.rpc.event_loop import RpcEventLoop
 from baton.rpc.messages import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
-from router.placer import Placer
-from router.request import ValidRequest
-from router.view import ClusterView
+from router.admission.request import ValidRequest
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 
 _STEPS_UNREAD = 4
 """A node that takes steps as fast as clients read lets so many of them be unread."""

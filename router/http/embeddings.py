@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest
 from baton.rpc.messages import Finished, GenerateRequest
+from router.admission.validation import check_model
 from router.http.answers import accepted_of, path_headers
 from router.http.bodies import EmbeddingBody, read_as
 from router.http.body import parse_json, read_body
 from router.http.client import Client
 from router.http.endpoints import Handler, all_of, check_request_id, ids_of_parts, off_loop, renamed, timeout_of
 from router.http.model import ServedModel
-from router.validation import check_model
 
 _MOST_AT_ONCE = 32
 """Of one call's inputs: the others wait here, where they keep nobody else from the nodes."""

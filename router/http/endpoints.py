@@ -15,6 +15,7 @@ from baton.clock import Clock
 from baton.errors import InvalidRequest
 from baton.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
+from router.admission.validation import check_model
 from router.http.answers import (
     Collected,
     Events,
@@ -32,7 +33,6 @@ from router.http.events import EventWriter, Label, Wishes
 from router.http.model import ServedModel
 from router.http.position import parse_event_id
 from router.http.shapes import CHAT, COMPLETION, Shape
-from router.validation import check_model
 
 T = TypeVar("T")
 _MAX_TIMEOUT_MS = 24 * 3600 * 1000

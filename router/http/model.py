@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from baton.errors import InvalidRequest
 from baton.rpc.messages import ModelCard
 from baton.text.chat_template import ChatTemplate
+from router.admission.validation import check_text
 from router.http.bodies import ChatBody
-from router.validation import check_text
 
 _MAX_RENDERED_BYTES = 2 << 20
 

@@ -20,7 +20,7 @@ from baton.rpc.generation_client import GenerationStub
 from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.rpc.operator_client import OperatorStub
 from router.app import RouterAddresses, RouterConfig, run_router
-from router.placer import PlacementSettings, Policy
+from router.placement.placer import PlacementSettings, Policy
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 from tests.support.served_nodes import ServedNode, token_at
 

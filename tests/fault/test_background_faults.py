@@ -26,7 +26,7 @@ from router.app import RouterAddresses, RouterConfig, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server
 from router.losses import NodeLosses
-from router.steering import Steering
+from router.operations.steering import Steering
 from router.timers import LoopTimers
 from router.waiting_room import WaitingRoom
 from tests.support.redis_server import RedisProcess
@@ -202,7 +202,7 @@ GUARDED_OTHERWISE = {
     "router/http/endpoints.py": (1, "the answer to the call awaits its parts"),
     "router/http/server.py": (1, "the start awaits it"),
     "router/node_links.py": (1, "the link's task awaits the attachment"),
-    "router/steering.py": (2, "the drain that waits awaits them"),
+    "router/operations/steering.py": (2, "the drain that waits awaits them"),
     "kv_transfer/link.py": (4, "the link's run awaits them"),
     "kv_transfer/mover.py": (2, "the thread reports its fault; digests go back to whoever asked"),
     "baton/node/driver.py": (1, "the thread reports its fault"),

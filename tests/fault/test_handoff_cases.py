@@ -19,7 +19,7 @@ from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.mover import STALL_S
 from prefill_node.handoff import HandOff
-from router.breaker import PAIR_FAILURES
+from router.placement.breaker import PAIR_FAILURES
 from tests.support.handoff_places import PLACES
 from tests.support.simulated_cluster import ROUTER, STEP_S, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually

@@ -21,7 +21,7 @@ from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverge
 from baton.rpc.messages import GenerateRequest, Role
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
-from router.flight_table import AttemptCause
+from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually

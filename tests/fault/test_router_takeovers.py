@@ -17,7 +17,7 @@ from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Unreachable
 from baton.rpc.messages import Abort, Adopt, Chunk, Finished, GenerateEvent, GenerateRequest
 from kv_transfer.backends.faulty import Faults
-from router.flight_table import AttemptCause
+from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster
 from tests.support.simulated_routers import RoutedCluster
 from tests.support.virtual_time import run_virtually

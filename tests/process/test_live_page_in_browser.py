@@ -15,7 +15,7 @@ from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel
 from router.http.server import HttpServer
-from router.live_page import picture
+from router.operations.live_page import picture
 from tests.support.browser import Browser
 from tests.support.http_rig import CARD, FakeHandler
 from tests.support.live_cluster_page import node, row

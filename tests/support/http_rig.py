@@ -8,10 +8,10 @@ from random import Random
 from baton.clock import ManualClock
 from baton.rpc.messages import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageDoor
+from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.endpoints import Handler
-from router.http.fake_handler import FakeCall, FakeHandler
 from router.http.model import ServedModel
 from tests.support.http_client import AsgiClient
 from tests.support.router_parts import MODEL

@@ -26,7 +26,7 @@ from baton.rpc.node_client import NodeClient
 from baton.rpc.operator_service import status_from_pb
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from router.app import RouterAddresses, RouterConfig, run_router
-from router.placer import PlacementSettings, Policy
+from router.placement.placer import PlacementSettings, Policy
 from tests.support.caller import Caller
 from tests.support.reports import HeardStream
 

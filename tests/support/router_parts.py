@@ -10,7 +10,7 @@ from baton.ids import AttemptKey
 from baton.node.reports import node_record
 from baton.registry import NodeRecord
 from baton.rpc.messages import NodeDescription, Role
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
 
 MODEL = "demo"
 

@@ -25,15 +25,15 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
+from baton.testing.fake_node import FakeNode, FakeNodes
 from router.dispatcher import Dispatcher
-from router.fake_node import FakeNode, FakeNodes
-from router.flight_journal import FlightJournal
+from router.flight.flight_journal import FlightJournal
+from router.flight.request_spans import RequestSpans
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
-from router.placer import Placer
-from router.request_spans import RequestSpans
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 from router.timers import ManualTimers
-from router.view import ClusterView
 from tests.support.router_parts import MODEL, record_of
 
 

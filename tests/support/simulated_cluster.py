@@ -62,8 +62,8 @@ from prefill_node.handoff import HandOff, OfferConnector
 from router.dispatcher import Dispatcher
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
+from router.placement.view import ClusterView
 from router.timers import LoopTimers
-from router.view import ClusterView
 from tests.support.executors import Ahead, executor_for
 from tests.support.memory_network import MemoryNetwork, MemoryServer
 from tests.support.router_parts import record_of

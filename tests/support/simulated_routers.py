@@ -16,11 +16,11 @@ from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
-from router.flight_journal import FlightJournal
+from router.flight.flight_journal import FlightJournal
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
+from router.placement.view import ClusterView
 from router.timers import LoopTimers
-from router.view import ClusterView
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, _Client
 
 _PROGRESS_S = 200.0

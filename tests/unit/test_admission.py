@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import QueueFull, WouldBeLate
-from router.admission import AdmissionQueue, Hope, Ticket, is_full
+from router.admission.admission import AdmissionQueue, Hope, Ticket, is_full
 from tests.support.router_parts import decode
 
 NO_HOPE = Hope()

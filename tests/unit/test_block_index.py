@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.block_index import NODES_PER_BANK, BlockIndex
+from router.placement.block_index import NODES_PER_BANK, BlockIndex
 
 NODES = [f"n{number}" for number in range(6)]
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from baton.machine import IllegalEvent, Machine
-from router.breaker import BREAKER_TABLE, FAILURES, Breaker, Breakers, BreakerState, BreakerStep
+from router.placement.breaker import BREAKER_TABLE, FAILURES, Breaker, Breakers, BreakerState, BreakerStep
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 

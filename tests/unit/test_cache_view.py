@@ -20,7 +20,7 @@ from baton.engine.kv_events import (
 )
 from baton.node.kv_cache_updates import kv_cache_updates
 from baton.rpc.messages import KVCacheUpdate, NodeDescription
-from router.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode
 
 SIZE = 4

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from baton.registry.desired import DesiredState
-from router.cluster_news import ClusterLook, News, NodeLook, news
-from router.event_ring import EventRing
-from router.view import NodeState
+from router.operations.cluster_news import ClusterLook, News, NodeLook, news
+from router.operations.event_ring import EventRing
+from router.placement.view import NodeState
 
 READY = NodeLook("d1", "decode", "h:1", NodeState.READY)
 CALM = ClusterLook(nodes={"d1.a": READY})

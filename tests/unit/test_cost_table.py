@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
 from baton.rpc.messages import NodeDescription
-from router.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
-from router.cost_table import CostTable
-from router.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
-from router.rates import StepRates
+from router.placement.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
+from router.placement.cost_table import CostTable
+from router.placement.placement import Candidate, Candidates, Demand, fitting_nodes, with_room
+from router.placement.rates import StepRates
 from tests.support.router_parts import MODEL, decode, prefill
 
 NOW = 100.0

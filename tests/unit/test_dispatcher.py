@@ -22,7 +22,7 @@ from baton.errors import (
 )
 from baton.ids import AttemptKey
 from baton.rpc.messages import Adopt, Chunk, Finished, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
-from router.flight_table import AttemptCause
+from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.node_links import MAX_BROKEN
 from tests.support.router_parts import decode, prefill

@@ -19,8 +19,8 @@ from baton.errors import (
 from baton.observe.metrics import render
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome
 from router.limits import DispatchLimits
-from router.metrics import figures
-from router.placer import PlacementSettings, Placer, Policy
+from router.operations.metrics import figures
+from router.placement.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -9,9 +9,9 @@ from baton.errors import Cancelled, EngineFault, InvalidRequest, NoCapacity, Que
 from baton.ids import AttemptKey
 from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
+from router.flight.timeline import timeline
 from router.limits import DispatchLimits
-from router.placer import PlacementSettings, Placer, Policy
-from router.timeline import timeline
+from router.placement.placer import PlacementSettings, Placer, Policy
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
 

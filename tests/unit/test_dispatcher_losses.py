@@ -11,11 +11,11 @@ import pytest
 from baton.engine.request import Leg
 from baton.errors import InvalidRequest, NoCapacity, Status
 from baton.rpc.messages import Outcome, RequestDelta, Submit
-from router.flight_table import AttemptCause
+from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.losses import FLIGHTS_PER_TURN
-from router.placer import PlacementSettings, Placer, Policy
-from router.view import SIZE_REMEMBERED_S
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.view import SIZE_REMEMBERED_S
 from router.waiting_room import SEATED_PER_TURN
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig

@@ -31,9 +31,9 @@ from baton.rpc.messages import (
     Outcome,
     SequenceFinished,
 )
-from router.flight_journal import READS_PER_TURN
-from router.placement import Placement
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
+from router.flight.flight_journal import READS_PER_TURN
+from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -9,8 +9,8 @@ import pytest
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import EngineFault
 from baton.rpc.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
-from router.event_queue import MAX_JOINED_TOKENS, EventQueue
-from router.turns import Turns
+from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue
+from router.flight.turns import Turns
 
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:

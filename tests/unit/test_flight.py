@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Submit
-from router.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
-from router.flight_table import (
+from router.flight.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
+from router.flight.flight_table import (
     FLIGHT_TABLE,
     LIVE,
     TERMINAL,
@@ -43,7 +43,7 @@ from router.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.placement import Placement
+from router.placement.placement import Placement
 from tests.support.router_parts import decode, key, prefill, request
 
 CONVERSATIONS = sorted((Path(__file__).parent / "flight_conversations").glob("*.txt"))

@@ -14,10 +14,10 @@ from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.rpc.messages import ModelCard
-from router.flight_journal import FlightJournal
-from router.flight_record import FlightRecord, read_record
-from router.placement import Placement
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
+from router.flight.flight_journal import FlightJournal
+from router.flight.flight_record import FlightRecord, read_record
+from router.placement.placement import Placement
 from tests.support.router_parts import decode, prefill
 
 CARD = ModelCard("m", 64, 300)

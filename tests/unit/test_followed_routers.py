@@ -16,7 +16,7 @@ from baton.rpc.fault_barrier import FaultBarrier
 from baton.rpc.operator_service import OperatorHandler, OperatorServicer, Steers
 from baton.rpc.server import RpcServer
 from baton.rpc.steering import ClusterEvent
-from router.event_ring import EventRing
+from router.operations.event_ring import EventRing
 
 
 def event(seq: int, time: float, reason: str, router: str, subject: str = "d0") -> ClusterEvent:

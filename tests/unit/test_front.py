@@ -14,15 +14,15 @@ from baton.errors import InvalidRequest, QueueFull, UnknownModel
 from baton.rpc.messages import ModelCard
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
+from baton.testing.fake_node import FakeNodes
 from baton.text.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
-from router.fake_node import FakeNodes
+from router.flight.text_stream import TextCodec
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from router.node_links import NodeLinks
-from router.text_stream import TextCodec
+from router.placement.view import ClusterView
 from router.timers import ManualTimers
-from router.view import ClusterView
 from tests.support.router_parts import MODEL
 
 LONG_S = 30.0

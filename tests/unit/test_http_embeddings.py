@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
 from baton.rpc.messages import Finished
-from router.http.fake_handler import FakeCall
+from baton.testing.fake_handler import FakeCall
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.idle_collector import IDLE_REQUESTS, INTERVAL_S, IdleCollector
+from router.operations.idle_collector import IDLE_REQUESTS, INTERVAL_S, IdleCollector
 from router.timers import ManualTimers
 
 

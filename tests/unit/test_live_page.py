@@ -12,7 +12,7 @@ from baton.errors import Overloaded
 from baton.rpc.messages import ClusterStatus
 from baton.rpc.steering import ClusterEvent
 from router.http.live import MAX_VIEWERS, LiveFeed
-from router.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, picture
+from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, picture
 from tests.support.live_cluster_page import node, row
 
 

@@ -13,8 +13,8 @@ from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
 from baton.rpc.messages import LoadReport, NodeDescription, Submit
-from router.placement import Candidate, Demand, Placement, choose, disagreement
-from router.view import LOST_SHOWN_S, ClusterView
+from router.placement.placement import Candidate, Demand, Placement, choose, disagreement
+from router.placement.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of
 
 DEMAND = Demand(MODEL, num_prompt_tokens=10, max_tokens=8)

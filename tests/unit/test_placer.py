@@ -25,11 +25,11 @@ from baton.rpc.messages import (
     StepFigures,
     StepReport,
 )
-from router.explained import explained
-from router.placer import Choice, PlacementSettings, Placer, Policy
-from router.rates import StepRates
-from router.request import ValidRequest
-from router.view import ClusterView
+from router.admission.request import ValidRequest
+from router.operations.explained import explained
+from router.placement.placer import Choice, PlacementSettings, Placer, Policy
+from router.placement.rates import StepRates
+from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 REGRET = "router_placement_regret_seconds"

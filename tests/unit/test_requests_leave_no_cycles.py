@@ -19,10 +19,10 @@ from baton.rpc.messages import ModelCard, Outcome
 from baton.rpc.server import streaming_server
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
-from router.flight import Flight
+from router.admission.tenants import Tenants
+from router.flight.flight import Flight
+from router.flight.run import Run
 from router.front import GenerationHandler
-from router.run import Run
-from router.tenants import Tenants
 from tests.support.left_behind import collector_off
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Letters, RouterRig, router_rig

@@ -14,12 +14,12 @@ from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest
 from baton.rpc.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings
-from router.answer import Answer
-from router.flight_record import FlightRecord
-from router.flight_sequence import FlightSequence
-from router.flight_table import EmitTokens, Finish, SequenceEnded
-from router.request import ValidRequest
-from router.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
+from router.admission.request import ValidRequest
+from router.flight.answer import Answer
+from router.flight.flight_record import FlightRecord
+from router.flight.flight_sequence import FlightSequence
+from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
+from router.flight.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
 from tests.support.router_parts import decode, key, prefill
 
 

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.observe.metrics import render
 from baton.rpc.messages import Outcome
-from router.flight_table import AttemptCause
-from router.metrics import figures
+from router.flight.flight_table import AttemptCause
+from router.operations.metrics import figures
 from router.served import Served
 from tests.support.http_rig import finished
 from tests.support.router_parts import decode, prefill

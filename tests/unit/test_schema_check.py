@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.errors import InvalidRequest, QueueFull
-from router.schemas import MAX_WAITING, NUM_COMPILING, SchemaCheck
+from router.admission.schemas import MAX_WAITING, NUM_COMPILING, SchemaCheck
 
 LONG_S = 30.0
 

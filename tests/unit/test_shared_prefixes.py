@@ -30,9 +30,9 @@ from baton.rpc.messages import (
     StepFigures,
     StepReport,
 )
-from router.placer import PlacementSettings, Placer, Policy
-from router.request import ValidRequest
-from router.view import ClusterView
+from router.admission.request import ValidRequest
+from router.placement.placer import PlacementSettings, Placer, Policy
+from router.placement.view import ClusterView
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 SIZE, CHUNK, PREFIX, SUFFIX = 16, 512, 1024, 32

@@ -19,11 +19,11 @@ from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus, Role
 from baton.rpc.steering import ClusterEvent, DrainProgress
-from router.event_ring import EventRing
-from router.placer import Placer
-from router.steering import SETTLE_S, Steering
+from router.operations.event_ring import EventRing
+from router.operations.steering import SETTLE_S, Steering
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 from router.timers import ManualTimers
-from router.view import ClusterView
 from tests.support.router_parts import MODEL, decode, prefill, record_of
 
 KEY = AttemptKey("r", 1, 5)

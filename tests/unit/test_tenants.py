@@ -14,8 +14,8 @@ from baton.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
+from router.admission.tenants import MAX_LABELS, OTHERS, Tenants
 from router.front import GenerationHandler
-from router.tenants import MAX_LABELS, OTHERS, Tenants
 from tests.support.router_parts import MODEL, decode
 from tests.support.router_rig import Letters, Reader, RouterRig, router_rig
 

@@ -17,7 +17,7 @@ from baton.text.detokenizer import WindowDetokenizer
 from baton.text.model_files import read_model_files
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
-from router.text_stream import TextStream
+from router.flight.text_stream import TextStream
 
 CORPUS = ["def fibonacci(n): return n", "naïve café – 中文 字 😀👩‍👩‍👧 ≠", "  indented\n\ttabs", "wordpiece words"] * 4
 

@@ -15,8 +15,8 @@ from baton.node.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.tracing import is_asked_for, start_tracing
 from baton.observe.tracing_fake import FakeTracer
 from baton.rpc.messages import ModelCard, Outcome, Submit
-from router.placement import Placement
-from router.request_spans import RequestSpans
+from router.flight.request_spans import RequestSpans
+from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import router_rig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from baton.rpc.messages import Chunk
-from router.event_queue import EventQueue
-from router.turns import Turns
+from router.flight.event_queue import EventQueue
+from router.flight.turns import Turns
 
 
 async def reader(name: int, queue: EventQueue, order: list[tuple[int, int]]) -> None:

@@ -10,8 +10,8 @@ import pytest
 from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest, UnknownModel
 from baton.rpc.messages import GenerateRequest, ModelCard
-from router.request import ValidRequest
-from router.validation import validate
+from router.admission.request import ValidRequest
+from router.admission.validation import validate
 
 CARD = ModelCard("demo", max_model_len=32, vocab_size=100)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.placement import Demand
+from router.placement.placement import Demand
 
 
 def test_they_are_equal_and_have_a_hash_by_their_fields() -> None:

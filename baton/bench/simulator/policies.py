@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from baton.rpc.messages import NodeDescription, Role
-from router.cost_model import Found, NodeCosts, Question, cheapest
-from router.decisions import DecisionLog
-from router.placement import Candidate, Demand, Placement, choose, fitting_nodes
-from router.placement import with_room as only_with_room
-from router.placer import Choice, PlacementSettings, Placer, Policy, demand_of
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
+from router.placement.cost_model import Found, NodeCosts, Question, cheapest
+from router.placement.decisions import DecisionLog
+from router.placement.placement import Candidate, Demand, Placement, choose, fitting_nodes
+from router.placement.placement import with_room as only_with_room
+from router.placement.placer import Choice, PlacementSettings, Placer, Policy, demand_of
 
 POLICIES = ("cost", "least-loaded", "round-robin", "random", "load-balanced", "local-cache", "global-cache")
 _BALANCING = 1.5

@@ -12,8 +12,8 @@ from typing import SupportsIndex
 
 from baton.bench.workloads import Piece
 from baton.engine.block_hash import KEY_BYTES
-from router.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
+from router.placement.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
 
 TOKEN = 7
 """What every token is."""

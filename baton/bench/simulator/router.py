@@ -24,9 +24,10 @@ from baton.errors import BatonError
 from baton.node.reports import node_record
 from baton.registry import NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
-from router.answer import Answer
-from router.event_queue import EventQueue
-from router.flight_table import (
+from router.admission.request import ValidRequest
+from router.flight.answer import Answer
+from router.flight.event_queue import EventQueue
+from router.flight.flight_table import (
     AbortLeg,
     Delta,
     EmitTokens,
@@ -41,13 +42,12 @@ from router.flight_table import (
     Placed,
     SubmitLeg,
 )
+from router.flight.run import Run
+from router.flight.turns import Turns
 from router.limits import DispatchLimits
-from router.placement import Candidates
-from router.placer import Placer
-from router.request import ValidRequest
-from router.run import Run
-from router.turns import Turns
-from router.view import ClusterView
+from router.placement.placement import Candidates
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 from router.waiting_room import WaitingRoom
 
 MODEL = "simulated"

@@ -24,7 +24,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
 from baton.rpc.messages import NodeDescription, Role
 from router.limits import DispatchLimits
-from router.placer import ALONE_TOKENS, PlacementSettings
+from router.placement.placer import ALONE_TOKENS, PlacementSettings
 
 
 @dataclass(frozen=True, slots=True)

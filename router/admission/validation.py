@@ -25,7 +25,7 @@ from baton.rpc.request_limits import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
 
 DEFAULT_MAX_TOKENS = 16
 _NOT_WITH_BEAMS = (

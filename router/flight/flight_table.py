@@ -20,7 +20,7 @@ from baton.errors import BatonError
 from baton.ids import AttemptKey
 from baton.rpc.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit
 from baton.values import value
-from router.placement import Placement
+from router.placement.placement import Placement
 
 
 class FlightState(enum.Enum):

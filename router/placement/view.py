@@ -11,8 +11,8 @@ from typing import cast
 from baton.ids import AttemptKey
 from baton.registry import DesiredState, NodeRecord
 from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
-from router.admission import is_full
-from router.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of
+from router.admission.admission import is_full
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of
 
 LOST_SHOWN_S = 60.0
 """How long a lost node is still shown to operators."""
@@ -272,7 +272,7 @@ class ClusterView:
         )
 
     def is_full(self, incarnation: str) -> bool:
-        """Whether it could only queue more, see `router.admission`; so does one that is not there."""
+        """Whether it could only queue more, see `router.admission.admission`; so does one that is not there."""
         node = self._nodes.get(incarnation)
         return node is None or self._is_full(node)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.rpc.explanations import PlacementDecision, PlacementOutcome, PlacementWay
-from router.cost_model import Terms
-from router.decisions import Explanation
+from router.placement.cost_model import Terms
+from router.placement.decisions import Explanation
 
 
 def explained(explanation: Explanation, now: float) -> PlacementDecision:

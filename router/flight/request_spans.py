@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.observe.tracing import Attributes, Span, Tracer
-from router.request import ValidRequest
-from router.timeline import Traced
+from router.admission.request import ValidRequest
+from router.flight.timeline import Traced
 
 
 class RequestSpans:

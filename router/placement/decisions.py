@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.observe.metrics import Distribution, Figure, Histogram
 from baton.rpc.messages import StageTimings
-from router.cost_model import Found, Question, Terms
+from router.placement.cost_model import Found, Question, Terms
 
 _KEPT = 2048
 _REGRET_BUCKETS_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

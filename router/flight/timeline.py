@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from baton.rpc.messages import StageTimings
 from baton.rpc.timelines import Timeline, TimelineStage
-from router.flight_leg import Measured
+from router.flight.flight_leg import Measured
 
 _KEPT = 2048
 _NOTHING = StageTimings()

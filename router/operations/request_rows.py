@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from baton.rpc.request_rows import RequestRow
-from router.flight_table import FlightState
-from router.run import Run
-from router.timeline import Traced
+from router.flight.flight_table import FlightState
+from router.flight.run import Run
+from router.flight.timeline import Traced
 
 _ENDED = {FlightState.FINISHED: "Finished", FlightState.FAILED: "Failed", FlightState.CANCELLED: "Cancelled"}
 _ENDED_WORDS = {state.value: word for state, word in _ENDED.items()}

@@ -57,9 +57,10 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
-from router.flight_leg import FlightLeg, Measured
-from router.flight_sequence import FlightSequence
-from router.flight_table import (
+from router.admission.request import ValidRequest
+from router.flight.flight_leg import FlightLeg, Measured
+from router.flight.flight_sequence import FlightSequence
+from router.flight.flight_table import (
     FLIGHT_TABLE,
     TERMINAL,
     AbortLeg,
@@ -85,8 +86,7 @@ from router.flight_table import (
     StopStringFound,
     SubmitLeg,
 )
-from router.placement import Placement
-from router.request import ValidRequest
+from router.placement.placement import Placement
 
 MAX_ATTEMPTS = 3
 MAX_REFUSALS = 8

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.ids import AttemptKey
 from baton.rpc.messages import ModelCard
-from router.request import ValidRequest
+from router.admission.request import ValidRequest
 
 MAX_TRACEPARENT = 64
 _VERSION: Literal[2] = 2

@@ -21,11 +21,11 @@ from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
 from baton.rpc.messages import NodeStatus, Role
 from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet
-from router.cluster_news import ClusterLook, NodeLook, news
-from router.event_ring import EventRing
-from router.placer import Placer
+from router.operations.cluster_news import ClusterLook, NodeLook, news
+from router.operations.event_ring import EventRing
+from router.placement.placer import Placer
+from router.placement.view import ClusterView
 from router.timers import Timers, sleep_until
-from router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 

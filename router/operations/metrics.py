@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.security.connection_limit import Refusal
 from router.dispatcher import Dispatcher
-from router.flight_table import AttemptCause
-from router.view import ClusterView
+from router.flight.flight_table import AttemptCause
+from router.placement.view import ClusterView
 
 
 def figures(dispatcher: Dispatcher, view: ClusterView, now: float, wall: float) -> Iterator[Figure | Distribution]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from baton.errors import StreamDiverged
 from baton.rpc.messages import Outcome, RequestDelta
 from baton.values import value
-from router.flight_table import EmitTokens
-from router.output_merge import OutputMerge
+from router.flight.flight_table import EmitTokens
+from router.flight.output_merge import OutputMerge
 
 
 @value(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from baton.deadlines import Deadlines
 from baton.rpc.messages import Role
-from router.cache_view import CacheKeys, cache_keys_of
-from router.cost_model import (
+from router.placement.cache_view import CacheKeys, cache_keys_of
+from router.placement.cost_model import (
     HANDOFF_MS,
     SAME_MS,
     SAME_SHARE,
@@ -30,7 +30,7 @@ from router.cost_model import (
     key_of,
     share_grows_at,
 )
-from router.placement import Candidate, Candidates, Demand, NodeSize, kv_words, size_of
+from router.placement.placement import Candidate, Candidates, Demand, NodeSize, kv_words, size_of
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]

@@ -8,14 +8,14 @@ from baton.engine.outputs import TokenLogprobs
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.observe.tracing import Span
 from baton.rpc.messages import Finished
-from router.admission import Hope, Ticket
-from router.answer import Answer
-from router.event_queue import EventQueue
-from router.flight import Flight
-from router.flight_leg import Measured
-from router.flight_table import Finish, FlightEffect, Place
-from router.request import ValidRequest
-from router.timeline import Moments, Traced
+from router.admission.admission import Hope, Ticket
+from router.admission.request import ValidRequest
+from router.flight.answer import Answer
+from router.flight.event_queue import EventQueue
+from router.flight.flight import Flight
+from router.flight.flight_leg import Measured
+from router.flight.flight_table import Finish, FlightEffect, Place
+from router.flight.timeline import Moments, Traced
 from router.timers import TimerHandle
 
 

@@ -17,9 +17,10 @@ from baton.errors import BatonError, NoCapacity
 from baton.observe.metrics import Distribution, Figure
 from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.values import value
-from router.breaker import FAILURES, PAIR_FAILURES, Breakers
-from router.cache_view import CacheView, PromptKeys, cache_keys_of
-from router.cost_model import (
+from router.admission.request import ValidRequest
+from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers
+from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
+from router.placement.cost_model import (
     Found,
     NodeCosts,
     Question,
@@ -29,9 +30,9 @@ from router.cost_model import (
     node_costs,
     ways_beside,
 )
-from router.cost_table import Able, CostTable
-from router.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
-from router.placement import (
+from router.placement.cost_table import Able, CostTable
+from router.placement.decisions import Actual, Decision, DecisionLog, Explanation, regret_ms
+from router.placement.placement import (
     Candidate,
     Demand,
     KVWords,
@@ -43,9 +44,8 @@ from router.placement import (
     why_alone,
     why_embedded,
 )
-from router.placement import with_room as only_with_room
-from router.rates import FleetRates
-from router.request import ValidRequest
+from router.placement.placement import with_room as only_with_room
+from router.placement.rates import FleetRates
 
 ADOPTED = "adopted: another router placed it there"
 ALONE_TOKENS = 512

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
 from baton.rpc.messages import KVCacheUpdate, NodeDescription
-from router.block_index import BlockIndex
+from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096
 """Of a prompt that are looked up: a block's key takes two microseconds, in which nobody else hears anything. What is

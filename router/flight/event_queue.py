@@ -8,7 +8,7 @@ from itertools import islice
 
 from baton.errors import BatonError
 from baton.rpc.messages import Chunk, GenerateEvent, TakeChunk
-from router.turns import Turns
+from router.flight.turns import Turns
 
 MAX_JOINED_TOKENS = 256
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 from baton.rpc.messages import NodeDescription, Role
 from baton.values import value
-from router.placement import Candidate, Demand, KVWords, kv_words
-from router.rates import StepRates
+from router.placement.placement import Candidate, Demand, KVWords, kv_words
+from router.placement.rates import StepRates
 
 HANDOFF_MS = 2.0
 """Of a hand-off besides the bytes: a subscription, a confirmation, and the step that the request joins."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from baton.registry.desired import DesiredState
-from router.view import NodeState
+from router.placement.view import NodeState
 
 _IS_GONE = frozenset({NodeState.LOST, NodeState.SUSPECT})
 _READY_AGAIN = frozenset({NodeState.STARTING, NodeState.SUSPECT, NodeState.LOST})

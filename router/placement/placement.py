@@ -29,7 +29,7 @@ class Candidate:
     last_chosen: int
     """Number of the router's dispatch that last went to it; among equal loads the longest unchosen one wins."""
     is_full: bool = False
-    """It could only queue more, see `router.admission`."""
+    """It could only queue more, see `router.admission.admission`."""
     uncomputed_tokens: int = 0
     """Of prompts that wait or are being computed there, as it reported."""
     context_tokens: int = 0

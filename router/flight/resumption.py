@@ -12,13 +12,13 @@ from dataclasses import replace
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import InvalidRequest
 from baton.rpc.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
-from router.answer import Answer
-from router.flight_record import FlightRecord
-from router.flight_sequence import FlightSequence
-from router.flight_table import EmitTokens, SequenceEnded
-from router.placement import Placement
-from router.request import ValidRequest
-from router.text_stream import TextCodec
+from router.admission.request import ValidRequest
+from router.flight.answer import Answer
+from router.flight.flight_record import FlightRecord
+from router.flight.flight_sequence import FlightSequence
+from router.flight.flight_table import EmitTokens, SequenceEnded
+from router.flight.text_stream import TextCodec
+from router.placement.placement import Placement
 
 
 def check_positions(request: ValidRequest, positions: Sequence[int]) -> None:

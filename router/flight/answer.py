@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.rpc.messages import Chunk, GenerateEvent, RequestDelta, SequenceFinished
-from router.flight_table import EmitTokens, Finish, SequenceEnded
-from router.request import ValidRequest
-from router.text_stream import TextCodec, TextStream
+from router.admission.request import ValidRequest
+from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
+from router.flight.text_stream import TextCodec, TextStream
 
 
 class _Sequence:

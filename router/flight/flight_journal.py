@@ -7,10 +7,10 @@ from collections.abc import Callable
 from baton.ids import AttemptKey
 from baton.registry.flights import FlightRecords
 from baton.rpc.messages import ModelCard
-from router.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
-from router.placement import Placement
-from router.request import ValidRequest
-from router.turns import Turns
+from router.admission.request import ValidRequest
+from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
+from router.flight.turns import Turns
+from router.placement.placement import Placement
 
 READS_PER_TURN = 16
 """Each takes a fraction of a millisecond to read, and about as long to adopt."""

@@ -1,6 +1,6 @@
 """One tree of errors. Each says whether trying again can help and which status it maps to.
 
-Foreign errors are translated into these once, at the boundary where they appear; `baton.rpc` alone turns them into
+Foreign errors are translated into these once, at the boundary where they appear; `baton.wire` alone turns them into
 gRPC statuses, `baton.cli` alone into exit codes.
 """
 

@@ -30,10 +30,10 @@ from baton.engine.runner.base import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.messages.messages import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram
-from baton.rpc.credentials import PLAIN
-from baton.rpc.messages import HandoffReport, RefusedLink
+from baton.wire.credentials import PLAIN
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import PickedUp

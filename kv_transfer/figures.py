@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from baton.errors import TransferCause
+from baton.messages.messages import HandoffReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label
-from baton.rpc.messages import HandoffReport
 from kv_transfer.lease import LeaseStats
 from kv_transfer.read_histograms import ReadHistograms
 from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState

@@ -32,7 +32,7 @@ from baton.engine.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.rpc.messages import HandoffSide, OpenHandoff
+from baton.messages.messages import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from kv_transfer.link_messages import (

@@ -13,8 +13,8 @@ import grpc
 from baton.background import OnFault, current_watch
 from baton.engine.request import KVSource
 from baton.errors import TransferCause, TransferFailed
-from baton.rpc.credentials import PLAIN
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
+from baton.wire.credentials import PLAIN
 from kv_transfer.layout import LinkIdentity, refusal
 from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
 from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message

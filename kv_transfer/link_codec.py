@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from baton.errors import TransferCause
 from baton.ids import SCOPED_ID_PATTERN
-from baton.rpc.codec_node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
-from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb
 from baton.v1 import kv_link_pb2
+from baton.wire.codec.node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
+from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
 from kv_transfer.layout import LayoutFingerprint
 from kv_transfer.link_messages import (
     Abandon,

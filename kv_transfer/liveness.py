@@ -6,7 +6,7 @@ import asyncio
 import enum
 from collections.abc import Awaitable, Callable
 
-from baton.rpc.credentials import PLAIN, Dialer
+from baton.wire.credentials import PLAIN, Dialer
 
 IsRunning = Callable[[str, float], Awaitable[bool]]
 """Of the process that listens on HOST:PORT; answers within so many seconds."""

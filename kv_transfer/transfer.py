@@ -34,7 +34,7 @@ from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.rpc.messages import EndedHandoffs, HandoffSide, OpenHandoff
+from baton.messages.messages import EndedHandoffs, HandoffSide, OpenHandoff
 from kv_transfer.backends.base import ReadRange, coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link_messages import (

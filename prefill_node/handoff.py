@@ -24,8 +24,8 @@ from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey
+from baton.messages.messages import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
-from baton.rpc.messages import HandoffReport, RefusedLink
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released

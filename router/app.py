@@ -24,6 +24,7 @@ from baton.config import RouterConfig as ProcessConfig
 from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import BackgroundFault, ExitCode
 from baton.ids import new_incarnation
+from baton.messages.messages import ModelCard, NodeDescription
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
 from baton.observe.metrics import render
@@ -34,19 +35,6 @@ from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.flights import LIFETIME_S, FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
-from baton.rpc import generation_service, operator_service
-from baton.rpc.credentials import Dialer
-from baton.rpc.door import Door
-from baton.rpc.event_loop import RpcEventLoop, warn_if_unrecognised
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.forced_end import end_within
-from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import ModelCard, NodeDescription
-from baton.rpc.node_client import NodeClient
-from baton.rpc.operator_client import OperatorStub
-from baton.rpc.operator_service import OperatorServicer
-from baton.rpc.server import RpcServer, join_address, reached_as, streaming_server
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.binds import check_bind
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
@@ -56,6 +44,18 @@ from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.credentials import Dialer
+from baton.wire.door import Door
+from baton.wire.forced_end import end_within
+from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, join_address, reached_as, streaming_server
+from baton.wire.services import generation_service, operator_service
+from baton.wire.services.generation_service import GenerationServicer
+from baton.wire.services.operator_service import OperatorServicer
+from baton.wire.turn_budget import TurnBudget
 from router.admission.tenants import Tenants
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal
@@ -96,7 +96,7 @@ class RouterConfig:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     has_own_grpc_server: bool = True
-    """The public service is not on grpcio's server but on one that is made for many streams; see `baton.rpc.http2`."""
+    """The public service is not on grpcio's server but on one that is made for many streams; see `baton.wire.http2`."""
     http_port: int = 8000
     operator_port: int = 0
     advertise_host: str = ""

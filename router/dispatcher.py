@@ -32,8 +32,7 @@ from baton.errors import (
 )
 from baton.fair_executor import FairExecutor
 from baton.ids import SCOPED_ID_PATTERN, AttemptKey, unscoped
-from baton.observe.logs import of_attempt
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     Accepted,
     Finished,
@@ -46,6 +45,7 @@ from baton.rpc.messages import (
     TakeChunk,
     WatchKVCache,
 )
+from baton.observe.logs import of_attempt
 from router.admission.request import ValidRequest
 from router.admission.schemas import SchemaCheck
 from router.admission.validation import validate

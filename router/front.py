@@ -10,13 +10,21 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
 from baton.ids import scoped
+from baton.messages.messages import (
+    ClusterStatus,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    NodeStatus,
+    Role,
+    TakeChunk,
+)
+from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.registry import Membership, NodeRecord
-from baton.rpc.explanations import PlacementDecision
-from baton.rpc.messages import ClusterStatus, GenerateEvent, GenerateRequest, ModelCard, NodeStatus, Role, TakeChunk
-from baton.rpc.request_limits import MAX_PROMPT_BYTES
-from baton.rpc.request_rows import RequestRow
-from baton.rpc.timelines import Timeline
 from baton.security.callers import current_caller
+from baton.wire.codec.explanations import PlacementDecision
+from baton.wire.codec.request_rows import RequestRow
+from baton.wire.codec.timelines import Timeline
 from router.admission.tenants import Tenants
 from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher
@@ -31,7 +39,7 @@ _STATUS_WORDS = {"starting": "Starting", "ready": "Ready", "draining": "Draining
 
 
 class GenerationHandler:
-    """Serves clients; see `baton.rpc.generation_service.GenerationHandler`."""
+    """Serves clients; see `baton.wire.services.generation_service.GenerationHandler`."""
 
     def __init__(
         self,
@@ -119,7 +127,7 @@ class GenerationHandler:
 
 
 class OperatorHandler:
-    """Answers operators; see `baton.rpc.operator_service.OperatorHandler`."""
+    """Answers operators; see `baton.wire.services.operator_service.OperatorHandler`."""
 
     def __init__(
         self, view: ClusterView, dispatcher: Dispatcher, membership: Membership, clock: Clock, own: NodeRecord
@@ -153,7 +161,7 @@ class OperatorHandler:
         return ClusterStatus(self._membership.cluster, health, detail, [own, *others, *nodes])
 
     def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
-        """Those that run and those that are over; see `baton.rpc.operator_service.OperatorHandler`."""
+        """Those that run and those that are over; see `baton.wire.services.operator_service.OperatorHandler`."""
         if not request_id:
             return [*self.running(limit or None), *self.ended(limit)]
         name, now = self._own.name, self._clock.monotonic()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.background import current_watch
 from baton.ids import AttemptKey
-from baton.rpc.messages import HEARTBEAT_S
+from baton.messages.messages import HEARTBEAT_S
 from router.flight.flight_table import LinkBack, NodeGone
 from router.flight.run import Run
 

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 from baton.background import OnFault, current_watch
 from baton.errors import BatonError, ConfigError, Draining, NobodyListens, NodeLost
 from baton.ids import AttemptKey
+from baton.messages.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from baton.registry import NodeRecord
-from baton.rpc.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from router.timers import Timers, sleep_until
 
 MAX_BROKEN = 3
@@ -30,7 +30,7 @@ counts as lost: else the same trouble could be met for ever."""
 
 
 class NodeStream(Protocol):
-    """One attached incarnation; `baton.rpc.node_client.NodeStream` is the real one."""
+    """One attached incarnation; `baton.wire.clients.node_client.NodeStream` is the real one."""
 
     @property
     def welcome(self) -> NodeDescription: ...
@@ -45,7 +45,7 @@ class NodeStream(Protocol):
 
 
 class NodeClient(Protocol):
-    """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
+    """Speaks to one address; `baton.wire.clients.node_client.NodeClient` is the real one."""
 
     async def attach(
         self,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from baton.messages.messages import Finished
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Distribution, Figure, Histogram, by_label
-from baton.rpc.messages import Finished
 
 # vLLM's, so that its dashboards fit.
 _OUTPUT_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)

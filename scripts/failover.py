@@ -31,11 +31,7 @@ from baton.bench.relay_nodes import MAX_MODEL_LEN, bench_description
 from baton.bench.spread import Spread
 from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
-from baton.node.reports import node_record
-from baton.observe.loop_probe import ProbedEventLoop
-from baton.observe.metrics import Figure
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Adopt,
     Chunk,
     GenerateEvent,
@@ -47,6 +43,10 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
+from baton.node.reports import node_record
+from baton.observe.loop_probe import ProbedEventLoop
+from baton.observe.metrics import Figure
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.admission.request import ValidRequest
 from router.dispatcher import Dispatcher

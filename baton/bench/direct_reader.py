@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from baton.bench.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError, NodeLost
 from baton.ids import AttemptKey
-from baton.rpc.messages import StepReport
-from baton.rpc.node_client import NodeClient
+from baton.messages.messages import StepReport
+from baton.wire.clients.node_client import NodeClient
 
 
 class DirectReader:

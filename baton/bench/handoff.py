@@ -21,7 +21,7 @@ from baton.bench.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError, ConfigError
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, TraceEvent
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, TraceEvent
 
 _WARM_UP = 2
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 
 from baton.bench.relay_clients import OnEnd, OnTokens
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 
 
 class HttpFront:

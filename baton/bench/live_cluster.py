@@ -17,8 +17,8 @@ from typing import Any
 from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
 from baton.errors import ConfigError
-from baton.rpc.messages import NodeDescription, NodeStatus, TraceEvent
-from baton.rpc.node_client import NodeClient
+from baton.messages.messages import NodeDescription, NodeStatus, TraceEvent
+from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)
 

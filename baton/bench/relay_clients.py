@@ -10,10 +10,10 @@ from typing import Protocol
 
 from baton.bench.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError
-from baton.rpc.codec_generation import request_to_pb, response_from_bytes
-from baton.rpc.http2.client import Http2Client
-from baton.rpc.http2.client_connection import Ended, call_headers
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
+from baton.wire.codec.generation import request_to_pb, response_from_bytes
+from baton.wire.http2.client import Http2Client
+from baton.wire.http2.client_connection import Ended, call_headers
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _CHECKED_EVERY = 64

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from baton.engine.request import Leg
 from baton.ids import AttemptKey
-from baton.rpc.messages import (
+from baton.messages.messages import (
     HEARTBEAT_S,
     Abort,
     LoadReport,
@@ -31,8 +31,8 @@ from baton.rpc.messages import (
     TraceEvent,
     TraceStep,
 )
-from baton.rpc.node_service import SERVICE_NAME, NodeServicer
-from baton.rpc.server import RpcServer
+from baton.wire.server.server import RpcServer
+from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
 NUM_BLOCKS = 1 << 20
 BLOCK_SIZE = 16
@@ -95,7 +95,7 @@ class RelayNodes:
 
 
 class RelayNode:
-    """One of them, behind a server of its own; see `baton.rpc.node_service.NodeHandler`."""
+    """One of them, behind a server of its own; see `baton.wire.services.node_service.NodeHandler`."""
 
     def __init__(self, owner: RelayNodes, description: NodeDescription) -> None:
         self._owner = owner
@@ -217,7 +217,7 @@ class RelayNode:
 
 
 class _Port:
-    """The router's end of a node; see `baton.rpc.node_service.RouterPort`."""
+    """The router's end of a node; see `baton.wire.services.node_service.RouterPort`."""
 
     def __init__(self, node: RelayNode) -> None:
         self._node = node

@@ -33,11 +33,11 @@ from baton.bench.spread import Spread
 from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
+from baton.messages.messages import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.node.reports import node_record
-from baton.rpc.event_loop import RpcEventLoop
-from baton.rpc.messages import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
+from baton.wire.server.event_loop import RpcEventLoop
 from router.admission.request import ValidRequest
 from router.placement.placer import Placer
 from router.placement.view import ClusterView

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError, DeadlineExceeded
-from baton.rpc.messages import NodeReport, NodeStatus
+from baton.messages.messages import NodeReport, NodeStatus
 from baton.security.access import default_access
 
 
@@ -44,8 +44,8 @@ async def ask_all(nodes: Sequence[NodeStatus], timeout_s: float) -> Answers:
 
 
 async def _ask(node: NodeStatus, timeout_s: float) -> NodeReport | str:
-    from baton.rpc.credentials import Dialer
-    from baton.rpc.node_client import NodeClient
+    from baton.wire.clients.node_client import NodeClient
+    from baton.wire.credentials import Dialer
 
     client = NodeClient(node.address, Dialer.to_nodes(default_access.get()))
     try:

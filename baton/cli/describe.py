@@ -15,7 +15,7 @@ from baton.cli.requests import request
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.did_you_mean import did_you_mean
 from baton.errors import NodeNotFound, Unreachable
-from baton.rpc.messages import NodeStatus
+from baton.messages.messages import NodeStatus
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:

@@ -19,7 +19,7 @@ from baton.cli.steer import ASK_S
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.rpc.steering import ClusterEvent
+    from baton.wire.codec.steering import ClusterEvent
 
 _COLUMNS = ["AGE", "TYPE", "REASON", "SUBJECT", "DETAIL"]
 _WIDE = ["SEQ", "INCARNATION", "REQUEST", "ROUTER"]

@@ -14,7 +14,7 @@ from baton.cli.output import note
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
-    from baton.rpc.steering import ClusterEvent
+    from baton.wire.codec.steering import ClusterEvent
 
 _ASK_S = 5.0
 _LOOK_EVERY_S = 1.0

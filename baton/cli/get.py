@@ -17,7 +17,7 @@ from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.usage import ClientUsageError
 from baton.cli.watching import Listed, WatchOption, watch
 from baton.did_you_mean import did_you_mean
-from baton.rpc.messages import NodeStatus
+from baton.messages.messages import NodeStatus
 
 _COLUMNS = ["NAME", "ROLE", "STATUS", "READY", "VERSION", "AGE"]
 _WIDE = [

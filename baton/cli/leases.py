@@ -16,7 +16,7 @@ from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.watching import Listed, WatchOption, watch
 from baton.errors import Unreachable
-from baton.rpc.messages import NodeReport, OpenHandoff
+from baton.messages.messages import NodeReport, OpenHandoff
 
 _COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
 OVER = "OVER"

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.cli.leases import lease_json, oldest_first
 from baton.cli.output import duration, fine_duration
-from baton.rpc.messages import HandoffReport, LoadReport, NodeDescription, NodeReport, NodeStatus
+from baton.messages.messages import HandoffReport, LoadReport, NodeDescription, NodeReport, NodeStatus
 
 Field = tuple[str, str]
 

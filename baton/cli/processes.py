@@ -17,8 +17,8 @@ from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError
 
 if TYPE_CHECKING:
+    from baton.messages.messages import Role
     from baton.node.process import RoleMaker
-    from baton.rpc.messages import Role
 
 _EXTRA = (
     option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
@@ -68,7 +68,7 @@ def _node(
 
 
 def _role_maker(role: Role) -> RoleMaker:
-    from baton.rpc.messages import Role
+    from baton.messages.messages import Role
 
     if role is Role.PREFILL:
         from prefill_node import app as prefill_app

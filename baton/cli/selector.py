@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.usage import ClientUsageError
-from baton.rpc.messages import NodeStatus
+from baton.messages.messages import NodeStatus
 
 _KEYS = ("name", "role", "status", "model")
 

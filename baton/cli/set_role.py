@@ -14,7 +14,7 @@ from baton.cli.output import VERSION, Format, fine_duration, print_json, print_y
 from baton.cli.steer import ASK_S, Patience, PatienceOption, ProgressLine, warn
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.errors import BatonError, DeadlineExceeded
-from baton.rpc.messages import NodeStatus
+from baton.messages.messages import NodeStatus
 
 _ASK_EVERY_S = 0.2
 

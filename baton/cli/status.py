@@ -18,7 +18,7 @@ from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.errors import BatonError, ExitCode
 
 if TYPE_CHECKING:
-    from baton.rpc.steering import ClusterEvent
+    from baton.wire.codec.steering import ClusterEvent
 
 _ASK_NODES_S = 2.0
 """At most: a node that is silent must not hide how the others are."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli.cluster_view import ClusterView
 from baton.cli.output import VERSION, fine_duration, table_lines
-from baton.rpc.messages import HandoffSide, NodeReport, NodeStatus
+from baton.messages.messages import HandoffSide, NodeReport, NodeStatus
 
 if TYPE_CHECKING:
-    from baton.rpc.steering import ClusterEvent
+    from baton.wire.codec.steering import ClusterEvent
 
 """Of what is printed as JSON and YAML: it changes when a field goes, or means something else."""
 _FAILURES = 5

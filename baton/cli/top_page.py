@@ -10,11 +10,11 @@ from baton.cli.cluster_view import ClusterView
 from baton.cli.output import duration, fine_duration
 from baton.cli.requests import OVER, brief_ms
 from baton.cli.status_page import bar
-from baton.rpc.messages import NodeStatus
+from baton.messages.messages import NodeStatus
 
 if TYPE_CHECKING:
-    from baton.rpc.request_rows import RequestRow
-    from baton.rpc.steering import ClusterEvent
+    from baton.wire.codec.request_rows import RequestRow
+    from baton.wire.codec.steering import ClusterEvent
 
 _HEALTH_STYLES = {"ok": "bold green", "degraded": "bold yellow", "unavailable": "bold red"}
 _NODE_STYLES = {"Ready": "green", "Starting": "cyan", "Cordoned": "yellow", "Draining": "yellow", "Suspect": "yellow"}

@@ -13,10 +13,10 @@ from typing import TypeVar
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
-from baton.rpc.credentials import Dialer
-from baton.rpc.generation_client import GenerationStub
-from baton.rpc.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
+from baton.wire.clients.generation_client import GenerationStub
+from baton.wire.credentials import Dialer
 
 T = TypeVar("T")
 

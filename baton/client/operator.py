@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.rpc.credentials import Dialer
-from baton.rpc.explanations import PlacementDecision
-from baton.rpc.messages import ClusterStatus
-from baton.rpc.operator_client import OperatorStub
-from baton.rpc.request_rows import RequestRow
-from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet
-from baton.rpc.timelines import Timeline
+from baton.messages.messages import ClusterStatus
 from baton.security.access import Access, default_access
+from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.codec.explanations import PlacementDecision
+from baton.wire.codec.request_rows import RequestRow
+from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet
+from baton.wire.codec.timelines import Timeline
+from baton.wire.credentials import Dialer
 
 
 class OperatorClient:

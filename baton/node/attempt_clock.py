@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
-from baton.rpc.messages import Outcome, StageTimings
+from baton.messages.messages import Outcome, StageTimings
 
 _ENDS_ALL = frozenset({Outcome.ERROR, Outcome.REPETITION, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})
 

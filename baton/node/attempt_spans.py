@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from baton.engine.request import Leg
 from baton.ids import AttemptKey
+from baton.messages.messages import Submit
 from baton.node.attempt_clock import AttemptClock
 from baton.observe.tracing import Attributes, Tracer
-from baton.rpc.messages import Submit
 
 
 class Stage(NamedTuple):

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.machine import Machine
+from baton.messages.messages import Outcome, RequestDelta, StageTimings
 from baton.node.attempt_clock import AttemptClock
-from baton.rpc.messages import Outcome, RequestDelta, StageTimings
 
 MAX_ENDED = 4096
 """So many attempts that have ended are kept at most..."""
@@ -107,7 +107,7 @@ class Attempt:
         takeover: int = 0,
     ) -> None:
         """`owner`: the client index of its router's port; `router`: that router's incarnation; `given`: output tokens
-        that it was submitted with; `takeover`: see `baton.rpc.messages.Adopt`.
+        that it was submitted with; `takeover`: see `baton.messages.messages.Adopt`.
         """
         self.key = key
         self.owner: int | None = owner

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.ids import AttemptKey
-from baton.rpc.messages import TraceEvent
+from baton.messages.messages import TraceEvent
 
 
 class EventLog:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from baton.engine.connector_fake import FakeConnector
 from baton.ids import AttemptKey
+from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
-from baton.rpc.messages import HandoffReport, RefusedLink
 
 
 class FakeRole:

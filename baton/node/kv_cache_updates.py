@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from baton.engine.kv_events import BlockStored, KVEventBatch, KVSnapshot
-from baton.rpc.messages import KVCacheUpdate
+from baton.messages.messages import KVCacheUpdate
 
 _MOST_HASHES = 100_000
 """In one update of a snapshot: 3.4 MB, well under what gRPC takes."""

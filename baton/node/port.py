@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 
 from baton.ids import AttemptKey
-from baton.rpc.messages import RouterMessage, StepReport
+from baton.messages.messages import RouterMessage, StepReport
 
 MAX_QUEUED_REPORTS = 10_000
 """A router that is this far behind is taken for dead: its work would only pile up here."""

@@ -16,6 +16,7 @@ from baton.engine.runner import load
 from baton.engine.runner.base import ModelInfo, ModelRunner
 from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
+from baton.messages.messages import NodeDescription, Role
 from baton.node.leftovers import describe_left, may_be_written
 from baton.node.name_claim import Asks, require_free_name
 from baton.node.role import NodeRole, RoleContext
@@ -27,12 +28,11 @@ from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
-from baton.rpc.credentials import Dialer
-from baton.rpc.forced_end import end_within
-from baton.rpc.messages import NodeDescription, Role
-from baton.rpc.node_client import NodeClient
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.credentials import Dialer
+from baton.wire.forced_end import end_within
 
 _SWITCH_INTERVAL_S = 0.0005
 """Python's own 5 ms are as long as a decode step: so long may the loop keep the interpreter from a ready engine."""

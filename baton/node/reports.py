@@ -5,8 +5,8 @@ from __future__ import annotations
 from baton.engine.outputs import ComputedStep, EngineCoreOutput, SchedulerStats
 from baton.engine.request import FinishReason
 from baton.engine.scheduler import Scheduler
+from baton.messages.messages import LoadReport, NodeDescription, Outcome, StepFigures
 from baton.registry import NodeRecord
-from baton.rpc.messages import LoadReport, NodeDescription, Outcome, StepFigures
 
 _OUTCOMES = {
     FinishReason.STOP: Outcome.STOP,

@@ -11,10 +11,10 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner.base import ModelRunner
 from baton.ids import AttemptKey
+from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
-from baton.rpc.credentials import PLAIN, Dialer
-from baton.rpc.messages import HandoffReport, RefusedLink
+from baton.wire.credentials import PLAIN, Dialer
 
 
 @dataclass(frozen=True, slots=True)

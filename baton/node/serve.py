@@ -23,6 +23,7 @@ from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.ids import new_incarnation
+from baton.messages.messages import NodeDescription, OpenHandoff, Role
 from baton.node.attempt_spans import AttemptSpans
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.event_log import EventLog
@@ -41,15 +42,14 @@ from baton.observe.metrics_page import MetricsPage
 from baton.observe.process_figures import process_figures
 from baton.observe.tracing import start_tracing
 from baton.registry import Membership
-from baton.rpc.credentials import Dialer
-from baton.rpc.door import Door
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.messages import NodeDescription, OpenHandoff, Role
-from baton.rpc.node_service import SERVICE_NAME, NodeServicer
-from baton.rpc.server import RpcServer, join_address, reached_as
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageDoor
+from baton.wire.credentials import Dialer
+from baton.wire.door import Door
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, join_address, reached_as
+from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
 _log = structlog.get_logger(__name__)
 

@@ -26,20 +26,7 @@ from baton.engine.request import Leg, Request
 from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
 from baton.ids import AttemptKey
-from baton.node.attempt_clock import AttemptClock
-from baton.node.attempt_spans import AttemptSpans
-from baton.node.attempts import Attempt, AttemptBook
-from baton.node.driver import EngineDriver, StepNews
-from baton.node.event_log import EventLog
-from baton.node.kv_cache_updates import kv_cache_updates
-from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
-from baton.node.port import Port
-from baton.node.reports import load_report, outcome_of, step_figures
-from baton.node.role import NodeRole
-from baton.node.step_log import StepLog
-from baton.node.submit_check import objection
-from baton.observe.logs import of_attempt
-from baton.rpc.messages import (
+from baton.messages.messages import (
     ENDED_WELL,
     HEARTBEAT_S,
     Abort,
@@ -61,6 +48,19 @@ from baton.rpc.messages import (
     TraceStep,
     WatchKVCache,
 )
+from baton.node.attempt_clock import AttemptClock
+from baton.node.attempt_spans import AttemptSpans
+from baton.node.attempts import Attempt, AttemptBook
+from baton.node.driver import EngineDriver, StepNews
+from baton.node.event_log import EventLog
+from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
+from baton.node.port import Port
+from baton.node.reports import load_report, outcome_of, step_figures
+from baton.node.role import NodeRole
+from baton.node.step_log import StepLog
+from baton.node.submit_check import objection
+from baton.observe.logs import of_attempt
 
 _log = logging.getLogger(__name__)
 _REFUSAL_SHOWN_S = 300.0

@@ -11,7 +11,7 @@ from baton.security.tls_files import TlsBytes, TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Without anything: in clear text, as nobody. `baton.rpc.credentials` makes channels of it."""
+    """Without anything: in clear text, as nobody. `baton.wire.credentials` makes channels of it."""
 
     api_key: str = ""
     tls_ca: Path | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import NobodyListens, NodeLost
 from baton.ids import AttemptKey
-from baton.rpc.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+from baton.messages.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
 
 
 class FakeStream:

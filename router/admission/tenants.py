@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import TracebackType
 
 from baton.errors import QuotaExceeded
+from baton.messages.messages import GenerateEvent
 from baton.observe.metrics import Figure
-from baton.rpc.messages import GenerateEvent
 from baton.security.callers import Caller
 
 MAX_LABELS = 50

@@ -14,8 +14,8 @@ from baton.engine.request import SamplingParams
 from baton.engine.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
-from baton.rpc.messages import GenerateRequest, ModelCard
-from baton.rpc.request_limits import (
+from baton.messages.messages import GenerateRequest, ModelCard
+from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PROMPT_BYTES,

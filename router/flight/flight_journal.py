@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.ids import AttemptKey
+from baton.messages.messages import ModelCard
 from baton.registry.flights import FlightRecords
-from baton.rpc.messages import ModelCard
 from router.admission.request import ValidRequest
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
 from router.flight.turns import Turns
@@ -38,7 +38,7 @@ class FlightJournal:
     ) -> None:
         """An attempt begins on these nodes, which were given so many tokens of the output, or is adopted there.
 
-        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.rpc.messages.Adopt`).
+        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.messages.messages.Adopt`).
         """
         record = FlightRecord(
             request=request.without_prompt(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.engine.request import Leg
-from baton.rpc.messages import NodeDescription, Outcome, StageTimings
+from baton.messages.messages import NodeDescription, Outcome, StageTimings
 
 _OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
 

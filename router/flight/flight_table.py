@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import BatonError
 from baton.ids import AttemptKey
-from baton.rpc.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit
+from baton.messages.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit
 from baton.values import value
 from router.placement.placement import Placement
 

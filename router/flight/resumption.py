@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import InvalidRequest
-from baton.rpc.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
+from baton.messages.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import BatonError, NoCapacity, Overloaded
+from baton.messages.messages import Finished
 from baton.observe.tracing import Span
-from baton.rpc.messages import Finished
 from router.admission.admission import Hope, Ticket
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.engine.outputs import TokenLogprobs
-from baton.rpc.messages import Chunk
+from baton.messages.messages import Chunk
 from baton.text.detokenizer import Detokenizer
 from baton.text.stop_strings import StopStrings
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from baton.rpc.messages import StageTimings
-from baton.rpc.timelines import Timeline, TimelineStage
+from baton.messages.messages import StageTimings
+from baton.wire.codec.timelines import Timeline, TimelineStage
 from router.flight.flight_leg import Measured
 
 _KEPT = 2048

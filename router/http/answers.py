@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError
-from baton.rpc.codec_generation import path_to_metadata
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from baton.wire.codec.generation import path_to_metadata
 from router.http.client import Client
 from router.http.errors import Headers
 from router.http.events import EventWriter, Label, Wishes, usage_of

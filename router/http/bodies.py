@@ -15,8 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
-from baton.rpc.messages import GenerateRequest
-from baton.rpc.request_limits import (
+from baton.messages.messages import GenerateRequest
+from baton.messages.request_limits import (
     MAX_INPUTS,
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,

@@ -11,7 +11,7 @@ from typing import Any, Never
 from starlette.types import Receive, Scope
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.request_limits import (
+from baton.messages.request_limits import (
     MAX_BODY_CONTAINERS,
     MAX_BODY_DEPTH,
     MAX_BODY_FIELDS,

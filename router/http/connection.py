@@ -5,7 +5,7 @@ What a stranger may cost before anybody knows who it is:
 - A request's head has a time, a size and a number of fields; what is no HTTP by RFC 9112 ends the connection.
 - A body is taken apart only once the application asks for it, so one that is refused for its head costs nothing; what
   it needs on the wire is bounded, too, since chunks of one byte need six.
-- All connections share one budget of each turn of the loop (`baton.rpc.turn_budget`).
+- All connections share one budget of each turn of the loop (`baton.wire.turn_budget`).
 - Who is answered before everything was read is heard no more: a bounded rest is read and dropped, so that the answer
   is not lost to a reset (RFC 9112, 9.6), then the connection is closed.
 """
@@ -20,8 +20,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import Place
+from baton.wire.turn_budget import TurnBudget
 from router.http.body import MAX_BODY_BYTES, MAX_HEADER_BYTES
 from router.http.errors import HttpError, Kind, error_body, error_headers
 

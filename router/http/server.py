@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 from baton.background import OnFault, start_background
 from baton.errors import ConfigError
 from baton.observe.listener import Listener, listening_socket
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit, Place
 from baton.security.tls_files import TlsFiles
+from baton.wire.turn_budget import TurnBudget
 from router.http.connection import HEAD_S, READ_BYTES, Connection
 
 _log = logging.getLogger(__name__)

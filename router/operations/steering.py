@@ -16,11 +16,11 @@ from typing import Protocol
 from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
+from baton.messages.messages import NodeStatus, Role
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from baton.rpc.messages import NodeStatus, Role
-from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet
+from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet
 from router.operations.cluster_news import ClusterLook, NodeLook, news
 from router.operations.event_ring import EventRing
 from router.placement.placer import Placer
@@ -37,7 +37,7 @@ _ANSWER_S = 5.0
 
 
 class SteeredNode(Protocol):
-    """Speaks to one address; `baton.rpc.node_client.NodeClient` is the real one."""
+    """Speaks to one address; `baton.wire.clients.node_client.NodeClient` is the real one."""
 
     async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None: ...
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
-from baton.rpc.messages import KVCacheUpdate, NodeDescription
+from baton.messages.messages import KVCacheUpdate, NodeDescription
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096

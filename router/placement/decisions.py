@@ -11,8 +11,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.messages.messages import StageTimings
 from baton.observe.metrics import Distribution, Figure, Histogram
-from baton.rpc.messages import StageTimings
 from router.placement.cost_model import Found, Question, Terms
 
 _KEPT = 2048

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
+from baton.messages.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.observe.metrics import Distribution, Figure
-from baton.rpc.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.values import value
 from router.admission.request import ValidRequest
 from router.placement.breaker import FAILURES, PAIR_FAILURES, Breakers

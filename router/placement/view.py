@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from baton.ids import AttemptKey
+from baton.messages.messages import LoadReport, NodeDescription, NodeStatus
 from baton.registry import DesiredState, NodeRecord
-from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus
 from router.admission.admission import is_full
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of
 

@@ -14,7 +14,7 @@ import pytest
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import InvalidRequest
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from router.placement.placer import PlacementSettings
 from tests.support.metrics_page import samples_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir

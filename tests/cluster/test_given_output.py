@@ -14,8 +14,8 @@ from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.ids import AttemptKey
-from baton.rpc.messages import Outcome, RequestDelta, StepReport, Submit
-from baton.rpc.node_client import NodeClient
+from baton.messages.messages import Outcome, RequestDelta, StepReport, Submit
+from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.reports import HeardStream
 from tests.support.tiny_models import TINY_MODELS

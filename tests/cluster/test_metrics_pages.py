@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import InvalidRequest, TransferCause
+from baton.messages.messages import GenerateRequest
 from baton.observe.metrics import render
-from baton.rpc.event_loop import RpcEventLoop
-from baton.rpc.messages import GenerateRequest
+from baton.wire.server.event_loop import RpcEventLoop
 from kv_transfer.figures import failure_figures
 from tests.support.metrics_page import samples_at, text_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir

@@ -10,7 +10,7 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.errors import DeadlineExceeded, WouldBeLate
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir

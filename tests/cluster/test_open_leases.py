@@ -16,10 +16,10 @@ from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.base import ModelInfo
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import TransferCause, TransferFailed
-from baton.rpc.messages import GenerateRequest, OpenHandoff
-from baton.rpc.node_client import NodeClient
-from baton.rpc.operator_service import status_from_pb
+from baton.messages.messages import GenerateRequest, OpenHandoff
 from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.services.operator_service import status_from_pb
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 

@@ -15,7 +15,7 @@ from baton.engine.repetition import RepetitionDetection
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.errors import RepetitiveOutput
-from baton.rpc.messages import Accepted, Chunk, GenerateRequest
+from baton.messages.messages import Accepted, Chunk, GenerateRequest
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS
 

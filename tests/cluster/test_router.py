@@ -15,10 +15,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.engine.runner import SimulatedSpec
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
+from baton.messages.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.generation_client import GenerationStub
-from baton.rpc.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.rpc.operator_client import OperatorStub
+from baton.wire.clients.generation_client import GenerationStub
+from baton.wire.clients.operator_client import OperatorStub
 from router.app import RouterAddresses, RouterConfig, run_router
 from router.placement.placer import PlacementSettings, Policy
 from tests.support.router_parts import MODEL, decode, prefill, record_of

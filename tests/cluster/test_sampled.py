@@ -16,7 +16,7 @@ from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from tests.support.mini_cluster import mini_cluster, random_prompt
 from tests.support.tiny_models import TINY_MODELS
 

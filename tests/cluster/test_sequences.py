@@ -15,7 +15,7 @@ from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.engine.sequence_group import sequence_seed
-from baton.rpc.messages import Chunk, GenerateRequest
+from baton.messages.messages import Chunk, GenerateRequest
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir

@@ -15,8 +15,8 @@ from baton.client.operator import OperatorClient
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import NodeNotFound, Unreachable
-from baton.rpc.messages import ClusterStatus, GenerateRequest, NodeStatus
-from baton.rpc.steering import DrainProgress
+from baton.messages.messages import ClusterStatus, GenerateRequest, NodeStatus
+from baton.wire.codec.steering import DrainProgress
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)

@@ -13,7 +13,7 @@ import pytest
 from baton.engine.request import SamplingParams
 from baton.engine.runner import SimulatedSpec, StepTime
 from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 
 SPEC = SimulatedSpec(

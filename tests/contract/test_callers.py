@@ -9,16 +9,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.rpc import generation_service
-from baton.rpc.door import Door
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.rpc.server import RpcServer, streaming_server
+from baton.messages.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.wire.door import Door
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, streaming_server
+from baton.wire.services import generation_service
+from baton.wire.services.generation_service import GenerationServicer
 
 TENANTS = tuple(f"t-{number}" for number in range(8))
 

@@ -16,11 +16,11 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
 from baton.errors import InvalidRequest
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.http2.call import Call
-from baton.rpc.http2.frames import PREFACE
-from baton.rpc.http2.hpack import write_headers
-from baton.rpc.http2.server import Http2Server
+from baton.wire.http2.call import Call
+from baton.wire.http2.frames import PREFACE
+from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.server import Http2Server
+from baton.wire.server.fault_barrier import FaultBarrier
 from tests.support.http2_frames import (
     DATA,
     END_HEADERS,
@@ -92,7 +92,7 @@ async def serving() -> AsyncIterator[Http2Server]:
 @pytest.fixture(autouse=True)
 def no_records() -> Iterator[None]:
     """Pytest keeps records, and those their exceptions, and those their frames."""
-    log = logging.getLogger("baton.rpc.fault_barrier")
+    log = logging.getLogger("baton.wire.server.fault_barrier")
     log.addFilter(_dropped)
     try:
         yield

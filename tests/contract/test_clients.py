@@ -25,11 +25,20 @@ from baton.errors import (
     RequestNotFound,
     Unreachable,
 )
-from baton.rpc import generation_service
-from baton.rpc.generation_client import GenerationStub
-from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, Path, TakeChunk
-from baton.rpc.server import RpcServer
+from baton.messages.messages import (
+    Accepted,
+    Chunk,
+    Finished,
+    GenerateEvent,
+    GenerateRequest,
+    ModelCard,
+    Path,
+    TakeChunk,
+)
+from baton.wire.clients.generation_client import GenerationStub
+from baton.wire.server.server import RpcServer
+from baton.wire.services import generation_service
+from baton.wire.services.generation_service import GenerationServicer
 
 T = TypeVar("T")
 REQUEST = GenerateRequest((1, 2, 3), max_tokens=6)

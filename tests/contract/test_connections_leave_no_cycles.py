@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from baton.rpc.http2.frames import PREFACE
-from baton.rpc.http2.server import Http2Server, _Link
 from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.tls_files import TlsFiles
+from baton.wire.http2.frames import PREFACE
+from baton.wire.http2.server import Http2Server, _Link
 from router.http.connection import Connection
 from router.http.server import HttpServer
 from tests.support.http2_frames import SETTINGS, frame

@@ -23,11 +23,12 @@ from baton.errors import (
     TransferCause,
     TransferFailed,
 )
-from baton.rpc import generation_service, status
-from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.rpc.server import RpcServer
+from baton.messages.messages import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.wire import status
+from baton.wire.server.server import RpcServer
+from baton.wire.services import generation_service
+from baton.wire.services.generation_service import GenerationServicer
 
 CODES = {
     "BatonError": "INTERNAL",

@@ -14,15 +14,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 
-from baton.rpc.door import Door
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
-from baton.rpc.http2.hpack import HeaderReader, write_headers
-from baton.rpc.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
+from baton.wire.door import Door
+from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
+from baton.wire.http2.hpack import HeaderReader, write_headers
+from baton.wire.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.turn_budget import TurnBudget
 from tests.support.http2_frames import (
     ACK,
     DATA,

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.rpc.http2.frames import PREFACE
-from baton.rpc.http2.server import Http2Server
+from baton.wire.http2.frames import PREFACE
+from baton.wire.http2.server import Http2Server
 from tests.support.http2_cases import CASES, MARKED, Case, Said
 from tests.support.http2_frames import GOAWAY, HEADERS, SETTINGS, frame
 

@@ -19,11 +19,11 @@ import pytest
 
 from baton.observe.listener import ACCEPTED_AT_ONCE, HANDSHAKES_AT_ONCE, UNHEARD_AT_ONCE, Listener, listening_socket
 from baton.observe.metrics_page import MetricsPage
-from baton.rpc.http2.frames import PREFACE
-from baton.rpc.http2.hpack import write_headers
-from baton.rpc.http2.server import Http2Server
 from baton.security.authority import make_certificates
 from baton.security.connection_limit import ConnectionLimit, Limits, Refusal
+from baton.wire.http2.frames import PREFACE
+from baton.wire.http2.hpack import write_headers
+from baton.wire.http2.server import Http2Server
 from router.http.server import HttpServer
 from tests.support.http2_frames import END_HEADERS, HEADERS, SETTINGS, frame, request_fields
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig

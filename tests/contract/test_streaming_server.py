@@ -14,10 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.http2.frames import PREFACE
-from baton.rpc.http2.server import Http2Server
-from baton.rpc.server import RpcServer, streaming_server
+from baton.wire.http2.frames import PREFACE
+from baton.wire.http2.server import Http2Server
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, streaming_server
 from tests.support.http2_frames import HEADERS, PING, SETTINGS, frame, request_block
 
 LIMIT = 1 << 20

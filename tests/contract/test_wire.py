@@ -1,4 +1,4 @@
-"""Servers and clients of `baton.rpc` over loopback, with handlers that a test writes: what survives the wire, and what
+"""Servers and clients of `baton.wire` over loopback, with handlers that a test writes: what survives the wire, and what
 one bad message may cost.
 """
 
@@ -36,12 +36,7 @@ from baton.errors import (
     Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.rpc import generation_service, node_service, operator_service, status
-from baton.rpc.credentials import Dialer
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.generation_client import GenerationStub
-from baton.rpc.generation_service import GenerationServicer
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     Accepted,
     Chunk,
@@ -67,15 +62,21 @@ from baton.rpc.messages import (
     TraceStep,
     WatchKVCache,
 )
-from baton.rpc.node_client import NodeClient
-from baton.rpc.node_service import NodeServicer
-from baton.rpc.operator_client import OperatorStub
-from baton.rpc.operator_service import OperatorServicer
-from baton.rpc.server import RpcServer, streaming_server
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files
 from baton.v1 import generation_pb2, generation_pb2_grpc, node_pb2, node_pb2_grpc
+from baton.wire import status
+from baton.wire.clients.generation_client import GenerationStub
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.clients.operator_client import OperatorStub
+from baton.wire.credentials import Dialer
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, streaming_server
+from baton.wire.services import generation_service, node_service, operator_service
+from baton.wire.services.generation_service import GenerationServicer
+from baton.wire.services.node_service import NodeServicer
+from baton.wire.services.operator_service import OperatorServicer
 from tests.support.reports import HeardStream
 from tests.support.router_parts import decode
 
@@ -619,7 +620,7 @@ async def test_a_router_that_is_stopped_gives_its_port_back(node: Node) -> None:
     """It closes nothing and its kernel goes on acknowledging; what it asked for would run for nobody."""
     script = f"""
 import asyncio
-from baton.rpc.node_client import NodeClient
+from baton.wire.clients.node_client import NodeClient
 async def main():
     stream = await NodeClient("{node.address}").attach("router-1")
     await asyncio.get_running_loop().create_future()

@@ -194,7 +194,7 @@ async def test_a_lease_is_renewed_again(
     assert (current_watch.get().faults, ended.empty()) == ({"registry-lease": 1}, True)
 
 
-PACKAGES = ("router", "prefill_node", "decode_node", "kv_transfer", "baton/node", "baton/registry", "baton/rpc")
+PACKAGES = ("router", "prefill_node", "decode_node", "kv_transfer", "baton/node", "baton/registry", "baton/wire")
 PACKAGES += ("baton/observe", "baton/text", "baton/security")
 STARTERS = {"create_task", "ensure_future", "Thread", "ThreadPoolExecutor", "run_coroutine_threadsafe"}
 GUARDED_OTHERWISE = {
@@ -209,10 +209,10 @@ GUARDED_OTHERWISE = {
     "baton/node/serve.py": (3, "the drain awaits them"),
     "baton/registry/redis_flights.py": (1, "a read is awaited by who asked"),
     "baton/registry/registry.py": (1, "an operation is awaited by who asked"),
-    "baton/rpc/async_generation_client.py": (1, "the client's call awaits it"),
-    "baton/rpc/generation_client.py": (1, "a client's thread; its calls fail with it"),
-    "baton/rpc/http2/server.py": (1, "the call's fault barrier answers INTERNAL"),
-    "baton/rpc/node_service.py": (1, "the stream that it reads for ends, and the link with it"),
+    "baton/wire/clients/async_generation_client.py": (1, "the client's call awaits it"),
+    "baton/wire/clients/generation_client.py": (1, "a client's thread; its calls fail with it"),
+    "baton/wire/http2/server.py": (1, "the call's fault barrier answers INTERNAL"),
+    "baton/wire/services/node_service.py": (1, "the stream that it reads for ends, and the link with it"),
     "baton/observe/listener.py": (1, "one connection's handshake; it is closed"),
     "baton/observe/otel.py": (1, "the last spans of a process that ends"),
 }

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.rpc.node_client import NodeClient
+from baton.wire.clients.node_client import NodeClient
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 

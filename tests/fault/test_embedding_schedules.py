@@ -8,7 +8,7 @@ from collections import Counter
 
 from baton.engine.runner.simulated import expected_embedding
 from baton.errors import BatonError
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually
 

@@ -20,7 +20,7 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.engine.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from kv_transfer.backends.faulty import Faults
 from kv_transfer.window import WindowLimits
 from tests.support.simulated_cluster import (

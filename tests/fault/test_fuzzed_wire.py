@@ -16,10 +16,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from baton.rpc.codec_node import report_from_pb, report_to_pb
-from baton.rpc.messages import Outcome, RequestDelta, StepReport
-from baton.rpc.node_service import NodeServicer
+from baton.messages.messages import Outcome, RequestDelta, StepReport
 from baton.v1 import generation_pb2, node_pb2
+from baton.wire.codec.node import report_from_pb, report_to_pb
+from baton.wire.services.node_service import NodeServicer
 from tests.support.fuzzed_cluster import FuzzedCluster, Run, events_of, fuzzed_cluster, tokens_of
 from tests.support.local_rpc import Reply
 

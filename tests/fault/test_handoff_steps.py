@@ -16,7 +16,7 @@ import pytest
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.failpoints import strike_by
-from baton.rpc.messages import Finished, GenerateRequest
+from baton.messages.messages import Finished, GenerateRequest
 from tests.support.handoff_places import PLACES, REPEATED, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually

@@ -16,8 +16,8 @@ from typing import IO
 import grpc
 import pytest
 
+from baton.messages.messages import ClusterStatus
 from baton.registry.embedded import find_redis_server
-from baton.rpc.messages import ClusterStatus
 from tests.support.hosts import Hosts, NotPermitted, hosts
 from tests.support.process_cluster import BOUND_S, ClusterSession
 from tests.support.slow_model import FLAGS, STEP_TIMES, ask, assert_right

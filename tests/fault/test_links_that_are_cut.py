@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.rpc.messages import Finished, GenerateRequest
+from baton.messages.messages import Finished, GenerateRequest
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import VirtualTimeLoop, run_virtually

@@ -22,9 +22,9 @@ import pytest
 from baton.client import AsyncGenerationClient
 from baton.config import bundled_model_dir
 from baton.errors import ExitCode
+from baton.messages.messages import GenerateRequest
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
-from baton.rpc.messages import GenerateRequest
 from tests.support.kill_drill import Load, Result, ask, requests
 from tests.support.process_cluster import BOUND_S, ProcessCluster, ended, is_pending, process_cluster
 

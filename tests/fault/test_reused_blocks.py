@@ -12,7 +12,7 @@ from random import Random
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from decode_node.intake import Intake
 from kv_transfer.backends.faulty import Faults
 from kv_transfer.lease_machine import LeaseEvent

@@ -18,7 +18,7 @@ from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
 from baton.engine.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
-from baton.rpc.messages import GenerateRequest, Role
+from baton.messages.messages import GenerateRequest, Role
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from baton.client import GenerationClient
+from baton.messages.messages import Chunk, Finished
 from baton.registry.embedded import READY_WORDS
-from baton.rpc.messages import Chunk, Finished
 from tests.process.shell import BOUND_S, Shell
 from tests.process.test_by_hand import line_with
 from tests.support.ports import free_ports

@@ -19,12 +19,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Access, GenerationClient, OperatorClient
 from baton.errors import ExitCode, PermissionDenied, Unauthenticated
-from baton.rpc.credentials import Dialer
-from baton.rpc.messages import Finished, GenerateRequest
+from baton.messages.messages import Finished, GenerateRequest
 from baton.security.authority import make_certificates
 from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole, callers_of_rpc
 from baton.security.tls_files import certificate_files
+from baton.wire.credentials import Dialer
 from tests.support.listening import listening
 from tests.support.ports import free_ports
 from tests.support.process_cluster import ProcessCluster, process_cluster

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.engine.outputs import TokenLogprobs
-from baton.rpc import status
-from baton.rpc.codec_generation import event_from_pb, finished_from_pb, request_to_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
 from baton.v1 import generation_pb2, generation_pb2_grpc
+from baton.wire import status
+from baton.wire.codec.generation import event_from_pb, finished_from_pb, request_to_pb
 
 Call = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 

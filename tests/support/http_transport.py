@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit
+from baton.wire.turn_budget import TurnBudget
 from router.http.connection import HEAD_S, READ_BYTES, Connection
 
 

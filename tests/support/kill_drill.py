@@ -13,7 +13,7 @@ from random import Random
 from baton.cli.state import ProcessState
 from baton.client import AsyncGenerationClient
 from baton.engine.outputs import TokenLogprobs
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
 from tests.support.process_cluster import ProcessCluster
 
 ROLES = ("prefill", "decode", "router", "redis")

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.rpc.fault_barrier import FaultBarrier
+from baton.wire.server.fault_barrier import FaultBarrier
 
 Metadata = Iterable[tuple[str, str | bytes]]
 

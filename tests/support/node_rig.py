@@ -14,12 +14,12 @@ from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
+from baton.messages.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
 from baton.node.event_log import EventLog
 from baton.node.fake_role import FakeRole
 from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
 from baton.node.service import NodeService
-from baton.rpc.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)

@@ -17,10 +17,10 @@ import grpc
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState
 from baton.errors import NodeLost, Unreachable
-from baton.rpc.messages import ClusterStatus, LoadReport, TraceEvent
-from baton.rpc.node_client import NodeClient
-from baton.rpc.operator_service import status_from_pb
+from baton.messages.messages import ClusterStatus, LoadReport, TraceEvent
 from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.services.operator_service import status_from_pb
 from tests.support.caller import Caller
 from tests.support.reports import HeardStream
 

@@ -9,8 +9,7 @@ from random import Random
 
 from baton.engine.outputs import TokenLogprobs
 from baton.ids import AttemptKey
-from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     Accepted,
     Adopt,
@@ -25,6 +24,7 @@ from baton.rpc.messages import (
     StageTimings,
     Submit,
 )
+from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.dispatcher import Dispatcher
 from router.flight.flight_journal import FlightJournal

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from baton.engine.request import Leg
 from baton.ids import AttemptKey
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     LoadReport,
     NodeDescription,
@@ -22,8 +22,8 @@ from baton.rpc.messages import (
     TraceEvent,
     TraceStep,
 )
-from baton.rpc.node_service import SERVICE_NAME, NodeServicer
-from baton.rpc.server import RpcServer
+from baton.wire.server.server import RpcServer
+from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 
 
 def token_at(prompt: Sequence[int], index: int) -> int:

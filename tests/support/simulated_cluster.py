@@ -29,13 +29,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.ids import AttemptKey
-from baton.node.attempt_clock import TransferFigures
-from baton.node.event_log import EventLog
-from baton.node.manual_driver import ManualDriver
-from baton.node.outbox import Outbox
-from baton.node.service import NodeService
-from baton.registry import NodeRecord
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Chunk,
     Finished,
     GenerateEvent,
@@ -48,6 +42,12 @@ from baton.rpc.messages import (
     RouterMessage,
     StepReport,
 )
+from baton.node.attempt_clock import TransferFigures
+from baton.node.event_log import EventLog
+from baton.node.manual_driver import ManualDriver
+from baton.node.outbox import Outbox
+from baton.node.service import NodeService
+from baton.registry import NodeRecord
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.faulty import Faults, FaultyBackend

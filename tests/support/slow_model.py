@@ -7,7 +7,7 @@ from random import Random
 from baton.engine.request import SamplingParams
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.simulated import expected_tokens
-from baton.rpc.messages import GenerateRequest
+from baton.messages.messages import GenerateRequest
 from tests.support.caller import Answer
 from tests.support.mini_cluster import random_prompt
 

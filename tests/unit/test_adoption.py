@@ -17,8 +17,8 @@ from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import expected_beams, expected_tokens
 from baton.engine.sequence_group import sequence_seed
 from baton.ids import AttemptKey
+from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta, Role, StepReport
 from baton.node.port import MAX_QUEUED_REPORTS, Port
-from baton.rpc.messages import Abort, Adopt, Outcome, RequestDelta, Role, StepReport
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens
 from tests.support.virtual_time import LoopClock, run_virtually
 

@@ -20,10 +20,10 @@ from baton.engine.sequence_group import sequence_seed
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent
+from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta
 from baton.node.attempt_clock import AttemptClock
 from baton.node.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
-from baton.rpc.messages import Abort, Adopt, Outcome, RequestDelta
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop
 

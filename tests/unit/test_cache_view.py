@@ -18,8 +18,8 @@ from baton.engine.kv_events import (
     KVSnapshot,
     Tier,
 )
+from baton.messages.messages import KVCacheUpdate, NodeDescription
 from baton.node.kv_cache_updates import kv_cache_updates
-from baton.rpc.messages import KVCacheUpdate, NodeDescription
 from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode
 

@@ -21,8 +21,7 @@ from baton.cli.state import ClusterState, ProcessState
 from baton.engine.compute_path import ComputePath
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.ids import AttemptKey
-from baton.rpc import node_service
-from baton.rpc.messages import (
+from baton.messages.messages import (
     EndedHandoffs,
     HandoffReport,
     HandoffSide,
@@ -32,8 +31,9 @@ from baton.rpc.messages import (
     OpenHandoff,
     RefusedLink,
 )
-from baton.rpc.node_service import NodeServicer
-from baton.rpc.server import RpcServer
+from baton.wire.server.server import RpcServer
+from baton.wire.services import node_service
+from baton.wire.services.node_service import NodeServicer
 from tests.support.router_parts import decode, prefill
 
 OLD = OpenHandoff(AttemptKey("a", 2, 0xBEEF), HandoffSide.SENDER, "SUSPECT", "d1", "d1.1", 5, 75.0)

@@ -13,7 +13,7 @@ from baton.cli.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
 from baton.cli.state import ClusterState, ProcessState
 from baton.errors import BatonError
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Accepted,
     Chunk,
     ClusterStatus,

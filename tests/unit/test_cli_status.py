@@ -10,7 +10,7 @@ from baton.cli.cluster_view import ClusterView
 from baton.cli.state import ClusterState, ProcessState
 from baton.cli.status_page import bar, overview, status_lines
 from baton.ids import AttemptKey
-from baton.rpc.messages import (
+from baton.messages.messages import (
     HandoffReport,
     HandoffSide,
     LoadReport,
@@ -19,7 +19,7 @@ from baton.rpc.messages import (
     OpenHandoff,
     RefusedLink,
 )
-from baton.rpc.steering import ClusterEvent
+from baton.wire.codec.steering import ClusterEvent
 from tests.support.router_parts import decode, prefill
 
 

@@ -11,8 +11,7 @@ from baton.engine.repetition import RepetitionDetection
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.ids import AttemptKey
-from baton.rpc import codec_generation, codec_node, codec_node_report, codec_sampling
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     Accepted,
     Adopt,
@@ -42,6 +41,10 @@ from baton.rpc.messages import (
     WatchKVCache,
 )
 from baton.v1 import generation_pb2, node_pb2
+from baton.wire.codec import generation as codec_generation
+from baton.wire.codec import node as codec_node
+from baton.wire.codec import node_report as codec_node_report
+from baton.wire.codec import sampling as codec_sampling
 
 KEY = AttemptKey("req-1", 2, 2**63 + 5)
 PARAMS = SamplingParams(

@@ -25,7 +25,7 @@ from baton.errors import (
     StreamDiverged,
     Unreachable,
 )
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 
 FINISHED = Finished("length", None, 1, 9, 0, 0, 0, 0, 0, 0, 0, Path("", "d", 1, ""))
 ACCEPTED = Accepted("r", 1, 3)

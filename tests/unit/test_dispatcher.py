@@ -21,7 +21,16 @@ from baton.errors import (
     Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.rpc.messages import Adopt, Chunk, Finished, GenerateRequest, LoadReport, Outcome, RequestDelta, StageTimings
+from baton.messages.messages import (
+    Adopt,
+    Chunk,
+    Finished,
+    GenerateRequest,
+    LoadReport,
+    Outcome,
+    RequestDelta,
+    StageTimings,
+)
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.node_links import MAX_BROKEN

@@ -16,8 +16,8 @@ from baton.errors import (
     QueueFull,
     WouldBeLate,
 )
+from baton.messages.messages import LoadReport, NodeDescription, Outcome
 from baton.observe.metrics import render
-from baton.rpc.messages import LoadReport, NodeDescription, Outcome
 from router.limits import DispatchLimits
 from router.operations.metrics import figures
 from router.placement.placer import PlacementSettings, Placer, Policy

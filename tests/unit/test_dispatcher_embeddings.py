@@ -7,8 +7,8 @@ import pytest
 from baton.engine.request import Leg
 from baton.errors import Cancelled, EngineFault, InvalidRequest, NoCapacity, QueueFull, RequestNotFound, WouldBeLate
 from baton.ids import AttemptKey
+from baton.messages.messages import LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from baton.observe.metrics import Distribution, Figure
-from baton.rpc.messages import LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from router.flight.timeline import timeline
 from router.limits import DispatchLimits
 from router.placement.placer import PlacementSettings, Placer, Policy

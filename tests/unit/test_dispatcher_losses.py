@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.request import Leg
 from baton.errors import InvalidRequest, NoCapacity, Status
-from baton.rpc.messages import Outcome, RequestDelta, Submit
+from baton.messages.messages import Outcome, RequestDelta, Submit
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.losses import FLIGHTS_PER_TURN

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import BlockStored
-from baton.rpc.messages import KVCacheUpdate, NodeDescription, Outcome, StageTimings, WatchKVCache
+from baton.messages.messages import KVCacheUpdate, NodeDescription, Outcome, StageTimings, WatchKVCache
 from router.placement.placer import PlacementSettings, Placer
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

@@ -20,8 +20,7 @@ from baton.errors import (
     RequestNotFound,
 )
 from baton.ids import AttemptKey
-from baton.registry.flights import ENDED_S, LIFETIME_S
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Accepted,
     Adopt,
     Chunk,
@@ -31,6 +30,7 @@ from baton.rpc.messages import (
     Outcome,
     SequenceFinished,
 )
+from baton.registry.flights import ENDED_S, LIFETIME_S
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN
 from router.placement.placement import Placement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.request import Leg
 from baton.ids import AttemptKey
-from baton.rpc.messages import Abort, Outcome, SequenceFinished
+from baton.messages.messages import Abort, Outcome, SequenceFinished
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import EngineFault
-from baton.rpc.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
 from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue
 from router.flight.turns import Turns
 

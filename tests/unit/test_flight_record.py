@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
+from baton.messages.messages import ModelCard
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
-from baton.rpc.messages import ModelCard
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord, read_record

@@ -12,10 +12,10 @@ import pytest
 from baton.cli.followed_routers import follow
 from baton.cli.merged_events import SAME_S, Merge
 from baton.errors import Unreachable
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.operator_service import OperatorHandler, OperatorServicer, Steers
-from baton.rpc.server import RpcServer
-from baton.rpc.steering import ClusterEvent
+from baton.wire.codec.steering import ClusterEvent
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer
+from baton.wire.services.operator_service import OperatorHandler, OperatorServicer, Steers
 from router.operations.event_ring import EventRing
 
 

@@ -11,8 +11,8 @@ from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
+from baton.messages.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure
-from baton.rpc.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
 from kv_transfer.lease import LeaseBook, LeaseTimes
 from kv_transfer.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe

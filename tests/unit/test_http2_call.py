@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.rpc.http2.call import BadCall, Call, CallDetails, CallHead
-from baton.rpc.http2.hpack import HeaderReader
+from baton.wire.http2.call import BadCall, Call, CallDetails, CallHead
+from baton.wire.http2.hpack import HeaderReader
 from tests.support.http2_frames import request_fields
 
 LIMIT = 1 << 20

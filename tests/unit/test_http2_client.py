@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.rpc.http2.client import Http2Client
-from baton.rpc.http2.client_connection import ClientConnection, Ended, call_headers
-from baton.rpc.http2.connection import Connection, Opened, Received
-from baton.rpc.http2.frames import (
+from baton.wire.http2.client import Http2Client
+from baton.wire.http2.client_connection import ClientConnection, Ended, call_headers
+from baton.wire.http2.connection import Connection, Opened, Received
+from baton.wire.http2.frames import (
     COMPRESSION_ERROR,
     ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
@@ -26,7 +26,7 @@ from baton.rpc.http2.frames import (
     PROTOCOL_ERROR,
     ConnectionFault,
 )
-from baton.rpc.http2.hpack import Header, write_headers
+from baton.wire.http2.hpack import Header, write_headers
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

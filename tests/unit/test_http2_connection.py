@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.rpc.http2.connection import Connection, Event, Opened, Received, WasReset, Writable
-from baton.rpc.http2.frames import (
+from baton.wire.http2.connection import Connection, Event, Opened, Received, WasReset, Writable
+from baton.wire.http2.frames import (
     ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
     PREFACE,
@@ -19,7 +19,7 @@ from baton.rpc.http2.frames import (
     STREAM_CLOSED,
     ConnectionFault,
 )
-from baton.rpc.http2.hpack import write_headers
+from baton.wire.http2.hpack import write_headers
 from tests.support.http2_frames import (
     ACK,
     CONTINUATION,

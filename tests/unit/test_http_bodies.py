@@ -9,8 +9,8 @@ import pytest
 
 from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
-from baton.rpc.messages import GenerateRequest
-from baton.rpc.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
+from baton.messages.messages import GenerateRequest
+from baton.messages.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH
 from router.http.bodies import Body, ChatBody, CompletionBody, read
 from router.http.body import MAX_BODY_BYTES, parse_json
 from tests.support.http_rig import HttpRig, finished

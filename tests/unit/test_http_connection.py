@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.clock import ManualClock
-from baton.rpc.turn_budget import TurnBudget
+from baton.wire.turn_budget import TurnBudget
 from router.http.connection import LINGER_S, MAX_DROPPED_BYTES, READ_BYTES, STEP_BYTES
 from tests.support.http_transport import Client
 from tests.support.virtual_time import run_virtually

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
-from baton.rpc.messages import Chunk, SequenceFinished
+from baton.messages.messages import Chunk, SequenceFinished
 from tests.support.http_client import Exchange
 from tests.support.http_rig import HttpRig, chunk, finished
 from tests.support.router_parts import MODEL

@@ -22,6 +22,7 @@ from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
+from baton.messages.messages import KVCacheUpdate, Submit, WatchKVCache
 from baton.node.driver import StepNews
 from baton.node.event_log import EventLog
 from baton.node.fake_role import FakeRole
@@ -29,7 +30,6 @@ from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
 from baton.node.service import NodeService
-from baton.rpc.messages import KVCacheUpdate, Submit, WatchKVCache
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 

@@ -13,7 +13,7 @@ from baton.errors import BatonError, ConfigError, DeadlineExceeded, PermissionDe
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.registry import NodeRecord
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.credentials import PLAIN
+from baton.wire.credentials import PLAIN
 from router.app import asks_with
 from tests.support.ports import free_ports
 from tests.support.router_parts import prefill, record_of

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from baton.machine import IllegalEvent
+from baton.messages.messages import Role
 from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, node_lifecycle
 from baton.node.stop import NodeStop
-from baton.rpc.messages import Role
 
 S, E = NodeState, NodeEvent
 _WAY_TO = {

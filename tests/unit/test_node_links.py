@@ -11,7 +11,7 @@ import pytest
 from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault, NodeLost, Unreachable
 from baton.ids import AttemptKey
-from baton.rpc.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
+from baton.messages.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.node_links import MAX_BROKEN, NodeLinks
 from router.timers import ManualTimers

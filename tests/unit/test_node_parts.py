@@ -9,10 +9,10 @@ import pytest
 
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
 from baton.ids import AttemptKey
+from baton.messages.messages import Abort, LoadReport, RouterMessage, StageTimings, StepReport
 from baton.node.attempt_clock import AttemptClock, TransferFigures
 from baton.node.event_log import EventLog
 from baton.node.port import Port
-from baton.rpc.messages import Abort, LoadReport, RouterMessage, StageTimings, StepReport
 
 KEY = AttemptKey("r", 1)
 T = EngineCoreEventType

@@ -20,15 +20,7 @@ from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
-from baton.node.fake_role import FakeRole
-from baton.node.process import RoleMaker, serve_roles
-from baton.node.role import NodeRole, RoleContext
-from baton.node.serve import Node
-from baton.node.service import NodeService
-from baton.node.stop import NodeStop
-from baton.observe.metrics import Figure
-from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Adopt,
     HandoffReport,
     HandoffSide,
@@ -39,7 +31,15 @@ from baton.rpc.messages import (
     Role,
     Submit,
 )
-from baton.rpc.node_client import NodeClient
+from baton.node.fake_role import FakeRole
+from baton.node.process import RoleMaker, serve_roles
+from baton.node.role import NodeRole, RoleContext
+from baton.node.serve import Node
+from baton.node.service import NodeService
+from baton.node.stop import NodeStop
+from baton.observe.metrics import Figure
+from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.wire.clients.node_client import NodeClient
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from prefill_node.app import PrefillRole
 from tests.support.reports import HeardStream

@@ -18,15 +18,7 @@ from baton.engine.runner.scripted import expected_beams, expected_embedding, exp
 from baton.engine.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
 from baton.ids import AttemptKey
-from baton.node.attempt_clock import TransferFigures
-from baton.node.driver import StepNews
-from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.node.port import MAX_QUEUED_REPORTS, Port
-from baton.node.service import LOAD_EVERY_S
-from baton.node.step_log import StepLog
-from baton.node.submit_check import objection
-from baton.rpc.channel import MAX_MESSAGE_BYTES
-from baton.rpc.messages import (
+from baton.messages.messages import (
     HEARTBEAT_S,
     Abort,
     Adopt,
@@ -42,6 +34,14 @@ from baton.rpc.messages import (
     Submit,
     TraceStep,
 )
+from baton.node.attempt_clock import TransferFigures
+from baton.node.driver import StepNews
+from baton.node.leftovers import GIVE_UP_AFTER_S
+from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.service import LOAD_EVERY_S
+from baton.node.step_log import StepLog
+from baton.node.submit_check import objection
+from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import LoopClock, run_virtually
 

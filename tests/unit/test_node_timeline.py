@@ -6,7 +6,7 @@ import pytest
 
 from baton.bench.nodes.timeline import Interval, NodeTimeline, moves_of, stretches
 from baton.ids import AttemptKey
-from baton.rpc.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
+from baton.messages.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
 
 KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)
 NODE_S = 5000.0

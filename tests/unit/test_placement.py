@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
-from baton.rpc.messages import LoadReport, NodeDescription, Submit
+from baton.messages.messages import LoadReport, NodeDescription, Submit
 from router.placement.placement import Candidate, Demand, Placement, choose, disagreement
 from router.placement.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of

@@ -13,9 +13,7 @@ from baton.engine.kv_events import BlockStored
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.ids import AttemptKey
-from baton.observe.metrics import Distribution, Figure
-from baton.rpc.explanations import decision_from_pb, decision_to_pb
-from baton.rpc.messages import (
+from baton.messages.messages import (
     KVCacheUpdate,
     LoadReport,
     NodeDescription,
@@ -25,6 +23,8 @@ from baton.rpc.messages import (
     StepFigures,
     StepReport,
 )
+from baton.observe.metrics import Distribution, Figure
+from baton.wire.codec.explanations import decision_from_pb, decision_to_pb
 from router.admission.request import ValidRequest
 from router.operations.explained import explained
 from router.placement.placer import Choice, PlacementSettings, Placer, Policy

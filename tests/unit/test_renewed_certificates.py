@@ -13,12 +13,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc.credentials import Dialer
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.server import RpcServer, streaming_server
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import LiveTls, certificate_files
+from baton.wire.credentials import Dialer
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import RpcServer, streaming_server
 
 HOSTS = ["localhost", "127.0.0.1"]
 

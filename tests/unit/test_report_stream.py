@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from baton.engine.outputs import TokenLogprobs
 from baton.errors import NodeLost
 from baton.ids import AttemptKey
-from baton.rpc.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
-from baton.rpc.report_stream import ReportReader, ReportWriter
+from baton.messages.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
 from baton.v1 import node_pb2
+from baton.wire.codec.report_stream import ReportReader, ReportWriter
 
 _KEYS = [AttemptKey(name, attempt, 2**63) for name in ("a", "b", "c") for attempt in (1, 2)]
 

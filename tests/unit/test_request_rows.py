@@ -8,8 +8,8 @@ import pytest
 
 from baton.cli.requests import page
 from baton.engine.request import Leg
-from baton.rpc.messages import Outcome, StageTimings
-from baton.rpc.request_rows import RequestRow, row_from_pb, row_to_pb
+from baton.messages.messages import Outcome, StageTimings
+from baton.wire.codec.request_rows import RequestRow, row_from_pb, row_to_pb
 from router.operations.request_rows import ended_rows, running_rows
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

@@ -12,13 +12,13 @@ import grpc
 import pytest
 
 from baton.ids import AttemptKey
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.generation_service import SERVICE_NAME, GenerationServicer
-from baton.rpc.http2.call import Call
-from baton.rpc.messages import ModelCard, Outcome
-from baton.rpc.server import streaming_server
+from baton.messages.messages import ModelCard, Outcome
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
+from baton.wire.http2.call import Call
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.server import streaming_server
+from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
 from router.admission.tenants import Tenants
 from router.flight.flight import Flight
 from router.flight.run import Run

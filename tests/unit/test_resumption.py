@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest
-from baton.rpc.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings
+from baton.messages.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.messages.messages import Outcome
 from baton.observe.metrics import render
-from baton.rpc.messages import Outcome
 from router.flight.flight_table import AttemptCause
 from router.operations.metrics import figures
 from router.served import Served

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.rpc.event_loop import RpcEventLoop, warn_if_unrecognised
+from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
 
 
 class Poller:

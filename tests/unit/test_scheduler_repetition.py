@@ -11,8 +11,8 @@ from baton.engine.outputs import ModelRunnerOutput
 from baton.engine.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
 from baton.errors import InvalidRequest
+from baton.messages.messages import Outcome
 from baton.node.reports import outcome_of
-from baton.rpc.messages import Outcome
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
 RULE = RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=3)

@@ -11,7 +11,7 @@ from baton.cli.cluster_view import combine
 from baton.cli.state import ClusterState, ProcessState
 from baton.cli.supervisor.plan import plan_nodes
 from baton.config import UpConfig
-from baton.rpc.messages import ClusterStatus
+from baton.messages.messages import ClusterStatus
 
 
 def up(routers: int, port: int) -> UpConfig:

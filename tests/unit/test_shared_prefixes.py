@@ -20,7 +20,7 @@ from baton.engine.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_events import BlockRemoved, BlockStored
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
-from baton.rpc.messages import (
+from baton.messages.messages import (
     KVCacheUpdate,
     LoadReport,
     NodeDescription,

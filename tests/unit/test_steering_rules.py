@@ -15,10 +15,10 @@ from baton.cli.usage import ClientUsageError
 from baton.cli.wait import chosen, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.ids import AttemptKey
+from baton.messages.messages import LoadReport, NodeDescription, NodeStatus, Role
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry.memory import MemoryRegistry, MemoryStore
-from baton.rpc.messages import LoadReport, NodeDescription, NodeStatus, Role
-from baton.rpc.steering import ClusterEvent, DrainProgress
+from baton.wire.codec.steering import ClusterEvent, DrainProgress
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer

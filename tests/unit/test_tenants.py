@@ -11,7 +11,7 @@ import pytest
 
 from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
 from baton.ids import SCOPED_ID_PATTERN, scoped, unscoped
-from baton.rpc.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, Outcome
+from baton.messages.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import new_request_id
-from baton.rpc.messages import GenerateRequest, StageTimings
-from baton.rpc.timelines import Timeline, TimelineStage, timeline_from_pb, timeline_to_pb
+from baton.messages.messages import GenerateRequest, StageTimings
+from baton.wire.codec.timelines import Timeline, TimelineStage, timeline_from_pb, timeline_to_pb
 from router.flight.flight_leg import Measured
 from router.flight.timeline import Moments, TimelineLog, Traced, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster

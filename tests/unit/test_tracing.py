@@ -10,11 +10,11 @@ import pytest
 from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
 from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
+from baton.messages.messages import ModelCard, Outcome, Submit
 from baton.node.attempt_clock import AttemptClock
 from baton.node.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.tracing import is_asked_for, start_tracing
 from baton.observe.tracing_fake import FakeTracer
-from baton.rpc.messages import ModelCard, Outcome, Submit
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode, prefill

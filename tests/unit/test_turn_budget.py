@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from baton.clock import ManualClock
-from baton.rpc.turn_budget import TurnBudget
+from baton.wire.turn_budget import TurnBudget
 
 
 class Source:

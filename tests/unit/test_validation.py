@@ -9,7 +9,7 @@ import pytest
 
 from baton.engine.repetition import RepetitionDetection
 from baton.errors import InvalidRequest, UnknownModel
-from baton.rpc.messages import GenerateRequest, ModelCard
+from baton.messages.messages import GenerateRequest, ModelCard
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 

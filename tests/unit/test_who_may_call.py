@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from baton.errors import PermissionDenied, Unauthenticated
-from baton.rpc.door import Door
 from baton.security.callers import current_caller
 from baton.security.keys import ApiKey, KeyRing, new_key, write_keys
 from baton.security.matrix import (
@@ -23,6 +22,7 @@ from baton.security.matrix import (
     certificate_role,
 )
 from baton.security.pages import PageDoor
+from baton.wire.door import Door
 from tests.support.rpc_methods import METHODS
 
 EXPECTED = {

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.errors import SlowReader
-from baton.rpc.fault_barrier import WriteWatch
+from baton.wire.server.fault_barrier import WriteWatch
 from tests.support.virtual_time import VirtualTimeLoop, run_virtually
 
 STALL_S = 10.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from baton.ids import AttemptKey
-from baton.rpc.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
+from baton.messages.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
 
 _MOST_ROWS = 4000
 """More can't be told apart in a picture."""

@@ -12,10 +12,10 @@ from types import TracebackType
 from baton.bench.nodes.samples import NodeSamples
 from baton.bench.nodes.timeline import NodeTimeline
 from baton.errors import BatonError
-from baton.rpc.credentials import Dialer
-from baton.rpc.messages import NodeStatus
-from baton.rpc.node_client import NodeClient
+from baton.messages.messages import NodeStatus
 from baton.security.access import default_access
+from baton.wire.clients.node_client import NodeClient
+from baton.wire.credentials import Dialer
 
 _PERIOD_S = 0.5
 _PATIENCE_S = 2.0

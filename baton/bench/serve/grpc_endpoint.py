@@ -10,10 +10,10 @@ from typing import Any
 from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
-from baton.rpc.codec_generation import event_from_bytes, request_to_pb
-from baton.rpc.http2.client import Http2Client
-from baton.rpc.http2.client_connection import Ended, call_headers
-from baton.rpc.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
+from baton.wire.codec.generation import event_from_bytes, request_to_pb
+from baton.wire.http2.client import Http2Client
+from baton.wire.http2.client_connection import Ended, call_headers
 
 _GENERATE = "/baton.v1.Generation/Generate"
 _PUSHBACK = "grpc-retry-pushback-ms"

@@ -35,9 +35,7 @@ from baton.engine.outputs import (
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
-from baton.node.kv_cache_updates import kv_cache_updates
-from baton.node.reports import load_of, outcome_of
-from baton.rpc.messages import (
+from baton.messages.messages import (
     KVCacheUpdate,
     LoadReport,
     NodeDescription,
@@ -49,6 +47,8 @@ from baton.rpc.messages import (
     StepReport,
     Submit,
 )
+from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.reports import load_of, outcome_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})

@@ -21,9 +21,9 @@ from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError
+from baton.messages.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
 from baton.node.reports import node_record
 from baton.registry import NodeRecord
-from baton.rpc.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue

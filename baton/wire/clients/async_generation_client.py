@@ -9,13 +9,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.errors import Unreachable
-from baton.rpc import status
-from baton.rpc.codec_generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
-from baton.rpc.credentials import PLAIN, Dialer
-from baton.rpc.messages import GenerateEvent, GenerateRequest, ModelCard
-from baton.rpc.silence import PROBE_TIMEOUT_S, Silence, is_answer
+from baton.messages.messages import GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
+from baton.wire import status
+from baton.wire.clients.silence import PROBE_TIMEOUT_S, Silence, is_answer
+from baton.wire.codec.generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
+from baton.wire.credentials import PLAIN, Dialer
 
 _CALL_TIMEOUT_S = 30.0
 

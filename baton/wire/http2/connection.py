@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.rpc.http2.fields import announced_bytes, are_plain, is_request
-from baton.rpc.http2.flood_guard import FloodGuard
-from baton.rpc.http2.frames import (
+from baton.wire.http2.fields import announced_bytes, are_plain, is_request
+from baton.wire.http2.flood_guard import FloodGuard
+from baton.wire.http2.frames import (
     ACK,
     COMPRESSION_ERROR,
     DATA,
@@ -59,7 +59,7 @@ from baton.rpc.http2.frames import (
     number_of,
     unpadded,
 )
-from baton.rpc.http2.hpack import BrokenHeaders, Header, HeaderReader
+from baton.wire.http2.hpack import BrokenHeaders, Header, HeaderReader
 
 _STREAM_WINDOW = 1 << 20
 _CONNECTION_WINDOW = 16 << 20

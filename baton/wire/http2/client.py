@@ -16,10 +16,10 @@ from typing import Self
 
 import grpc
 
-from baton.rpc.channel import MAX_MESSAGE_BYTES
-from baton.rpc.http2.call import BadCall, metadata_of
-from baton.rpc.http2.client_connection import Answer, ClientConnection, Ended
-from baton.rpc.http2.frames import ConnectionFault
+from baton.wire.channel import MAX_MESSAGE_BYTES
+from baton.wire.http2.call import BadCall, metadata_of
+from baton.wire.http2.client_connection import Answer, ClientConnection, Ended
+from baton.wire.http2.frames import ConnectionFault
 
 _READ_BYTES = 32 << 10
 _NEXT_ADDRESS_S = 0.25

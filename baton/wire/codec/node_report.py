@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from baton.engine.compute_path import ComputePath
-from baton.rpc.codec_node import (
+from baton.messages.messages import EndedHandoffs, HandoffReport, HandoffSide, NodeReport, OpenHandoff, RefusedLink
+from baton.v1 import node_pb2 as node
+from baton.wire.codec.node import (
     attempt_from_pb,
     attempt_to_pb,
     description_from_pb,
@@ -11,8 +13,6 @@ from baton.rpc.codec_node import (
     load_from_pb,
     load_to_pb,
 )
-from baton.rpc.messages import EndedHandoffs, HandoffReport, HandoffSide, NodeReport, OpenHandoff, RefusedLink
-from baton.v1 import node_pb2 as node
 
 _SIDES = {HandoffSide.SENDER: node.HANDOFF_SIDE_SENDER, HandoffSide.READER: node.HANDOFF_SIDE_READER}
 _SIDE_NAMES = {value: side for side, value in _SIDES.items()}

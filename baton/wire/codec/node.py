@@ -5,9 +5,7 @@ from __future__ import annotations
 from baton.engine.request import KVSource, Leg
 from baton.errors import InvalidRequest, TransferCause
 from baton.ids import AttemptKey
-from baton.rpc.codec_kv_cache import kv_update_from_pb, kv_update_to_pb
-from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
-from baton.rpc.messages import (
+from baton.messages.messages import (
     Abort,
     Adopt,
     LoadReport,
@@ -25,6 +23,8 @@ from baton.rpc.messages import (
     WatchKVCache,
 )
 from baton.v1 import node_pb2 as node
+from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
+from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
 
 _ROLES = {Role.PREFILL: node.ROLE_PREFILL, Role.DECODE: node.ROLE_DECODE}
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}

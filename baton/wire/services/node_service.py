@@ -12,8 +12,11 @@ import grpc
 
 from baton.errors import ConfigError, InvalidRequest
 from baton.ids import AttemptKey
+from baton.messages.messages import NodeDescription, NodeReport, Role, RouterMessage, StepReport, TraceEvent, TraceStep
 from baton.observe.log_limit import LimitedLog
-from baton.rpc.codec_node import (
+from baton.v1 import node_pb2 as node
+from baton.v1 import node_pb2_grpc
+from baton.wire.codec.node import (
     attempt_from_pb,
     description_to_pb,
     report_to_pb,
@@ -22,11 +25,8 @@ from baton.rpc.codec_node import (
     trace_step_to_pb,
     trace_to_pb,
 )
-from baton.rpc.codec_node_report import node_report_to_pb
-from baton.rpc.messages import NodeDescription, NodeReport, Role, RouterMessage, StepReport, TraceEvent, TraceStep
-from baton.rpc.report_stream import ReportWriter
-from baton.v1 import node_pb2 as node
-from baton.v1 import node_pb2_grpc
+from baton.wire.codec.node_report import node_report_to_pb
+from baton.wire.codec.report_stream import ReportWriter
 
 _log = logging.getLogger(__name__)
 _skipping = LimitedLog(_log)

@@ -12,16 +12,8 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.codec_generation import (
-    chunk_to_pb,
-    event_to_pb,
-    number_from_metadata,
-    path_to_metadata,
-    request_from_pb,
-)
-from baton.rpc.http2.call import Call
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.rpc.request_limits import (
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_POSITIONS,
     MAX_REQUEST_BYTES,
@@ -31,6 +23,14 @@ from baton.rpc.request_limits import (
 )
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
+from baton.wire.codec.generation import (
+    chunk_to_pb,
+    event_to_pb,
+    number_from_metadata,
+    path_to_metadata,
+    request_from_pb,
+)
+from baton.wire.http2.call import Call
 
 SERVICE_NAME = "baton.v1.Generation"
 _SMALL_BYTES = 16 << 10

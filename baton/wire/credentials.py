@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from baton.rpc.channel import CHANNEL_OPTIONS
 from baton.security.access import Access
 from baton.security.matrix import CallerRole, certificate_name
 from baton.security.tls_files import LiveTls, TlsBytes
+from baton.wire.channel import CHANNEL_OPTIONS
 
 Tls = TlsBytes | LiveTls
 """Whoever connects, or is connected to, asks for what it is now."""
@@ -82,7 +82,7 @@ class Dialer:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else None
 
     def context(self) -> ssl.SSLContext | None:
-        """For connections of our own (`baton.rpc.http2`), to be checked for `peer`; None: in clear text."""
+        """For connections of our own (`baton.wire.http2`), to be checked for `peer`; None: in clear text."""
         return self.tls.now().client_context() if self.tls is not None else None
 
     def channel(self, address: str, *more: tuple[str, int]) -> grpc.aio.Channel:

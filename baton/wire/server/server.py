@@ -8,14 +8,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError
-from baton.rpc import credentials
-from baton.rpc.channel import MAX_MESSAGE_BYTES
-from baton.rpc.fault_barrier import FaultBarrier
-from baton.rpc.http2.server import Http2Server
-from baton.rpc.reflection import add_reflection
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit, Limits
 from baton.security.tls_files import TlsFiles
+from baton.wire import credentials
+from baton.wire.channel import MAX_MESSAGE_BYTES
+from baton.wire.http2.server import Http2Server
+from baton.wire.server.fault_barrier import FaultBarrier
+from baton.wire.server.reflection import add_reflection
+from baton.wire.turn_budget import TurnBudget
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -118,7 +118,7 @@ def streaming_server(
     limit: ConnectionLimit | None = None,
     budget: TurnBudget | None = None,
 ) -> RpcServer:
-    """One that thousands of clients may stream from; see `baton.rpc.http2`. `limit` and `budget`: of the process's
+    """One that thousands of clients may stream from; see `baton.wire.http2`. `limit` and `budget`: of the process's
     connections. Raises ConfigError.
     """
     ours = Http2Server(

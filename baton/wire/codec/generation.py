@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
-from baton.rpc.codec_sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
-from baton.rpc.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.v1 import generation_pb2 as generation
+from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
 
 _OPTIONAL_FIELDS = (
     "temperature",

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from baton.errors import NodeLost
 from baton.ids import AttemptKey
-from baton.rpc.codec_node import report_from_pb, report_to_pb
-from baton.rpc.messages import RequestDelta, StepReport
+from baton.messages.messages import RequestDelta, StepReport
 from baton.v1 import node_pb2 as node
+from baton.wire.codec.node import report_from_pb, report_to_pb
 
 
 class _Going:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
-from baton.rpc.http2.call import Call
+from baton.wire.http2.call import Call
 
 BEGIN_AT_ONCE = 4
 """Calls that begin in one turn of the loop: when there is too much to do those that run come first."""

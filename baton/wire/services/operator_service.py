@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import grpc
 
-from baton.rpc.explanations import PlacementDecision, decision_to_pb
-from baton.rpc.messages import ClusterStatus, NodeStatus
-from baton.rpc.request_rows import RequestRow, row_to_pb
-from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet, event_to_pb, progress_to_pb
-from baton.rpc.timelines import Timeline, timeline_to_pb
+from baton.messages.messages import ClusterStatus, NodeStatus
 from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.wire.codec.explanations import PlacementDecision, decision_to_pb
+from baton.wire.codec.request_rows import RequestRow, row_to_pb
+from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet, event_to_pb, progress_to_pb
+from baton.wire.codec.timelines import Timeline, timeline_to_pb
 
 SERVICE_NAME = "baton.v1.Operator"
 

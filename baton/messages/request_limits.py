@@ -1,7 +1,7 @@
 """How much a client's request may have of everything: counts and lengths, looked at before anything is done with them.
 
-`router.admission.validation` says what values may be; `router.http` and `baton.rpc` refuse what is too much before they
-take it apart. docs/security.md shows the same numbers.
+`router.admission.validation` says what values may be; `router.http` and `baton.wire` refuse what is too much before
+they take it apart. docs/security.md shows the same numbers.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ some of them, as does time.
 
 from __future__ import annotations
 
-from baton.rpc.http2.frames import ENHANCE_YOUR_CALM, ConnectionFault
+from baton.wire.http2.frames import ENHANCE_YOUR_CALM, ConnectionFault
 
 MAX_USELESS = 1_000
 """Frames for nothing that nothing has paid for."""

@@ -19,9 +19,9 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError, InvalidRequest, SlowReader
-from baton.rpc import status
-from baton.rpc.door import Door
-from baton.rpc.http2.call import BadCall, CallDetails
+from baton.wire import status
+from baton.wire.door import Door
+from baton.wire.http2.call import BadCall, CallDetails
 
 _log = logging.getLogger(__name__)
 _OURS = "/baton."

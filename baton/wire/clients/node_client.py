@@ -10,8 +10,11 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
 from baton.ids import AttemptKey
-from baton.rpc import status
-from baton.rpc.codec_node import (
+from baton.messages.messages import NodeDescription, NodeReport, NodeTrace, Role, RouterMessage, StepReport, TraceEvent
+from baton.v1 import node_pb2 as node
+from baton.v1 import node_pb2_grpc
+from baton.wire import status
+from baton.wire.codec.node import (
     attempt_to_pb,
     description_from_pb,
     role_to_pb,
@@ -19,14 +22,11 @@ from baton.rpc.codec_node import (
     trace_from_pb,
     trace_step_from_pb,
 )
-from baton.rpc.codec_node_report import node_report_from_pb
-from baton.rpc.credentials import PLAIN, Dialer
-from baton.rpc.http2.client import Http2Client, rpc_error
-from baton.rpc.http2.client_connection import Ended, call_headers
-from baton.rpc.messages import NodeDescription, NodeReport, NodeTrace, Role, RouterMessage, StepReport, TraceEvent
-from baton.rpc.report_stream import ReportReader
-from baton.v1 import node_pb2 as node
-from baton.v1 import node_pb2_grpc
+from baton.wire.codec.node_report import node_report_from_pb
+from baton.wire.codec.report_stream import ReportReader
+from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.http2.client import Http2Client, rpc_error
+from baton.wire.http2.client_connection import Ended, call_headers
 
 _ATTACH = "/baton.v1.Node/Attach"
 

@@ -20,15 +20,15 @@ import grpc
 from baton.errors import BatonError
 from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
-from baton.rpc.door import Door
-from baton.rpc.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
-from baton.rpc.http2.call_queue import CallQueue
-from baton.rpc.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
-from baton.rpc.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
-from baton.rpc.http2.frames import ConnectionFault
-from baton.rpc.status import to_rpc
-from baton.rpc.turn_budget import TurnBudget
 from baton.security.connection_limit import ConnectionLimit, Place
+from baton.wire.door import Door
+from baton.wire.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
+from baton.wire.http2.call_queue import CallQueue
+from baton.wire.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
+from baton.wire.http2.flood_guard import FREE_RESETS, FREE_RESETS_OF_STRANGERS
+from baton.wire.http2.frames import ConnectionFault
+from baton.wire.status import to_rpc
+from baton.wire.turn_budget import TurnBudget
 
 _log = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ class _Link(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def step(self) -> bool:
-        """See `baton.rpc.turn_budget.Source`."""
+        """See `baton.wire.turn_budget.Source`."""
         at, stop = self._unread_at, self._unread_at + _PIECE_BYTES
         piece = self._unread[at:stop]
         try:

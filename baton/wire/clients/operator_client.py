@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import grpc
 
-from baton.rpc import status
-from baton.rpc.credentials import PLAIN, Dialer
-from baton.rpc.explanations import PlacementDecision, decision_from_pb
-from baton.rpc.messages import ClusterStatus
-from baton.rpc.operator_service import status_from_pb
-from baton.rpc.request_rows import RequestRow, row_from_pb
-from baton.rpc.steering import ClusterEvent, DrainProgress, RoleSet, event_from_pb, progress_from_pb
-from baton.rpc.timelines import Timeline, timeline_from_pb
+from baton.messages.messages import ClusterStatus
 from baton.v1 import operator_pb2, operator_pb2_grpc
+from baton.wire import status
+from baton.wire.codec.explanations import PlacementDecision, decision_from_pb
+from baton.wire.codec.request_rows import RequestRow, row_from_pb
+from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet, event_from_pb, progress_from_pb
+from baton.wire.codec.timelines import Timeline, timeline_from_pb
+from baton.wire.credentials import PLAIN, Dialer
+from baton.wire.services.operator_service import status_from_pb
 
 
 class OperatorStub:

@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 import grpc
 
-from baton.rpc.http2.hpack import Header, write_headers
 from baton.security.callers import Caller, current_caller
+from baton.wire.http2.hpack import Header, write_headers
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from baton.config import KVDigests
-from baton.engine.block_hash import group_key
-from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.kv_cache.block_hash import group_key
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.block_digests import BlockDigests

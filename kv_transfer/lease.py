@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from baton.clock import Clock
 from baton.deadlines import Deadlines
-from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from math import lcm
 
 from baton.clock import Clock, SystemClock
-from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey

@@ -16,8 +16,8 @@ from typing import Any
 
 from baton.background import OnFault, current_watch
 from baton.clock import Clock
-from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, KVTransferOutput
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Leg, Request, RequestStatus
 from baton.engine.runner.base import KVLayout, KVMemory
 from baton.engine.runner.block_digests import BlockDigests

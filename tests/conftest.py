@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.kv_cache_manager import KVCacheManager
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.manager import KVCacheManager
 from baton.security.access import default_access
 from baton.security.callers import current_caller
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from baton.clock import SystemClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner.base import ModelRunner
 from baton.engine.scheduler import Scheduler

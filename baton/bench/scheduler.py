@@ -14,8 +14,8 @@ from random import Random
 from statistics import median
 
 from baton.clock import SystemClock
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import BatonError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.clock import SystemClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner import TorchSpec, load
 from baton.engine.runner.base import KVLayout

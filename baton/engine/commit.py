@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.engine.admission import Admission
+from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.outputs import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
 from baton.engine.request import Leg, Request, RequestStatus
-from baton.engine.sequences import take_beam
+from baton.engine.sampling.stopping import check_stop, most_outputs
+from baton.engine.sequences.sequences import take_beam
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import check_stop, most_outputs
+from baton.engine.waiting.admission import Admission
 
 _FIRST_FIGURES = 2
 """Outputs that are so long, what it came with aside, say how much of the prompt was cached or came from elsewhere."""

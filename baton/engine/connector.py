@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Protocol
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.engine.request import Request
 from baton.errors import TransferCause
 from baton.values import value

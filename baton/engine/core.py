@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from baton.engine.connector import KVTransferOutput
-from baton.engine.grammar import TokenMatcher
-from baton.engine.outputs import (
+from baton.engine.batch import (
     ComputedStep,
     EngineCoreEvent,
     EngineCoreOutputs,
@@ -20,8 +18,10 @@ from baton.engine.outputs import (
     SchedulerStats,
     StepTimes,
 )
+from baton.engine.connector import KVTransferOutput
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner.base import LazyExecutor, ModelRunner, StepExecutor
+from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError
 

@@ -12,7 +12,7 @@ scheduler, and the run is over with the step in which that happened.
 from __future__ import annotations
 
 from baton.engine.decode_set import DecodeSet
-from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
+from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 
 
 class DecodeRun:

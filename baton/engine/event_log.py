@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from baton.clock import Clock
-from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 
 
 class EventLog:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.repetition import RepetitionDetection, RepetitionDetector
+from baton.engine.sampling.repetition import RepetitionDetection, RepetitionDetector
 
 if TYPE_CHECKING:
-    from baton.engine.beam_group import BeamGroup
-    from baton.engine.grammar import TokenMatcher
-    from baton.engine.outputs import TokenLogprobs
-    from baton.engine.sequence_group import SequenceGroup
+    from baton.engine.batch import TokenLogprobs
+    from baton.engine.sampling.grammar import TokenMatcher
+    from baton.engine.sequences.beam_group import BeamGroup
+    from baton.engine.sequences.sequence_group import SequenceGroup
 
 
 class FinishReason(enum.Enum):

@@ -32,17 +32,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from baton.clock import Clock
-from baton.engine.admission import Admission
-from baton.engine.block_hash import CacheKeyFields
-from baton.engine.commit import Commit
-from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
-from baton.engine.decode_run import DecodeRun
-from baton.engine.grammar import TokenMatcher
-from baton.engine.host_tier import NO_COPIES
-from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
-from baton.engine.kv_events import KVEventBatch, KVSnapshot
-from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.outputs import (
+from baton.engine.batch import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutputs,
@@ -50,12 +40,22 @@ from baton.engine.outputs import (
     SchedulerOutput,
     SchedulerStats,
 )
-from baton.engine.preemption import Preemption
+from baton.engine.commit import Commit
+from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
+from baton.engine.decode_run import DecodeRun
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
+from baton.engine.kv_cache.host_tier import NO_COPIES
+from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
+from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.sampling.grammar import TokenMatcher
+from baton.engine.sampling.stopping import most_outputs
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.sequences import check_sequences, open_group
+from baton.engine.sequences.sequences import check_sequences, open_group
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import most_outputs
+from baton.engine.waiting.admission import Admission
+from baton.engine.waiting.preemption import Preemption
 from baton.errors import DuplicateRequest, InvalidRequest
 
 __all__ = ["Scheduler", "SchedulerConfig"]

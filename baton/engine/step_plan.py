@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
-from baton.engine.host_tier import NO_COPIES, StepCopies
-from baton.engine.outputs import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.kv_cache.host_tier import NO_COPIES, StepCopies
 from baton.engine.request import Leg, Request
 
 

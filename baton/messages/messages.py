@@ -6,11 +6,11 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.batch import TokenLogprobs
 from baton.engine.compute_path import ComputePath
-from baton.engine.kv_events import KVCacheEvent
-from baton.engine.outputs import TokenLogprobs
-from baton.engine.repetition import RepetitionDetection
+from baton.engine.kv_cache.events import KVCacheEvent
 from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.values import value
@@ -49,7 +49,8 @@ class NodeDescription:
     on_transfer_failure: str = "reroute"
     """What a decode node does when a prompt's KV does not come: reroute, recompute or fail."""
     kv_layout: str = ""
-    """What decides the keys of cached blocks, beside the fields above; see `baton.engine.block_hash.CacheKeyFields`."""
+    """What decides the keys of cached blocks, beside the fields above; see
+    `baton.engine.kv_cache.block_hash.CacheKeyFields`."""
     block_bytes: int = 0
     """Bytes of one block, of all groups of layers."""
     max_num_seqs: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.messages import Outcome, StageTimings
 
 _ENDS_ALL = frozenset({Outcome.ERROR, Outcome.REPETITION, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})

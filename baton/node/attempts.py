@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.messages.messages import Outcome, RequestDelta, StageTimings

@@ -12,11 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.engine.connector import KVTransferOutput
-from baton.engine.core import EngineCore
-from baton.engine.grammar import TokenMatcher
-from baton.engine.kv_events import KVEventBatch, KVSnapshot
-from baton.engine.outputs import (
+from baton.engine.batch import (
     ComputedStep,
     EngineCoreEvent,
     EngineCoreOutput,
@@ -24,7 +20,11 @@ from baton.engine.outputs import (
     SchedulerStats,
     StepTimes,
 )
+from baton.engine.connector import KVTransferOutput
+from baton.engine.core import EngineCore
+from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
 from baton.node.grammars import NO_GRAMMARS, GrammarCompiler
 

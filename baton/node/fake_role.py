@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.connector_fake import FakeConnector
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
+from baton.testing.fake_connector import FakeConnector
 
 
 class FakeRole:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.outputs import ComputedStep, SchedulerStats, StepTimes
+from baton.engine.batch import ComputedStep, SchedulerStats, StepTimes
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 
 KV_FETCH_HELP = "Requests whose prompt is computed elsewhere, by how far its KV is."

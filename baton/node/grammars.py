@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from baton.config import NodeConfig
-from baton.engine.grammar import TokenMatcher
 from baton.engine.request import Leg, Request
 from baton.engine.runner.base import ModelInfo
+from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor
 from baton.ids import tenant_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.kv_events import BlockStored, KVEventBatch, KVSnapshot
+from baton.engine.kv_cache.events import BlockStored, KVEventBatch, KVSnapshot
 from baton.messages.messages import KVCacheUpdate
 
 _MOST_HASHES = 100_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.outputs import ComputedStep, EngineCoreOutput, SchedulerStats
+from baton.engine.batch import ComputedStep, EngineCoreOutput, SchedulerStats
 from baton.engine.request import FinishReason
 from baton.engine.scheduler import Scheduler
 from baton.messages.messages import LoadReport, NodeDescription, Outcome, StepFigures

@@ -15,9 +15,9 @@ from baton import __version__
 from baton.background import BackgroundWatch, OnFault, current_watch
 from baton.clock import SystemClock
 from baton.config import NodeConfig
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.runner.base import ModelRunner
 from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler

@@ -15,15 +15,15 @@ from dataclasses import replace
 
 from baton.background import current_watch
 from baton.clock import Clock
-from baton.engine.compute_path import ComputePath
-from baton.engine.kv_events import KVEventBatch, KVSnapshot
-from baton.engine.outputs import (
+from baton.engine.batch import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,
 )
+from baton.engine.compute_path import ComputePath
+from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Leg, Request
-from baton.engine.sequence_group import lone_sequence_id, split_sequence_id
+from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
 from baton.ids import AttemptKey
 from baton.messages.messages import (

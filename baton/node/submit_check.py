@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.request import Leg, SamplingParams
-from baton.engine.sequence_group import MAX_SEQUENCES
+from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.ids import SCOPED_ID_PATTERN
 from baton.messages.messages import NodeDescription, Role, Submit
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES

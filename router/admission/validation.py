@@ -8,10 +8,10 @@ from dataclasses import replace
 from random import Random
 
 from baton.config import MIN_PRIORITY
-from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS
-from baton.engine.repetition import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection
 from baton.engine.request import SamplingParams
-from baton.engine.sequence_group import MAX_SEQUENCES
+from baton.engine.sampling.repetition import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection
+from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
+from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.messages import GenerateRequest, ModelCard

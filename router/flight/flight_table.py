@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence, Set
 from typing import Final, TypeAlias
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import BatonError
 from baton.ids import AttemptKey
 from baton.messages.messages import Abort, Adopt, Path, RequestDelta, StageTimings, Submit

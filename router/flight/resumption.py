@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import InvalidRequest
 from baton.messages.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
 from router.admission.request import ValidRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.messages import Finished
 from baton.observe.tracing import Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.messages.messages import Chunk
 from baton.text.detokenizer import Detokenizer
 from baton.text.stop_strings import StopStrings

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
-from baton.engine.repetition import RepetitionDetection
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
 from baton.messages.messages import GenerateRequest
 from baton.messages.request_limits import (

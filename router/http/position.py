@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from baton.engine.sequence_group import MAX_SEQUENCES
+from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest
 
 _PATTERN = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})*\Z")

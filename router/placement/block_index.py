@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.block_hash import KEY_BYTES
+from baton.engine.kv_cache.block_hash import KEY_BYTES
 
 Words = npt.NDArray[np.uint64]
 Some = list[int] | Words

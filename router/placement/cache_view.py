@@ -13,8 +13,8 @@ import hashlib
 import struct
 from collections.abc import Mapping, Sequence, Set
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
 from baton.messages.messages import KVCacheUpdate, NodeDescription
 from router.placement.block_index import BlockIndex
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model

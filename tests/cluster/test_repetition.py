@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.repetition import RepetitionDetection
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import RepetitiveOutput
 from baton.messages.messages import Accepted, Chunk, GenerateRequest
 from tests.support.mini_cluster import mini_cluster

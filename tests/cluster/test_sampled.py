@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from baton.clock import SystemClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model

@@ -14,7 +14,7 @@ from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.messages import Chunk, GenerateRequest
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.outputs import (
+from baton.engine.batch import (
     BlockCopy,
     CachedRequestData,
     ForkedRequestData,

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from baton import errors
-from baton.engine.kv_events import BlockStored
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
+from baton.engine.kv_cache.events import BlockStored
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import (
     BatonError,

@@ -18,7 +18,7 @@ import pytest
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.messages import GenerateRequest
 from kv_transfer.backends.faulty import Faults

@@ -16,7 +16,7 @@ from random import Random
 
 from baton.engine.request import SamplingParams
 from baton.engine.runner.simulated import expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
 from baton.messages.messages import GenerateRequest, Role
 from kv_transfer.backends.faulty import Faults

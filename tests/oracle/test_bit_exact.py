@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.engine.outputs import BlockCopy, NewRequestData, SchedulerOutput
+from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import cache_views

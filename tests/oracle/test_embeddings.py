@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner.embedding import embedding_of
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner

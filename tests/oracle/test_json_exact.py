@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
-from baton.engine.grammar_fake import ScriptedMatcher
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request, SamplingParams
 from baton.engine.runner.base import LazyExecutor
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequence_group import sequence_id, sequence_seed
+from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
+from baton.testing.fake_grammar import ScriptedMatcher
 from baton.text.grammar import JsonGrammars, num_mask_words
 from baton.text.tokenizer import Tokenizer
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.engine.outputs import NewRequestData
+from baton.engine.batch import NewRequestData
 from baton.engine.request import SamplingParams
 from baton.engine.runner import attention, kernels, layers
 from baton.engine.runner.input_batch import RequestState, Scheduled, flatten

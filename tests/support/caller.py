@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status

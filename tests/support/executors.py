@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal
 
-from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.batch import ModelRunnerOutput
 from baton.engine.runner.base import LazyExecutor, StepExecutor
 
 Ahead = Literal["no", "late", "early"]

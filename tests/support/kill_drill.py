@@ -12,7 +12,7 @@ from random import Random
 
 from baton.cli.state import ProcessState
 from baton.client import AsyncGenerationClient
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
 from tests.support.process_cluster import ProcessCluster
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from baton.clock import Clock, ManualClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import ModelRunner
 

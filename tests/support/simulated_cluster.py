@@ -18,9 +18,9 @@ from random import Random
 from typing import Any
 
 from baton.clock import Clock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.block_digests import block_digests

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.engine.beam_search import BeamSearch
+from baton.engine.batch import TokenLogprobs
 from baton.engine.connector import ArrivedKV, KVTransferOutput
-from baton.engine.outputs import TokenLogprobs
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import expected_beams, expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.ids import AttemptKey
 from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta, Role, StepReport
 from baton.node.port import MAX_QUEUED_REPORTS, Port

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from baton.engine.runner.base import LazyExecutor, StepExecutor
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner

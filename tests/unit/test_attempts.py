@@ -13,10 +13,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.scripted import expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from baton.engine.block_pool import Block, BlockAccounts, BlockInvariantBroken, BlockPool, FreeBlockQueue
+from baton.engine.kv_cache.block_pool import Block, BlockAccounts, BlockInvariantBroken, BlockPool, FreeBlockQueue
 
 
 def ids(blocks: list[Block]) -> list[int]:

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.block_pool import BlockPool
-from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.block_pool import BlockPool
+from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.request import Request, SamplingParams
 
 BLOCK, NUM_BLOCKS = 2, 11

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import (
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.batch import TokenLogprobs
 from baton.engine.compute_path import ComputePath
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from baton.engine.outputs import TokenLogprobs
-from baton.engine.repetition import RepetitionDetection
+from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from baton.engine.request import KVSource, Leg, SamplingParams
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.ids import AttemptKey
 from baton.messages.messages import (

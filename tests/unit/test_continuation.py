@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import DOUBT_S, Rota
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
-from baton.engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, RequestStatus, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import BlockStored
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import BlockStored
 from baton.messages.messages import KVCacheUpdate, NodeDescription, Outcome, StageTimings, WatchKVCache
 from router.placement.placer import PlacementSettings, Placer
 from tests.support.router_parts import decode, prefill

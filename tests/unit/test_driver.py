@@ -10,12 +10,11 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import SystemClock
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.batch import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
-from baton.engine.connector_fake import FakeConnector
 from baton.engine.core import EngineCore
-from baton.engine.kv_events import AllBlocksCleared, KVEventBatch
-from baton.engine.outputs import EngineCoreEvent, EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.events import AllBlocksCleared, KVEventBatch
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
@@ -25,6 +24,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
+from baton.testing.fake_connector import FakeConnector
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate
 

@@ -17,9 +17,9 @@ from baton.cli.supervisor.plan import command_and_flags, flag_words, plan_nodes
 from baton.clock import ManualClock
 from baton.config import NodeConfig, UpConfig
 from baton.config.load import view
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
-from baton.engine.outputs import SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import EngineFault
 from baton.messages.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
 from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_pool import NULL_BLOCK
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey

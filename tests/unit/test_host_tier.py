@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.block_pool import Block, BlockInvariantBroken
-from baton.engine.host_tier import NO_COPIES, HostTier
-from baton.engine.outputs import BlockCopy
+from baton.engine.batch import BlockCopy
+from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken
+from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier
 
 KEYS = [bytes([number]) * 32 for number in range(8)]
 

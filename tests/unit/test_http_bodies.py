@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from baton.engine.repetition import RepetitionDetection
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
 from baton.messages.messages import GenerateRequest
 from baton.messages.request_limits import MAX_BODY_CONTAINERS, MAX_BODY_DEPTH

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
 from baton.messages.messages import Chunk, SequenceFinished
 from tests.support.http_client import Exchange

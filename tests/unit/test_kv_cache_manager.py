@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.block_pool import BlockAccounts, BlockInvariantBroken, BlockPool
-from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.block_pool import BlockAccounts, BlockInvariantBroken, BlockPool
+from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.request import Request, SamplingParams
 
 OK, LATER, NEVER = AllocationAnswer.OK, AllocationAnswer.LATER, AllocationAnswer.NEVER

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
-from baton.engine.kv_events import (
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, Tier
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, Tier
 from baton.engine.scheduler import Scheduler
 from tests.support.engine_rig import EngineRig, prompt_of
 

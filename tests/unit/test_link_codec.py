@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2

@@ -14,8 +14,8 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.config import NodeConfig
-from baton.engine.block_hash import CacheKeyFields
 from baton.engine.core import EngineCore
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Leg, Request, SamplingParams
 from baton.engine.runner import SimulatedSpec
 from baton.engine.runner.simulated import SimulatedRunner

@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.supervisor.plan import plan_nodes
 from baton.clock import ManualClock
 from baton.config import UpConfig
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
-from baton.engine.connector_fake import FakeConnector
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import Leg, Request
 from baton.engine.runner.scripted import ScriptedRunner
 from baton.errors import ConfigError
@@ -24,6 +23,7 @@ from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageDoor
+from baton.testing.fake_connector import FakeConnector
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.outputs import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.batch import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.model_runner import TorchModelRunner, load_runner
 from baton.engine.runner.random_model import write_random_model

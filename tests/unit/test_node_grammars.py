@@ -11,15 +11,15 @@ import pytest
 
 import baton
 from baton.config import NodeConfig
+from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
-from baton.engine.grammar import TokenMatcher
-from baton.engine.grammar_fake import ScriptedMatcher
-from baton.engine.outputs import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner.base import ModelInfo
+from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.grammars import GrammarCompiler, load_compiler
+from baton.testing.fake_grammar import ScriptedMatcher
 from baton.text.schema_sandbox import SchemaSandbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.schema_bombs import bomb

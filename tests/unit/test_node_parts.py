@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.ids import AttemptKey
 from baton.messages.messages import Abort, LoadReport, RouterMessage, StageTimings, StepReport
 from baton.node.attempt_clock import AttemptClock, TransferFigures

@@ -13,9 +13,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config import NodeConfig
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.batch import SchedulerOutput
 from baton.engine.connector import KVTransferOutput
-from baton.engine.outputs import SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Leg, SamplingParams
 from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.beam_search import BeamSearch
+from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
-from baton.engine.outputs import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.request import FinishReason, Leg, SamplingParams
 from baton.engine.runner.scripted import expected_beams, expected_embedding, expected_tokens
-from baton.engine.sequence_group import sequence_seed
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
 from baton.ids import AttemptKey
 from baton.messages.messages import (

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import BlockStored
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import BlockStored
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.ids import AttemptKey

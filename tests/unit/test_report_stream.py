@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.errors import NodeLost
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from baton.engine.request import Request, RequestStatus, SamplingParams
-from baton.engine.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
+from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from baton.errors import ConfigError, InvalidRequest
 from tests.support.engine_rig import EngineRig
 

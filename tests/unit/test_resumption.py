@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest
 from baton.messages.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings

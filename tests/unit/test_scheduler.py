@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from baton.errors import ConfigError, DuplicateRequest
 from tests.support.engine_rig import EngineRig, prompt_of

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.outputs import EngineCoreOutput, SchedulerOutput
+from baton.engine.batch import EngineCoreOutput, SchedulerOutput
 from baton.engine.request import Leg
 from tests.support.engine_rig import EngineRig
 

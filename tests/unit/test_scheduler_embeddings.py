@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner.scripted import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of

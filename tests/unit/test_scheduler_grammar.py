@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.request import FinishReason, Leg, RequestStatus
 from baton.errors import InvalidRequest
+from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 
 SCHEMA = '{"type": "integer"}'

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
-from baton.engine.connector_fake import FakeConnector
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
 from baton.engine.runner.scripted import prompt_slots
 from baton.errors import DuplicateRequest, TransferCause
+from baton.testing.fake_connector import FakeConnector
 from tests.support.engine_rig import EngineRig, prompt_of
 
 # --- the prefill leg ---

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.outputs import SchedulerOutput
+from baton.engine.batch import SchedulerOutput
 from baton.engine.request import Leg
 from tests.support.engine_rig import EngineRig, prompt_of
 

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from baton.engine.outputs import ModelRunnerOutput
-from baton.engine.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
+from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.sampling.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
 from baton.errors import InvalidRequest
 from baton.messages.messages import Outcome
 from baton.node.reports import outcome_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.grammar_fake import ScriptedMatcher
 from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 
 SCHEMA = '{"type": "integer"}'

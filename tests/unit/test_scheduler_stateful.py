@@ -10,15 +10,15 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.beam_search import BeamSearch
-from baton.engine.connector_fake import FakeLoad
-from baton.engine.grammar_fake import ScriptedMatcher
-from baton.engine.outputs import EngineCoreOutput
+from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
-from baton.engine.request_queue import tokens_to_compute
 from baton.engine.runner.scripted import expected_beams, expected_embedding, expected_tokens
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
-from baton.engine.sequence_group import sequence_id, split_sequence_id
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
+from baton.engine.waiting.request_queue import tokens_to_compute
+from baton.testing.fake_connector import FakeLoad
+from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.outputs import ModelRunnerOutput, TokenLogprobs
+from baton.engine.batch import ModelRunnerOutput, TokenLogprobs
 from baton.engine.request import FinishReason, Request, SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 

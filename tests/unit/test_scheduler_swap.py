@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
-from baton.engine.outputs import SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner import SimulatedSpec, load
 from baton.engine.runner.model_runner import load_runner

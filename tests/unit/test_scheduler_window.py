@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.block_hash import BlockHasher, CacheKeyFields, group_key
-from baton.engine.block_pool import Block, BlockPool
 from baton.engine.core import EngineCore
-from baton.engine.host_tier import HostTier
-from baton.engine.kv_cache_manager import AllocationAnswer, KVCacheManager
-from baton.engine.kv_events import BlockStored
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields, group_key
+from baton.engine.kv_cache.block_pool import Block, BlockPool
+from baton.engine.kv_cache.events import BlockStored
+from baton.engine.kv_cache.host_tier import HostTier
+from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.runner.model_runner import load_runner
 from baton.engine.runner.random_model import write_random_model

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.outputs import BlockCopy, SchedulerOutput
+from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.engine.request import FinishReason, Leg, RequestStatus
-from baton.engine.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
+from baton.engine.sequences.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
 from tests.support.engine_rig import EngineRig, prompt_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_events import BlockRemoved, BlockStored
+from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
+from baton.engine.kv_cache.events import BlockRemoved, BlockStored
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import (

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.beam_search import BeamSearch
-from baton.engine.block_hash import CacheKeyFields
+from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.core import EngineCore
-from baton.engine.outputs import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
 from baton.engine.runner import SimulatedSpec, StepTime, load
 from baton.engine.runner.simulated import (
@@ -23,7 +22,8 @@ from baton.engine.runner.simulated import (
     likeliest_tokens,
 )
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequence_group import sequence_id
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import sequence_id
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)

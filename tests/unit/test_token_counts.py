@@ -9,7 +9,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.outputs import ForkedRequestData, NewRequestData
+from baton.engine.batch import ForkedRequestData, NewRequestData
 from baton.engine.request import SamplingParams
 from baton.engine.runner.input_batch import RequestState
 from baton.engine.runner.sampler import SamplingState, process

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.grammar_fake import ScriptedMatcher
-from baton.engine.outputs import NewRequestData
+from baton.engine.batch import NewRequestData
 from baton.engine.request import SamplingParams
 from baton.engine.runner.input_batch import RequestState
 from baton.engine.runner.sampler import SamplingState, sample
 from baton.engine.runner.token_masks import TokenMasks
 from baton.errors import InvalidRequest
+from baton.testing.fake_grammar import ScriptedMatcher
 
 VOCAB = 75
 """No whole number of words."""

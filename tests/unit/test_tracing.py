@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.outputs import EngineCoreEvent, EngineCoreEventType
+from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import ModelCard, Outcome, Submit

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.engine.repetition import RepetitionDetection
+from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import InvalidRequest, UnknownModel
 from baton.messages.messages import GenerateRequest, ModelCard
 from router.admission.request import ValidRequest

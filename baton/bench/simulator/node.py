@@ -19,12 +19,7 @@ from baton.bench.simulator.handoff import HandOffs, OfferingConnector, TakingCon
 from baton.bench.simulator.prompt import TOKEN, NamelessTokens, SimulatedPrompt
 from baton.bench.simulator.shared_host import Computing, SharedHost
 from baton.bench.simulator.step_times import StepTimes
-from baton.engine.block_hash import CacheKeyFields
-from baton.engine.connector import KVTransferOutput
-from baton.engine.decode_run import DecodeRun
-from baton.engine.kv_cache_manager import AllocationAnswer
-from baton.engine.kv_events import KVEventLog
-from baton.engine.outputs import (
+from baton.engine.batch import (
     CachedRequestData,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -32,6 +27,11 @@ from baton.engine.outputs import (
     NewRequestData,
     SchedulerOutput,
 )
+from baton.engine.connector import KVTransferOutput
+from baton.engine.decode_run import DecodeRun
+from baton.engine.kv_cache.block_hash import CacheKeyFields
+from baton.engine.kv_cache.events import KVEventLog
+from baton.engine.kv_cache.manager import AllocationAnswer
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey

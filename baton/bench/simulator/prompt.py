@@ -11,7 +11,7 @@ from hashlib import shake_128
 from typing import SupportsIndex
 
 from baton.bench.workloads import Piece
-from baton.engine.block_hash import KEY_BYTES
+from baton.engine.kv_cache.block_hash import KEY_BYTES
 from router.admission.request import ValidRequest
 from router.placement.cache_view import EXPECTED_BLOCKS, CacheKeys, PromptKeys
 

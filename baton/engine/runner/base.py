@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.compute_path import ComputePath
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.engine.outputs import SchedulerOutput
+from baton.engine.batch import SchedulerOutput
 
 
 def host_blocks_in(num_bytes: int, block_bytes: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.outputs import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout
 from baton.engine.runner.sampler import has_penalties

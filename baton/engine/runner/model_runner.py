@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.runner import attention, layers
 from baton.engine.runner.attention import UnsupportedAttention
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo, ModelRunner
 from baton.engine.runner.kernels import Program
 from baton.engine.runner.operations import Operations

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.outputs import TokenLogprobs
+from baton.engine.batch import TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.philox import uniform
 from baton.engine.runner.token_counts import TokenCounts

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.beam_search import BeamSearch
-from baton.engine.outputs import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
 from baton.engine.runner.embedding import embedding_of_number
 from baton.engine.runner.host_blocks import HostBlocks
+from baton.engine.sequences.beam_search import BeamSearch
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.outputs import NewRequestData
+from baton.engine.batch import NewRequestData
 from baton.engine.request import SamplingParams
 from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
 from baton.engine.runner.transformer import Transformer

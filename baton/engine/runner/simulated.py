@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from baton.engine.beam_search import BeamSearch
-from baton.engine.outputs import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
 from baton.engine.request import SamplingParams
 from baton.engine.runner.base import KVLayout, KVMemory, ModelInfo
 from baton.engine.runner.embedding import embedding_of_number
@@ -22,6 +21,7 @@ from baton.engine.runner.host_blocks import HostBlocks
 from baton.engine.runner.input_batch import RequestState, RequestTable, Scheduled
 from baton.engine.runner.philox import uniform
 from baton.engine.runner.spec import SimulatedSpec
+from baton.engine.sequences.beam_search import BeamSearch
 
 Bytes = npt.NDArray[np.uint8]
 

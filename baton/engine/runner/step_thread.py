@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.engine.outputs import ModelRunnerOutput
+from baton.engine.batch import ModelRunnerOutput
 
 
 class StepThread:

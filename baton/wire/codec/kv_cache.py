@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
+from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
 from baton.messages.messages import KVCacheUpdate
 from baton.v1 import node_pb2 as node
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.block_hash import group_key
-from baton.engine.block_pool import Block, BlockPool
+from baton.engine.kv_cache.block_hash import group_key
+from baton.engine.kv_cache.block_pool import Block, BlockPool
 
 
 class CacheGroups:

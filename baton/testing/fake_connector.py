@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from baton.engine.block_pool import NULL_BLOCK
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV
+from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Leg, Request
 from baton.errors import TransferCause
 

@@ -23,17 +23,24 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from baton.engine.batch import EngineCoreEventType, WaitingReason
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
-from baton.engine.grammar import TokenMatcher
-from baton.engine.kv_cache_manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
+from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
+from baton.engine.kv_cache.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.outputs import EngineCoreEventType, WaitingReason
-from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Leg, Request, RequestStatus
-from baton.engine.request_queue import NO_TURN, FCFSRequestQueue, Places, PriorityRequestQueue, RequestQueue, Turn
+from baton.engine.sampling.grammar import TokenMatcher
+from baton.engine.sampling.stopping import check_stop
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
-from baton.engine.stopping import check_stop
+from baton.engine.waiting.request_queue import (
+    NO_TURN,
+    FCFSRequestQueue,
+    Places,
+    PriorityRequestQueue,
+    RequestQueue,
+    Turn,
+)
 from baton.errors import TransferCause
 
 

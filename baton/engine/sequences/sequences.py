@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.admission import Admission
-from baton.engine.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
+from baton.engine.batch import EngineCoreEventType, TokenLogprobs
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.outputs import EngineCoreEventType, TokenLogprobs
 from baton.engine.request import Leg, Request, SamplingParams
-from baton.engine.sequence_group import MAX_SEQUENCES, SequenceGroup
+from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
+from baton.engine.sequences.sequence_group import MAX_SEQUENCES, SequenceGroup
+from baton.engine.waiting.admission import Admission
 from baton.errors import InvalidRequest
 
 

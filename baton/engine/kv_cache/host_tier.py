@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
-from baton.engine.outputs import BlockCopy
+from baton.engine.batch import BlockCopy
+from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockPool
 
 
 @dataclass(slots=True)

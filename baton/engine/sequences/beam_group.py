@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.engine.beam_search import BeamSearch
-from baton.engine.outputs import EngineCoreOutput
+from baton.engine.batch import EngineCoreOutput
 from baton.engine.request import FinishReason, Request
-from baton.engine.sequence_group import beam_id, sequence_id
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import beam_id, sequence_id
 
 MIN_BEAMS, MAX_BEAMS = 2, 8
 

@@ -17,12 +17,12 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from baton.engine.block_hash import BlockHasher, group_key
-from baton.engine.block_pool import Block, BlockInvariantBroken, BlockPool
-from baton.engine.cache_groups import CacheGroups
-from baton.engine.host_tier import NO_COPIES, HostTier, StepCopies
-from baton.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
-from baton.engine.outputs import BlockCopy
+from baton.engine.batch import BlockCopy
+from baton.engine.kv_cache.block_hash import BlockHasher, group_key
+from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockPool
+from baton.engine.kv_cache.cache_groups import CacheGroups
+from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
+from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.request import Request
 from baton.values import value
 

@@ -1,0 +1,1 @@
+"""What the engine decides about tokens that were drawn: stops, repetitions, and what a grammar lets be drawn."""

@@ -1,0 +1,1 @@
+"""Several sequences of one request: samples side by side, and beams."""

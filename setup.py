@@ -10,7 +10,7 @@ from glob import glob
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = "baton/engine/runner/kernels"
+FOLDER = "baton/runner/backends/cpu/kernels"
 
 
 class BuildKernels(build_ext):
@@ -32,7 +32,7 @@ setup(
     cmdclass={"build_ext": BuildKernels},
     ext_modules=[
         Extension(
-            "baton.engine.runner.kernels._kernels",
+            "baton.runner.backends.cpu.kernels._kernels",
             # The one that takes longest first.
             sources=sorted(glob(f"{FOLDER}/csrc/*.c"), key=lambda path: (not path.endswith("/portable.c"), path)),
             depends=sorted(glob(f"{FOLDER}/csrc/*.h")),

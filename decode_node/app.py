@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.engine.runner.block_digests import block_digests
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures
 from baton.node.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
+from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend

@@ -26,7 +26,7 @@ from baton.engine.connector import (
     LostKV,
 )
 from baton.engine.request import KVSource, Leg, Request
-from baton.engine.runner.base import KVLayout
+from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
 from baton.ids import AttemptKey

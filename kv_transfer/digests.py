@@ -15,8 +15,8 @@ from baton.config import KVDigests
 from baton.engine.kv_cache.block_hash import group_key
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request
-from baton.engine.runner.base import KVLayout
-from baton.engine.runner.block_digests import BlockDigests
+from baton.engine.runner import KVLayout
+from baton.runner.blocks.block_digests import BlockDigests
 from kv_transfer.sampling import SAMPLE_EVERY
 
 Found = TypeVar("Found")

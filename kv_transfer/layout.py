@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from baton.engine.runner.base import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, ModelInfo
 
 PROTOCOL_VERSION = 4
 """Of the link's conversation; nodes of different versions refuse each other."""

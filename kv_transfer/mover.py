@@ -33,9 +33,9 @@ from dataclasses import dataclass
 
 from baton.background import current_watch
 from baton.clock import Clock
-from baton.engine.runner.block_digests import BlockDigests
 from baton.errors import EngineFault, TransferCause, TransferFailed
 from baton.failpoints import failpoint
+from baton.runner.blocks.block_digests import BlockDigests
 from kv_transfer.backends.base import (
     PeerGone,
     PeerMemory,

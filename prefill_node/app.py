@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.engine.runner.block_digests import block_digests
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure
+from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every

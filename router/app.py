@@ -21,7 +21,6 @@ import baton
 from baton.background import BackgroundWatch, OnFault, current_watch, start_background
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
-from baton.engine.runner.spec import SimulatedSpec
 from baton.errors import BackgroundFault, ExitCode
 from baton.ids import new_incarnation
 from baton.messages.messages import ModelCard, NodeDescription
@@ -35,6 +34,7 @@ from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.flights import LIFETIME_S, FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords
 from baton.registry.registry import Registry, with_authority
+from baton.runner.spec import SimulatedSpec
 from baton.security.binds import check_bind
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing

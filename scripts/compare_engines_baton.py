@@ -13,7 +13,7 @@ def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of each prompt and of each decode step by batch."""
     import baton
     from baton.bench.engine_drive import EngineDrive
-    from baton.engine.runner import TorchSpec, load
+    from baton.runner import TorchSpec, load
 
     most, block = max(plan["batches"]), 16
     blocks = most * (-(-plan["context"] // block) + len(plan["batches"]) * (plan["steps"] // block + 3))

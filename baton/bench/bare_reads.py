@@ -19,9 +19,9 @@ from statistics import median
 import numpy as np
 
 from baton.clock import SystemClock
-from baton.engine.runner.base import KVMemory
-from baton.engine.runner.block_digests import block_digests
+from baton.engine.runner import KVMemory
 from baton.errors import BatonError
+from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import PeerMemory, ReadRange, ReadState
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.mover import Mover

@@ -20,16 +20,16 @@ from baton.bench.engine_drive import EngineDrive
 from baton.bench.engine_work import ModelWork, attention_operations, read_work
 from baton.bench.host import available_memory, last_level_cache, processor
 from baton.bench.spread import Spread
-from baton.engine.runner import TorchSpec
-from baton.engine.runner.base import ModelInfo
-from baton.engine.runner.checkpoint import open_checkpoint
+from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
+from baton.runner import TorchSpec
+from baton.runner.model.checkpoint import open_checkpoint
 from baton.text.model_files import read_model_files
 
 if TYPE_CHECKING:
-    from baton.engine.runner.attention_limit import AttentionTimes
-    from baton.engine.runner.limits import Limit, ProductShape
-    from baton.engine.runner.profile import StepSplit, TimedRunner
+    from baton.runner.measuring.attention_limit import AttentionTimes
+    from baton.runner.measuring.limits import Limit, ProductShape
+    from baton.runner.measuring.profile import StepSplit, TimedRunner
 
 _BATCHES = (1, 8, 16)
 _ROUNDS = 6
@@ -163,10 +163,10 @@ class _Figures:
 
 def run(config: EngineBenchConfig) -> EngineReport:
     """Measure; raises ConfigError for what can't be measured."""
-    from baton.engine.runner.attention_limit import attention_times
-    from baton.engine.runner.kernel_choice import choose_operations
-    from baton.engine.runner.limits import product_limit, read_limit
-    from baton.engine.runner.profile import load_timed
+    from baton.runner.backends.kernel_choice import choose_operations
+    from baton.runner.measuring.attention_limit import attention_times
+    from baton.runner.measuring.limits import product_limit, read_limit
+    from baton.runner.measuring.profile import load_timed
 
     if config.steps < _ROUNDS:
         raise ConfigError(f"--steps must be at least {_ROUNDS}")
@@ -220,7 +220,7 @@ def _blocks(config: EngineBenchConfig) -> int:
 
 
 def _product_shapes(config: EngineBenchConfig, work: ModelWork) -> list[ProductShape]:
-    from baton.engine.runner.limits import ProductShape
+    from baton.runner.measuring.limits import ProductShape
 
     own = {ProductShape(config.context_tokens, k, n) for n, k in work.shapes if n * k < 1 << 26}
     usual = {ProductShape(config.context_tokens, k, n) for n, k in ((8192, 2048), (4096, 4096), (2048, 8192))}

@@ -9,7 +9,7 @@ from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from baton.engine.runner.checkpoint import open_checkpoint
+from baton.runner.model.checkpoint import open_checkpoint
 
 _TABLES = ("embed", "wte", "wpe")
 """Names of weights that are looked up, not multiplied."""

@@ -45,7 +45,7 @@ def write_shape(directory: Path, shape: str) -> None:
     if shape not in SHAPES:
         raise ConfigError(f"shape {shape!r} is unknown; known are {', '.join(sorted(SHAPES))}")
     # Not before the name is known: it takes seconds.
-    from baton.engine.runner.random_model import write_random_model
+    from baton.runner.model.random_model import write_random_model
 
     write_random_model(directory, SHAPES[shape], seed=0, dtype="bfloat16")
 

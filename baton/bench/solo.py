@@ -11,10 +11,10 @@ from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner import TorchSpec, load
-from baton.engine.runner.base import KVLayout
+from baton.engine.runner import KVLayout
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.runner import TorchSpec, load
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ except BatonError as error:
 
 def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
     """Find out everything; never raises for what it finds."""
-    from baton.engine.runner import kernels
-    from baton.engine.runner.weights import resolve_dtype
+    from baton.runner.backends.cpu import kernels
+    from baton.runner.model.weights import resolve_dtype
 
     found = kernels.available()
     cores = usable_cores()
@@ -87,8 +87,8 @@ def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
 
 def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
     from baton.bench.engine_work import read_work
-    from baton.engine.runner import TorchSpec, load
-    from baton.engine.runner.weights import resolve_dtype
+    from baton.runner import TorchSpec, load
+    from baton.runner.model.weights import resolve_dtype
 
     name = directory.resolve().name
     try:

@@ -56,7 +56,7 @@ def _node(
 
     def run() -> int:
         if config.runner == "torch":
-            from baton.engine.runner.checkpoint import check_model_dir
+            from baton.runner.model.checkpoint import check_model_dir
 
             # Cheap, and torch is not: a wrong path is told at once.
             check_model_dir(config.model)

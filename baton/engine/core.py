@@ -20,7 +20,7 @@ from baton.engine.batch import (
 )
 from baton.engine.connector import KVTransferOutput
 from baton.engine.request import Request, RequestStatus
-from baton.engine.runner.base import LazyExecutor, ModelRunner, StepExecutor
+from baton.engine.runner import LazyExecutor, ModelRunner, StepExecutor
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler import Scheduler
 from baton.errors import ConfigError

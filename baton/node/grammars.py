@@ -8,7 +8,7 @@ import structlog
 
 from baton.config import NodeConfig
 from baton.engine.request import Leg, Request
-from baton.engine.runner.base import ModelInfo
+from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from baton.config import NodeConfig
-from baton.engine.runner import load
-from baton.engine.runner.base import ModelInfo, ModelRunner
+from baton.engine.runner import ModelInfo, ModelRunner
 from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
 from baton.messages.messages import NodeDescription, Role
@@ -28,6 +27,7 @@ from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.ready import Ready, announce
 from baton.registry import Membership, NodeRecord, require
 from baton.registry.registry import Registry, with_authority
+from baton.runner import load
 from baton.security.binds import check_bind, is_loopback
 from baton.security.matrix import CallerRole
 from baton.wire.clients.node_client import NodeClient

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from baton.clock import Clock
 from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner import ModelRunner
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
 from baton.node.attempt_clock import TransferFigures

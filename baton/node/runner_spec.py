@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from baton.config import NodeConfig
-from baton.engine.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
-from baton.engine.runner.base import ModelRunner
-from baton.engine.runner.host_blocks import host_blocks_in
+from baton.engine.runner import ModelRunner
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError
+from baton.runner import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+from baton.runner.blocks.host_blocks import host_blocks_in
 
 _MIN_BLOCKS = 8
 

@@ -18,8 +18,7 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.runner.base import ModelRunner
-from baton.engine.runner.step_thread import StepThread
+from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.ids import new_incarnation
@@ -42,6 +41,7 @@ from baton.observe.metrics_page import MetricsPage
 from baton.observe.process_figures import process_figures
 from baton.observe.tracing import start_tracing
 from baton.registry import Membership
+from baton.runner.execution.step_thread import StepThread
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
 from baton.security.pages import PageDoor

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
 
 MEMORY_KINDS = frozenset({"DRAM", "VRAM"})

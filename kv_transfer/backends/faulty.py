@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import ConfigError, TransferFailed
 from kv_transfer.backends.base import (
     PeerGone,

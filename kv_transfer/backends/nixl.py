@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import ConfigError, TransferCause, TransferFailed
 from kv_transfer.backends.base import (
     MEMORY_KINDS,

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import InvalidRequest
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec
+from baton.runner.simulated import SimulatedRunner
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from baton.client import OperatorClient
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import CacheInUse
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 
 SPEC = SimulatedSpec(num_blocks=64, vocab_size=256, max_model_len=512)

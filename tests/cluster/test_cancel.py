@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.errors import Cancelled, DeadlineExceeded
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 from tests.support.step_gate import StepGate

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.simulated import SimulatedRunner, expected_beams
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.messages.messages import Chunk, GenerateRequest
+from baton.runner import SimulatedSpec
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.simulated import SimulatedRunner, expected_beams
 from tests.support.caller import Answer
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 from tests.support.tiny_models import TINY_MODELS

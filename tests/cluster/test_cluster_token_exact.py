@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
 from baton.messages.messages import GenerateRequest
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts
 from tests.support.mini_cluster import mini_cluster
 from tests.support.tiny_models import TINY_MODELS

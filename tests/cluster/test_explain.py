@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner
 from router.placement.placer import PlacementSettings
 from tests.support.metrics_page import samples_at
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir

@@ -11,10 +11,10 @@ import pytest
 
 from baton.engine.batch import TokenLogprobs
 from baton.engine.request import Leg, SamplingParams
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
 from baton.ids import AttemptKey
 from baton.messages.messages import Outcome, RequestDelta, StepReport, Submit
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
 from baton.wire.clients.node_client import NodeClient
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt
 from tests.support.reports import HeardStream

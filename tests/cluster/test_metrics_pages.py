@@ -16,11 +16,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.messages import GenerateRequest
 from baton.observe.metrics import render
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner
 from baton.wire.server.event_loop import RpcEventLoop
 from kv_transfer.figures import failure_figures
 from tests.support.metrics_page import samples_at, text_at

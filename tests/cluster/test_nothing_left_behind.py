@@ -7,10 +7,10 @@ from pathlib import Path
 from random import Random
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.errors import DeadlineExceeded, WouldBeLate
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from decode_node.app import DecodeRole
 from prefill_node.app import PrefillRole
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.base import ModelInfo
-from baton.engine.runner.simulated import SimulatedRunner
+from baton.engine.runner import ModelInfo
 from baton.errors import TransferCause, TransferFailed
 from baton.messages.messages import GenerateRequest, OpenHandoff
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.services.operator_service import status_from_pb

@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 from tests.support.step_gate import StepGate
 

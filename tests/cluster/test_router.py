@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.engine.runner import SimulatedSpec
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.messages.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.runner import SimulatedSpec
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
 from router.app import RouterAddresses, RouterConfig, run_router

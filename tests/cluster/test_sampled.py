@@ -12,11 +12,11 @@ from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.messages import GenerateRequest
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.mini_cluster import mini_cluster, random_prompt
 from tests.support.tiny_models import TINY_MODELS
 

@@ -10,12 +10,12 @@ from random import Random
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.messages.messages import Chunk, GenerateRequest
+from baton.runner import SimulatedSpec
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from tests.cluster.test_sampled import alone
 from tests.support.caller import Answer
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir

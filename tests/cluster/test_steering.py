@@ -12,10 +12,10 @@ from random import Random
 import pytest
 
 from baton.client.operator import OperatorClient
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.errors import NodeNotFound, Unreachable
 from baton.messages.messages import ClusterStatus, GenerateRequest, NodeStatus
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner
 from baton.wire.codec.steering import DrainProgress
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec, StepTime
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec, StepTime
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir
 
 SPEC = SimulatedSpec(

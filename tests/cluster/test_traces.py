@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import SimulatedRunner
+from baton.runner import SimulatedSpec
+from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.trace_receiver import ReceivedSpan, trace_receiver
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.engine.connector import BlockFate, LostKV
 from baton.engine.request import KVSource, RequestStatus
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.testing.fake_connector import FakeConnector

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.runner import kernels, reference
-from baton.engine.runner.cuda_operations import CudaOperations
-from baton.engine.runner.device import CPU
-from baton.engine.runner.flash_fake import flash_fake
-from baton.engine.runner.kernel_choice import CompiledOperations
-from baton.engine.runner.kernels.cache import CacheView
-from baton.engine.runner.operations import Activation
-from baton.engine.runner.torch_operations import TorchOperations, activate
+from baton.runner.backends import reference
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.device import CPU
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.operations import Activation
+from baton.runner.backends.torch_operations import TorchOperations, activate
+from baton.testing.fake_flash import flash_fake
 
 TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 6e-3}
 LENGTHS, QUERIES, SIZE = (1, 40, 90), (1, 5, 33), 16

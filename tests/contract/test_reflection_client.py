@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from baton.config import bundled_model_dir
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import SimulatedRunner
+from baton.runner import SimulatedSpec
+from baton.runner.simulated import SimulatedRunner
 from baton.text.model_files import read_model_files
 from tests.support.mini_cluster import MiniCluster, mini_cluster
 

@@ -17,11 +17,11 @@ from baton.engine.batch import (
     SchedulerOutput,
     TokenLogprobs,
 )
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.scripted import ScriptedRunner
-from baton.engine.runner.simulated import SimulatedRunner
+from baton.runner import SimulatedSpec
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.runner.simulated import SimulatedRunner
+from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.runner_driver import GREEDY
 from tests.support.tiny_models import TINY_MODELS
 

@@ -19,7 +19,7 @@ from typing import Protocol
 import pytest
 
 from baton.clock import SystemClock
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import TransferCause, TransferFailed
 from kv_transfer.backends.base import (
     BadRange,

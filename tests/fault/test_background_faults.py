@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from baton.background import BackgroundWatch, current_watch
-from baton.engine.runner import SimulatedSpec
 from baton.errors import BackgroundFault
 from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
+from baton.runner import SimulatedSpec
 from router.app import RouterAddresses, RouterConfig, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server

@@ -6,9 +6,9 @@ import asyncio
 import os
 from collections import Counter
 
-from baton.engine.runner.simulated import expected_embedding
 from baton.errors import BatonError
 from baton.messages.messages import GenerateRequest
+from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually
 

@@ -17,10 +17,10 @@ from random import Random
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.messages import GenerateRequest
+from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
 from kv_transfer.window import WindowLimits
 from tests.support.simulated_cluster import (

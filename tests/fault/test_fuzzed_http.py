@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.engine.runner.simulated import expected_embedding
+from baton.runner.simulated import expected_embedding
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
+from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from tests.support.fuzzed_cluster import SERVED, SPEC, Letters, Run, events_of, fuzzed_cluster, tokens_of
 from tests.support.local_rpc import Reply

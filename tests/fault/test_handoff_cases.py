@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from baton.engine.request import KVSource, SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import strike_by
 from baton.messages.messages import Finished, GenerateRequest
 from baton.node.leftovers import GIVE_UP_AFTER_S
+from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.lease import LeaseTimes
 from kv_transfer.mover import STALL_S

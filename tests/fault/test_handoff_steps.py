@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.failpoints import strike_by
 from baton.messages.messages import Finished, GenerateRequest
+from baton.runner.simulated import expected_tokens
 from tests.support.handoff_places import PLACES, REPEATED, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.messages.messages import Finished, GenerateRequest
+from baton.runner.simulated import expected_tokens
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import VirtualTimeLoop, run_virtually

@@ -11,8 +11,8 @@ from collections import Counter
 from random import Random
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.messages.messages import GenerateRequest
+from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.backends.faulty import Faults
 from kv_transfer.lease_machine import LeaseEvent

@@ -15,10 +15,10 @@ from functools import partial
 from random import Random
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
 from baton.messages.messages import GenerateRequest, Role
+from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher
 from router.flight.flight_table import AttemptCause

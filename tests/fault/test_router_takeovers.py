@@ -13,9 +13,9 @@ import pytest
 from baton.client.continuation import CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.errors import Unreachable
 from baton.messages.messages import Abort, Adopt, Chunk, Finished, GenerateEvent, GenerateRequest
+from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedLimits, simulated_cluster

@@ -15,16 +15,16 @@ import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
-from baton.engine.runner import attention, layers
-from baton.engine.runner.attention import cache_views
-from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
-from baton.engine.runner.kernel_choice import choose_operations
-from baton.engine.runner.operations import Operations
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.self_check import why_not_bit_exact
-from baton.engine.runner.torch_operations import TorchOperations, keys_and_values
-from baton.engine.runner.transformer import CacheSize, Transformer, elementwise_threads
-from baton.engine.runner.weights import load_model
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations, keys_and_values
+from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.model import attention, layers
+from baton.runner.model.attention import cache_views
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.transformer import CacheSize, Transformer, elementwise_threads
+from baton.runner.model.weights import load_model
+from baton.runner.self_check import why_not_bit_exact
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16

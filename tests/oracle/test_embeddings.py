@@ -15,11 +15,11 @@ from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
-from baton.engine.runner.embedding import embedding_of
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.torch_operations import TorchOperations
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.execution.embedding import embedding_of
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.tiny_models import TINY_MODELS
 
 BLOCK_SIZE = 16

@@ -13,14 +13,15 @@ import torch
 
 from baton.engine.batch import NewRequestData
 from baton.engine.request import SamplingParams
-from baton.engine.runner import attention, kernels, layers
-from baton.engine.runner.input_batch import RequestState, Scheduled, flatten
-from baton.engine.runner.kernel_choice import CompiledOperations
-from baton.engine.runner.kernels import KernelArgumentError
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.torch_operations import TorchOperations
-from baton.engine.runner.transformer import CacheSize, Transformer
-from baton.engine.runner.weights import load_model
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.model import attention, layers
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.transformer import CacheSize, Transformer
+from baton.runner.model.weights import load_model
 from tests.support.tiny_models import TINY_MODELS
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)

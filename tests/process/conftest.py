@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.runner.random_model import write_random_model
+from baton.runner.model.random_model import write_random_model
 from tests.process.shell import Shell
 from tests.support.browser import Browser, NoBrowser, browser
 from tests.support.process_cluster import ProcessCluster, process_cluster

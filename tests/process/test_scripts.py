@@ -80,7 +80,7 @@ def test_diagrams_that_are_out_of_date_are_noticed(shell: Shell, copy: Path) -> 
 def test_setup_says_what_it_needs(shell: Shell, copy: Path) -> None:
     for part in ("pyproject.toml", "constraints.txt", "setup.py"):
         shutil.copy(ROOT / part, copy)
-    kernels = "baton/engine/runner/kernels/csrc"
+    kernels = "baton/runner/backends/cpu/kernels/csrc"
     shutil.copytree(ROOT / kernels, copy / kernels)
     (copy / ".venv").unlink()
     done = shell.run([str(copy / "scripts/setup")], {"CC": "no-such-compiler"})

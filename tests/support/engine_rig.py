@@ -11,12 +11,12 @@ from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, KVSource, Leg, Request, RequestStatus, SamplingParams
-from baton.engine.runner.base import StepExecutor
-from baton.engine.runner.scripted import ScriptedRunner, expected_tokens, prompt_slots
+from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
 from baton.testing.fake_connector import FakeConnector
+from baton.testing.scripted_runner import ScriptedRunner, expected_tokens, prompt_slots
 
 SOURCE = KVSource("prefill-0", "prefill-0.run1", "127.0.0.1:1")
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Literal
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.runner.base import LazyExecutor, StepExecutor
+from baton.engine.runner import LazyExecutor, StepExecutor
 
 Ahead = Literal["no", "late", "early"]
 """Whether steps are decided ahead, and when those in flight run: as late or as early as they may."""

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any, TypeVar
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.simulated import expected_tokens
 from baton.ids import AttemptKey
 from baton.messages.messages import ModelCard, NodeDescription, StepReport
+from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
 from kv_transfer.backends.faulty import Faults

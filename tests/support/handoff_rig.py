@@ -15,9 +15,9 @@ import torch
 from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
-from baton.engine.runner.base import KVLayout, KVMemory
-from baton.engine.runner.block_digests import block_digests
+from baton.engine.runner import KVLayout, KVMemory
 from baton.ids import AttemptKey
+from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric

@@ -11,7 +11,6 @@ from baton.clock import Clock, ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import KVSource, Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner, prompt_slots
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.messages.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
@@ -20,6 +19,7 @@ from baton.node.fake_role import FakeRole
 from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
 from baton.node.service import NodeService
+from baton.testing.scripted_runner import ScriptedRunner, prompt_slots
 
 VOCAB = 1000
 PROMPT = (1, 2, 3, 4, 5, 6)

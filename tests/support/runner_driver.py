@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
-from baton.engine.runner.base import ModelRunner
+from baton.engine.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 

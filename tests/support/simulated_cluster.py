@@ -22,9 +22,6 @@ from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.block_digests import block_digests
-from baton.engine.runner.simulated import SimulatedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
@@ -48,6 +45,9 @@ from baton.node.manual_driver import ManualDriver
 from baton.node.outbox import Outbox
 from baton.node.service import NodeService
 from baton.registry import NodeRecord
+from baton.runner import SimulatedSpec
+from baton.runner.blocks.block_digests import block_digests
+from baton.runner.simulated import SimulatedRunner
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.faulty import Faults, FaultyBackend

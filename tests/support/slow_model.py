@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import expected_tokens
 from baton.messages.messages import GenerateRequest
+from baton.runner import SimulatedSpec
+from baton.runner.simulated import expected_tokens
 from tests.support.caller import Answer
 from tests.support.mini_cluster import random_prompt
 

@@ -9,7 +9,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.backends.nixl import NixlBackend
 

@@ -12,12 +12,12 @@ from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request, RequestStatus, SamplingParams
-from baton.engine.runner.base import LazyExecutor, StepExecutor
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.step_thread import StepThread
+from baton.engine.runner import LazyExecutor, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
+from baton.runner.execution.step_thread import StepThread
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.engine_rig import prompt_of
 from tests.support.executors import EagerExecutor
 from tests.support.tiny_models import TINY_MODELS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.engine.request import FinishReason, Leg
-from baton.engine.runner.base import LazyExecutor
+from baton.engine.runner import LazyExecutor
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import EagerExecutor
 

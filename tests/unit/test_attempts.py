@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.batch import TokenLogprobs
 from baton.engine.request import SamplingParams
-from baton.engine.runner.scripted import expected_tokens
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
@@ -24,6 +23,7 @@ from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta
 from baton.node.attempt_clock import AttemptClock
 from baton.node.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
+from baton.testing.scripted_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit
 from tests.support.virtual_time import LoopClock, VirtualTimeLoop
 

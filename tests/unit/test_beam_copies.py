@@ -10,8 +10,8 @@ import pytest
 
 from baton.engine.batch import CachedRequestData, SchedulerOutput, TokenLogprobs
 from baton.engine.request import FinishReason
-from baton.engine.runner.scripted import expected_beams, prompt_slots
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.testing.scripted_runner import expected_beams, prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 
 WIDTH = 4

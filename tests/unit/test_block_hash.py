@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner
+from baton.testing.scripted_runner import ScriptedRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")
 TOKENS = (1, 2, 3, 4)

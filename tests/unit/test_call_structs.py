@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.runner.kernel_file import KernelsUnavailable, open_kernels
-from baton.engine.runner.kernels.call_structs import Layout, check_layout, layout_here, layout_of
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
+from baton.runner.backends.cpu.kernels.call_structs import Layout, check_layout, layout_here, layout_of
 
 
 def test_both_sides_agree_on_every_field() -> None:

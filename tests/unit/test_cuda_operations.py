@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner import TorchSpec, load
-from baton.engine.runner.cuda_operations import CudaOperations
-from baton.engine.runner.decode_graphs import DecodeGraphs
-from baton.engine.runner.device import CPU, resolve_device
-from baton.engine.runner.flash_fake import flash_fake
-from baton.engine.runner.graph_fake import FakeRecorder
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.operations import Operations
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.torch_operations import TorchOperations
-from baton.engine.runner.transformer import Transformer
 from baton.errors import ConfigError
+from baton.runner import TorchSpec, load
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.device import CPU, resolve_device
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.model.decode_graphs import DecodeGraphs
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.transformer import Transformer
+from baton.runner.model_runner import TorchModelRunner, load_runner
+from baton.testing.fake_flash import flash_fake
+from baton.testing.fake_graph import FakeRecorder
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

@@ -12,11 +12,11 @@ import xxhash
 
 from baton.config import KVDigests
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner import block_digests as block_digests_module
-from baton.engine.runner.base import KVLayout, KVMemory, LayerGeometry, LayerGroup
-from baton.engine.runner.block_digests import block_digests
-from baton.engine.runner.kernel_file import KernelsUnavailable
+from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
 from baton.ids import AttemptKey
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
+from baton.runner.blocks import block_digests as block_digests_module
+from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.digests import OfferedDigests, PickedUp, block_names, digest_every
 from kv_transfer.sampling import SAMPLE_EVERY, is_digested
 

@@ -16,14 +16,14 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import AllBlocksCleared, KVEventBatch
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import SimulatedRunner, expected_tokens
-from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
+from baton.runner import SimulatedSpec
+from baton.runner.execution.step_thread import StepThread
+from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.testing.fake_connector import FakeConnector
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 from tests.support.step_gate import StepGate

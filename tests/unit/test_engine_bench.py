@@ -12,11 +12,12 @@ from baton.bench.engine_drive import EngineDrive
 from baton.bench.engine_work import attention_operations, read_work, work_of
 from baton.bench.host import available_memory, last_level_cache, processor
 from baton.bench.spread import Spread
-from baton.engine.runner import SimulatedSpec, TorchSpec, load, reference
-from baton.engine.runner.limits import UnpaddedOperations
-from baton.engine.runner.profile import TimedOperations, load_timed
-from baton.engine.runner.random_model import write_random_model
 from baton.errors import BatonError
+from baton.runner import SimulatedSpec, TorchSpec, load
+from baton.runner.backends import reference
+from baton.runner.measuring.limits import UnpaddedOperations
+from baton.runner.measuring.profile import TimedOperations, load_timed
+from baton.runner.model.random_model import write_random_model
 from tests.support.tiny_models import TINY_MODELS
 
 PROMPTS = [list(range(start, start + 32)) for start in (1, 50, 99)]

@@ -21,13 +21,13 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.scripted import ScriptedRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError, UsageError
 from baton.node.runner_spec import scheduler_config
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
+from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.given_flags import configured
 from tests.support.tiny_models import TINY_MODELS

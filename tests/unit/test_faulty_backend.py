@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from baton.engine.runner.base import KVMemory
+from baton.engine.runner import KVMemory
 from baton.errors import ConfigError
 from kv_transfer.backends.base import PeerGone, PeerMemory, ReadHandle, ReadRange, ReadsInFlight, ReadState, coalesce
 from kv_transfer.backends.faulty import Faults, FaultyBackend

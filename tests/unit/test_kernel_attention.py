@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.runner import kernels
-from baton.engine.runner.kernels import CacheView, KernelArgumentError
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import CacheView, KernelArgumentError
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 

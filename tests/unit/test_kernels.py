@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.runner import kernels
-from baton.engine.runner.kernels import KernelArgumentError, KernelsUnavailable, PackedWeight
-from baton.engine.runner.kernels.product import Activation
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import KernelArgumentError, KernelsUnavailable, PackedWeight
+from baton.runner.backends.cpu.kernels.product import Activation
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=kernels.available().reason)
 

@@ -19,7 +19,6 @@ from baton.engine.kv_cache.events import (
     Tier,
 )
 from baton.engine.request import Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.messages.messages import KVCacheUpdate, Submit, WatchKVCache
@@ -30,6 +29,7 @@ from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
 from baton.node.service import NodeService
+from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode
 

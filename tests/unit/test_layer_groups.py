@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.runner.base import KVLayout, LayerGeometry, LayerGroup
-from baton.engine.runner.layer_groups import group_layers
+from baton.engine.runner import KVLayout, LayerGeometry, LayerGroup
+from baton.runner.model.layer_groups import group_layers
 
 ONE = LayerGeometry(2, 8, 8)
 

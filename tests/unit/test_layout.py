@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from baton.engine.runner.base import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, ModelInfo
 from kv_transfer.layout import LayoutFingerprint, refusal
 
 MODEL = ModelInfo("m", "f00d", "llama", "float32", "cpu-avx512", 100, 64, frozenset({2}), True)

@@ -17,14 +17,14 @@ from baton.config import NodeConfig
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Leg, Request, SamplingParams
-from baton.engine.runner import SimulatedSpec
-from baton.engine.runner.simulated import SimulatedRunner
-from baton.engine.runner.step_thread import StepThread
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from baton.node.role import RoleContext
+from baton.runner import SimulatedSpec
+from baton.runner.execution.step_thread import StepThread
+from baton.runner.simulated import SimulatedRunner
 from decode_node.app import DecodeRole
 from kv_transfer.backends.base import TransferBackend
 from prefill_node.app import PrefillRole

@@ -16,7 +16,6 @@ from baton.config import UpConfig
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
 from baton.engine.request import Leg, Request
-from baton.engine.runner.scripted import ScriptedRunner
 from baton.errors import ConfigError
 from baton.node.figures import engine_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
@@ -24,6 +23,7 @@ from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageDoor
 from baton.testing.fake_connector import FakeConnector
+from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

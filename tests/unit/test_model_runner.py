@@ -10,8 +10,8 @@ import pytest
 
 from baton.engine.batch import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.request import SamplingParams
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.runner_driver import GREEDY, RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

@@ -14,7 +14,7 @@ from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
-from baton.engine.runner.base import ModelInfo
+from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
 from baton.node.driver import EngineDriver, StepNews

@@ -17,7 +17,6 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Leg, SamplingParams
-from baton.engine.runner.scripted import ScriptedRunner, expected_tokens
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
 from baton.messages.messages import (
@@ -39,6 +38,7 @@ from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
 from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.testing.scripted_runner import ScriptedRunner, expected_tokens
 from baton.wire.clients.node_client import NodeClient
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from prefill_node.app import PrefillRole

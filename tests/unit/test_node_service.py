@@ -13,7 +13,6 @@ from baton.clock import ManualClock
 from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import FinishReason, Leg, SamplingParams
-from baton.engine.runner.scripted import expected_beams, expected_embedding, expected_tokens
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
@@ -41,6 +40,7 @@ from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.node.service import LOAD_EVERY_S
 from baton.node.step_log import StepLog
 from baton.node.submit_check import objection
+from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens
 from tests.support.virtual_time import LoopClock, run_virtually

@@ -13,11 +13,11 @@ import structlog
 import torch
 
 from baton.engine.compute_path import ComputePath
-from baton.engine.runner.decoder import RotaryTable
-from baton.engine.runner.fused_layers import FusedAttention, FusedMlp, FusedNorm
-from baton.engine.runner.model_runner import TorchModelRunner, load_runner
-from baton.engine.runner.random_model import write_random_model
 from baton.node.process import log_slow_paths
+from baton.runner.model.decoder import RotaryTable
+from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.tiny_models import TINY_MODELS
 
 PARTS = (FusedAttention, FusedMlp, FusedNorm)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from baton.engine.request import SamplingParams
-from baton.engine.runner.philox import philox4x32, uniform
-from baton.engine.runner.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
+from baton.runner.execution.philox import philox4x32, uniform
+from baton.runner.execution.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, 1.0, -3.0, 0.25], dtype=np.float32)
 DRAWS = 20_000

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Leg, Request, SamplingParams
-from baton.engine.runner.scripted import expected_embedding
+from baton.testing.scripted_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for
 

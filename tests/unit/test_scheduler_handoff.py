@@ -6,9 +6,9 @@ import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus
-from baton.engine.runner.scripted import prompt_slots
 from baton.errors import DuplicateRequest, TransferCause
 from baton.testing.fake_connector import FakeConnector
+from baton.testing.scripted_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 
 # --- the prefill leg ---

@@ -13,12 +13,12 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
-from baton.engine.runner import SimulatedSpec, load
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.simulated import expected_tokens
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
+from baton.runner import SimulatedSpec, load
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
+from baton.runner.simulated import expected_tokens
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.tiny_models import TINY_MODELS
 

@@ -16,10 +16,10 @@ from baton.engine.kv_cache.events import BlockStored
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
 from tests.support.engine_rig import EngineRig
 from tests.support.tiny_models import TINY_MODELS
 

@@ -13,17 +13,17 @@ from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, 
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, SamplingParams
-from baton.engine.runner import SimulatedSpec, StepTime, load
-from baton.engine.runner.simulated import (
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.engine.sequences.sequence_group import sequence_id
+from baton.runner import SimulatedSpec, StepTime, load
+from baton.runner.simulated import (
     SimulatedRunner,
     expected_beams,
     expected_kv,
     expected_tokens,
     likeliest_tokens,
 )
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.sequences.beam_search import BeamSearch
-from baton.engine.sequences.sequence_group import sequence_id
 from tests.support.runner_driver import RunnerDriver
 
 SPEC = SimulatedSpec(num_blocks=64, block_size=4, vocab_size=997, max_model_len=256)

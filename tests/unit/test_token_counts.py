@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from baton.engine.batch import ForkedRequestData, NewRequestData
 from baton.engine.request import SamplingParams
-from baton.engine.runner.input_batch import RequestState
-from baton.engine.runner.sampler import SamplingState, process
+from baton.runner.execution.input_batch import RequestState
+from baton.runner.execution.sampler import SamplingState, process
 
 VOCAB = 40
 TOKENS = st.integers(0, VOCAB - 1)

@@ -11,10 +11,10 @@ import pytest
 
 from baton.engine.batch import NewRequestData
 from baton.engine.request import SamplingParams
-from baton.engine.runner.input_batch import RequestState
-from baton.engine.runner.sampler import SamplingState, sample
-from baton.engine.runner.token_masks import TokenMasks
 from baton.errors import InvalidRequest
+from baton.runner.execution.input_batch import RequestState
+from baton.runner.execution.sampler import SamplingState, sample
+from baton.runner.execution.token_masks import TokenMasks
 from baton.testing.fake_grammar import ScriptedMatcher
 
 VOCAB = 75

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.runner import kernels
-from baton.engine.runner.kernels import KernelInfo
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.torch_operations import ROWS_PER_CALL, TorchOperations, TorchWeight
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import KernelInfo
+from baton.runner.backends.torch_operations import ROWS_PER_CALL, TorchOperations, TorchWeight
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model_runner import load_runner
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

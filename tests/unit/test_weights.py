@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.runner import TorchSpec, attention, layers, load
-from baton.engine.runner import weights as weights_module
-from baton.engine.runner.checkpoint import open_checkpoint
-from baton.engine.runner.model_runner import load_runner
-from baton.engine.runner.random_model import write_random_model
-from baton.engine.runner.transformer import CacheSize, row_quantum
-from baton.engine.runner.weights import load_model, resolve_dtype
 from baton.errors import ConfigError
+from baton.runner import TorchSpec, load
+from baton.runner.model import attention, layers
+from baton.runner.model import weights as weights_module
+from baton.runner.model.checkpoint import open_checkpoint
+from baton.runner.model.random_model import write_random_model
+from baton.runner.model.transformer import CacheSize, row_quantum
+from baton.runner.model.weights import load_model, resolve_dtype
+from baton.runner.model_runner import load_runner
 from tests.support.runner_driver import RunnerDriver
 from tests.support.tiny_models import TINY_MODELS
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import UpConfig
-from baton.engine.runner.checkpoint import check_model_dir
 from baton.errors import ConfigError
 from baton.registry.registry import require_registry, with_authority
+from baton.runner.model.checkpoint import check_model_dir
 from baton.security.binds import check_bind
 from baton.security.tls_files import certificate_files
 from baton.text.model_files import read_model_files

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.engine.request import Request
-from baton.engine.runner.base import KVLayout, ModelInfo
+from baton.engine.runner import KVLayout, ModelInfo
 
 FORMAT_VERSION = 1
 """Raise it when the spelling of keys changes: keys of different versions never meet."""

@@ -1,0 +1,32 @@
+"""The only home of torch and transformers: weights, paged attention, sampling; and a simulated runner.
+
+Importing this package is cheap; `load` imports what the specification needs.
+"""
+
+from __future__ import annotations
+
+from baton.engine.runner import ModelRunner
+from baton.runner.spec import RunnerSpec, SimulatedSpec, StepTime, TorchSpec
+
+__all__ = ["ModelRunner", "RunnerSpec", "SimulatedSpec", "StepTime", "TorchSpec", "load"]
+
+
+def load(spec: RunnerSpec) -> ModelRunner:
+    """Load a model with its cache; raises ConfigError when the specification can't be served on this machine."""
+    if isinstance(spec, SimulatedSpec):
+        from baton.runner.simulated import SimulatedRunner
+
+        return SimulatedRunner(spec)
+    from baton.runner.model_runner import load_runner
+
+    return load_runner(
+        spec.model_dir,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        num_blocks=spec.num_blocks,
+        cache_bytes=spec.cache_bytes,
+        host_cache_bytes=spec.host_cache_bytes,
+        num_threads=spec.num_threads,
+        name=spec.name,
+        device=spec.device,
+    )

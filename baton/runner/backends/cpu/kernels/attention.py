@@ -1,0 +1,195 @@
+"""Attention straight on the paged cache, and the store that fills it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.call_structs import AttentionCall
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+
+MAX_HEAD_DIM = 256
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: CacheView,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    threads: int,
+) -> torch.Tensor:
+    """Causal attention of query [rows, heads, key_dim] straight on the paged cache: [rows, heads, value_dim].
+
+    query and cache are of one dtype, float32 or bfloat16; the query's rows may lie apart. Request s has the query rows
+    query_start[s] to query_start[s + 1] (int32 [seqs + 1]), or none; they are the last of its seq_lens[s] tokens (int32
+    [seqs]), whose keys and values lie in the blocks block_tables[s] (int32 [seqs, width], rows may lie apart). With a
+    window, position i sees the positions above i - window; with a softcap, scores become softcap * tanh(score /
+    softcap); sinks [heads] (float32 or the query's dtype) are one more score for each head, without a value. Rows past
+    the last request's come back zero. A row's bits depend on its query and its own keys and values alone. Raises
+    KernelArgumentError for what doesn't fit, and for a head that is not a multiple of 8 wide or wider than 256.
+    """
+    if query.ndim != 3 or query.dtype != cache.memory.dtype or not query.is_cpu:
+        raise KernelArgumentError("query", f"must be [rows, heads, {cache.key_dim}] {cache.memory.dtype} on the CPU")
+    rows, heads, key_dim = query.shape
+    query_stride, head_stride, one = query.stride()
+    if (one != 1 and key_dim > 1) or (head_stride != key_dim and heads > 1):
+        raise KernelArgumentError("query", "has rows that are not contiguous")
+    require_cache(cache)
+    if key_dim != cache.key_dim:
+        raise KernelArgumentError("query", f"has heads of {key_dim}, the cache of {cache.key_dim}")
+    table_stride = require_requests(query_start, seq_lens, block_tables)
+    sinks = require_attention(heads, cache, scale, window, softcap, sinks)
+    out = query.new_empty((rows, heads, cache.value_dim))
+    call = AttentionCall(
+        query.data_ptr(),
+        out.data_ptr(),
+        cache.memory.data_ptr(),
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        cache.block_stride,
+        cache.key_offset,
+        cache.value_offset,
+        rows,
+        query_stride,
+        seq_lens.shape[0],
+        block_tables.shape[1],
+        table_stride,
+        cache.num_blocks,
+        heads,
+        cache.num_kv_heads,
+        key_dim,
+        cache.value_dim,
+        cache.block_size,
+        window or 0,
+        scale,
+        softcap or 0.0,
+    )
+    lib = library()
+    status = lib.attention(lib.isa, DTYPES[query.dtype], ctypes.byref(call), threads)
+    if status:
+        check_status(status)
+    return out
+
+
+def store_kv(
+    key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor, *, threads: int = 1
+) -> None:
+    """Write key [rows, kv_heads, key_dim] and value [rows, kv_heads, value_dim] into the cache.
+
+    Row t goes to slot slots[t] (int64 [rows]) = block * block_size + offset; a negative slot is padding and is skipped.
+    Rows may lie apart. One thread does it. Raises KernelArgumentError for what doesn't fit; then nothing was written.
+    """
+    require_cache(cache)
+    key_stride = _require_rows("key", key, cache, cache.key_dim)
+    value_stride = _require_rows("value", value, cache, cache.value_dim)
+    rows = key.shape[0]
+    if value.shape[0] != rows:
+        raise KernelArgumentError("value", f"has {value.shape[0]} rows, the key {rows}")
+    if slots.shape != (rows,) or slots.dtype != torch.int64 or not slots.is_cpu or not slots.is_contiguous():
+        raise KernelArgumentError("slots", f"must be int64 [{rows}], contiguous, on the CPU")
+    size = cache.memory.element_size()
+    status = library().store_kv(
+        key.data_ptr(),
+        value.data_ptr(),
+        cache.memory.data_ptr(),
+        slots.data_ptr(),
+        rows,
+        cache.num_kv_heads,
+        cache.num_blocks,
+        cache.block_size,
+        cache.key_dim * size,
+        cache.value_dim * size,
+        key_stride * size,
+        value_stride * size,
+        cache.block_stride * size,
+        cache.key_offset * size,
+        cache.value_offset * size,
+    )
+    if status:
+        check_status(status)
+
+
+def _require_rows(name: str, rows: torch.Tensor, cache: CacheView, dim: int) -> int:
+    """The distance of rows [rows, kv_heads, dim]."""
+    if rows.ndim != 3 or rows.shape[1] != cache.num_kv_heads or rows.shape[2] != dim:
+        raise KernelArgumentError(name, f"must be [rows, {cache.num_kv_heads}, {dim}], is {tuple(rows.shape)}")
+    if rows.dtype != cache.memory.dtype or not rows.is_cpu:
+        raise KernelArgumentError(name, f"must be {cache.memory.dtype} on the CPU, is {rows.dtype}")
+    stride, head_stride, one = rows.stride()
+    if (one != 1 and dim > 1) or (head_stride != dim and cache.num_kv_heads > 1):
+        raise KernelArgumentError(name, "has rows that are not contiguous")
+    return stride
+
+
+def require_attention(
+    heads: int,
+    cache: CacheView,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Raises KernelArgumentError for what `paged_attention` can't do; returns the sinks as the kernels want them."""
+    if heads == 0 or heads % cache.num_kv_heads != 0:
+        raise KernelArgumentError("query", f"{heads} heads can't share {cache.num_kv_heads} key/value heads evenly")
+    if not math.isfinite(scale):
+        raise KernelArgumentError("scale", f"must be finite, is {scale}")
+    if window is not None and window < 1:
+        raise KernelArgumentError("window", f"must be at least 1, is {window}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise KernelArgumentError("softcap", f"must be positive, is {softcap}")
+    if sinks is None:
+        return None
+    if sinks.shape != (heads,) or not sinks.is_cpu:
+        raise KernelArgumentError("sinks", f"must be [{heads}] on the CPU, is {tuple(sinks.shape)}")
+    return sinks.detach().to(torch.float32).contiguous()
+
+
+def require_cache(cache: CacheView) -> None:
+    """Raises KernelArgumentError for a cache that the kernels can't read."""
+    memory = cache.memory
+    if memory.ndim != 1 or memory.dtype not in DTYPES or not memory.is_cpu or not memory.is_contiguous():
+        raise KernelArgumentError("cache", "memory must be one dimension of float32 or bfloat16, on the CPU")
+    if min(cache.num_kv_heads, cache.block_size) < 1 or cache.num_blocks < 0:
+        raise KernelArgumentError("cache", "has an empty dimension")
+    for name, dim, offset in (
+        ("key_dim", cache.key_dim, cache.key_offset),
+        ("value_dim", cache.value_dim, cache.value_offset),
+    ):
+        if dim % 8 != 0 or not 8 <= dim <= MAX_HEAD_DIM:
+            raise KernelArgumentError(name, f"must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, is {dim}")
+        end = offset + cache.num_kv_heads * cache.block_size * dim
+        if offset < 0 or end > cache.block_stride:
+            raise KernelArgumentError("cache", f"a block's {name[:-4]}s reach beyond it")
+        if cache.num_blocks > 0 and (cache.num_blocks - 1) * cache.block_stride + end > memory.shape[0]:
+            raise KernelArgumentError(
+                "cache", f"memory of {memory.shape[0]} is too small for {cache.num_blocks} blocks"
+            )
+
+
+def require_requests(query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor) -> int:
+    """The distance of the block tables' rows."""
+    for name, tensor in (("query_start", query_start), ("seq_lens", seq_lens)):
+        if tensor.dtype != torch.int32 or tensor.ndim != 1 or not tensor.is_cpu or not tensor.is_contiguous():
+            raise KernelArgumentError(name, "must be int32 of one dimension, contiguous, on the CPU")
+    seqs = seq_lens.shape[0]
+    if query_start.shape[0] != seqs + 1:
+        raise KernelArgumentError("query_start", "must have one element more than seq_lens")
+    if block_tables.ndim != 2 or block_tables.shape[0] != seqs:
+        raise KernelArgumentError("block_tables", "must have one row for each of seq_lens")
+    stride, one = block_tables.stride()
+    if block_tables.dtype != torch.int32 or not block_tables.is_cpu or (one != 1 and block_tables.shape[1] > 1):
+        raise KernelArgumentError("block_tables", "must be int32 with contiguous rows on the CPU")
+    return stride

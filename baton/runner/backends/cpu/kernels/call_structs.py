@@ -1,0 +1,170 @@
+"""The structures of csrc/kernels.h and csrc/program.c for ctypes; they are compared when the library is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from enum import IntEnum
+
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
+
+_POINTER, _SIZE, _INT64, _INT, _FLOAT = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int64,
+    ctypes.c_int,
+    ctypes.c_float,
+)
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class LinearCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x packed bias out"),
+        *_fields(_SIZE, "m n k x_stride rows_per_task groups_per_task"),
+        ("activation", _INT),
+    ]
+
+
+class NormCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x weight out residual sum"),
+        *_fields(_SIZE, "rows columns n row_stride column_stride rows_per_task"),
+        ("eps", _FLOAT),
+        ("plus_one", _INT),
+    ]
+
+
+class RotateCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "x cos sin"),
+        *_fields(_SIZE, "tokens heads half token_stride head_stride angle_stride tokens_per_task"),
+    ]
+
+
+class StoreCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "key value cache slots"),
+        *_fields(_INT64, "tokens kv_heads num_blocks block_size key_size value_size key_stride value_stride"),
+        *_fields(_INT64, "block_stride key_offset value_offset tokens_per_task"),
+    ]
+
+
+class AttentionCall(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "query out cache query_start seq_lens block_tables sinks"),
+        *_fields(_INT64, "block_stride key_offset value_offset rows query_stride num_seqs table_width table_stride"),
+        *_fields(_INT64, "num_blocks heads kv_heads key_dim value_dim block_size window"),
+        *_fields(_FLOAT, "scale softcap"),
+    ]
+
+
+class TakeRowsCall(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "x out index"), *_fields(_INT64, "rows row_bytes x_stride")]
+
+
+class OperationKind(IntEnum):
+    """enum operation_kind."""
+
+    LINEAR = 0
+    NORM = 1
+    ROTATE = 2
+    STORE_KV = 3
+    ATTENTION = 4
+    TAKE_ROWS = 5
+
+
+class Call(ctypes.Union):
+    _fields_ = [
+        ("linear", LinearCall),
+        ("norm", NormCall),
+        ("rotate", RotateCall),
+        ("store", StoreCall),
+        ("attention", AttentionCall),
+        ("take", TakeRowsCall),
+    ]
+
+
+class Place(ctypes.Structure):
+    _fields_ = _fields(_INT64, "buffer offset")
+
+
+class Operation(ctypes.Structure):
+    _fields_ = [*_fields(_INT64, "kind which_rows group"), *_fields(Place, "x out second third"), ("call", Call)]
+
+
+class StepGroup(ctypes.Structure):
+    _fields_ = [*_fields(_POINTER, "slots block_tables"), *_fields(_INT64, "table_width table_stride")]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        *_fields(_POINTER, "buffers sampled query_start sample_start seq_lens groups"),
+        *_fields(_INT64, "rows num_sampled num_seqs"),
+    ]
+
+
+class _LayoutEntry(ctypes.Structure):
+    """`struct layout_entry` of csrc/layout.inc.h."""
+
+    _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", _SIZE), ("size", _SIZE)]
+
+
+_STRUCTURES: dict[str, type[ctypes.Structure | ctypes.Union]] = {
+    "linear_call": LinearCall,
+    "norm_call": NormCall,
+    "rotate_call": RotateCall,
+    "store_call": StoreCall,
+    "attention_call": AttentionCall,
+    "take_rows_call": TakeRowsCall,
+    "call": Call,
+    "place": Place,
+    "operation": Operation,
+    "step_group": StepGroup,
+    "step": Step,
+}
+
+Layout = dict[tuple[str, str], tuple[int, int]]
+"""By structure and field: offset and size in bytes. The field without a name is the whole; a constant has its value."""
+
+
+def layout_here() -> Layout:
+    """What this file says."""
+    layout: Layout = {}
+    for name, structure in _STRUCTURES.items():
+        layout[name, ""] = (0, ctypes.sizeof(structure))
+        if issubclass(structure, ctypes.Structure):
+            for field, *_ in structure._fields_:
+                descriptor = getattr(structure, field)
+                layout[name, field] = (descriptor.offset, descriptor.size)
+    return layout | {("operation_kind", kind.name): (int(kind), 0) for kind in OperationKind}
+
+
+def layout_of(functions: ctypes.CDLL) -> Layout:
+    """What the library was compiled with; raises KernelsUnavailable for one that does not say."""
+    if not hasattr(functions, "baton_layout"):
+        raise KernelsUnavailable("the kernel library was built from an older source: run `pip install -e .` again")
+    functions.baton_layout.argtypes = [_SIZE]
+    functions.baton_layout.restype = ctypes.POINTER(_LayoutEntry)
+    layout: Layout = {}
+    for index in itertools.count():
+        found = functions.baton_layout(index)
+        if not found:
+            return layout
+        entry = found.contents
+        layout[entry.structure.decode(), entry.field.decode()] = (entry.offset, entry.size)
+    raise AssertionError("it counts for ever")
+
+
+def check_layout(compiled: Layout) -> None:
+    """Raises KernelsUnavailable with the first difference when the library's structures are not those of this file."""
+    here = layout_here()
+    for place in {**here, **compiled}:
+        if here.get(place) != compiled.get(place):
+            raise KernelsUnavailable(
+                f"the kernel library was built from another source: {'.'.join(filter(None, place))} has offset and"
+                f" size {compiled.get(place)} there and {here.get(place)} here; run `pip install -e .` again"
+            )

@@ -1,0 +1,100 @@
+"""What the kernels are on this machine, and a fingerprint of the bits they produce."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
+from baton.runner.backends.cpu.kernels.attention import paged_attention, store_kv
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.library import isa_name, library
+from baton.runner.backends.cpu.kernels.product import Activation, gated_linear, linear, pack, pack_gated
+from baton.runner.backends.cpu.kernels.rows import rms_norm, rotate
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInfo:
+    """Whether the kernels can be used, and which."""
+
+    isa: str | None
+    """The instruction set in use; None when there are no kernels."""
+    isas: tuple[str, ...]
+    """All that this processor supports."""
+    numerics: str
+    """Fingerprint of the bits: equal where a probe came out equal. Empty without kernels."""
+    threads: bool
+    """Whether the work is spread over torch's threads; else the caller's thread does all of it."""
+    reason: str
+    """Why there are none, and the way out. Empty when there are."""
+
+    def __bool__(self) -> bool:
+        return self.isa is not None
+
+
+def available() -> KernelInfo:
+    """Load the kernels and say what they are; never raises."""
+    try:
+        lib = library()
+    except KernelsUnavailable as error:
+        return KernelInfo(isa=None, isas=(), numerics="", threads=False, reason=str(error))
+    return KernelInfo(isa_name(), lib.isas, _numerics(), lib.threads, reason="")
+
+
+def _numerics() -> str:
+    digest = hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        for probe in (_rounding_noise, _attention_probe, _rows_probe):
+            digest.update(_bytes(probe(dtype)))
+    return digest.hexdigest()[:12]
+
+
+def _rounding_noise(dtype: torch.dtype) -> torch.Tensor:
+    """Products whose second half takes back the first: what is left shows each order of summation as it is."""
+    x, weight = _noise(5, 320).to(dtype), _noise(70, 320).to(dtype)
+    return linear(torch.cat([x, x], dim=1), pack(torch.cat([weight, -weight], dim=1)), threads=1)
+
+
+def _attention_probe(dtype: torch.dtype) -> torch.Tensor:
+    blocks, size, key_dim, value_dim = 8, 16, 24, 16
+    stride = size * (key_dim + value_dim)
+    memory = torch.zeros(blocks * stride, dtype=dtype)
+    cache = CacheView(memory, blocks, stride, 0, size * key_dim, 1, size, key_dim, value_dim)
+    keys, values = _noise(100, 24)[:, None].to(dtype), _noise(101, 16)[1:, None].to(dtype)
+    store_kv(keys, values, cache, torch.arange(100))
+    return paged_attention(
+        _noise(2 * 3, key_dim).view(2, 3, key_dim).to(dtype),
+        cache,
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([100], dtype=torch.int32),
+        torch.arange(blocks, dtype=torch.int32)[None],
+        scale=0.7,
+        softcap=30.0,
+        sinks=_noise(1, 3)[0],
+        threads=1,
+    )
+
+
+def _rows_probe(dtype: torch.dtype) -> torch.Tensor:
+    """Norm, rotation and every gate, of numbers of all sizes."""
+    x = (_noise(20, 150) * 4).to(dtype)
+    weight = pack_gated(_noise(40, 150).to(dtype), _noise(41, 150)[1:].to(dtype))
+    parts = [rms_norm(x, x[0], 1e-6, plus_one=plus_one, threads=1) for plus_one in (False, True)]
+    activations: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+    parts += [gated_linear(x, weight, activation=activation, threads=1) for activation in activations]
+    turned = x.clone().view(20, 3, 50)
+    rotate(turned, x[:, :48].contiguous(), x[:, 50:98].contiguous(), threads=1)
+    return torch.cat([part.flatten() for part in (*parts, turned)])
+
+
+def _noise(rows: int, columns: int) -> torch.Tensor:
+    """Numbers in [-1, 1) made with integers alone, so that they are the same everywhere."""
+    index = torch.arange(1, rows * columns + 1, dtype=torch.int64)
+    scattered = (index * 2654435761 + (index * index) * 40503) % (1 << 24)
+    return (scattered.float() / (1 << 23) - 1).view(rows, columns)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

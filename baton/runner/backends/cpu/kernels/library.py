@@ -1,0 +1,139 @@
+"""The compiled library: found beside this file, opened once, its instruction set chosen by what the processor has."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.runner.backends.cpu.kernel_file import KernelsUnavailable, open_kernels
+from baton.runner.backends.cpu.kernels.call_structs import check_layout, layout_of
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+_STATUS = {
+    2: ("query_start", "must begin at 0, never decrease, and end at the number of query rows or before"),
+    3: ("seq_lens", "must be at least the request's query rows and at most what its block table holds"),
+    4: ("block_tables", "names a block outside the cache"),
+    5: ("slots", "names a slot outside the cache"),
+    6: ("index", "names a row outside the weight"),
+}
+
+
+@dataclass(slots=True)
+class Library:
+    """The opened library and the instruction set in use. The entry points stand here because each look-up costs."""
+
+    functions: ctypes.CDLL
+    isas: tuple[str, ...]
+    """Those this processor supports."""
+    isa: int
+    """Index of the one in use, as the library counts them."""
+    threads: bool
+    """Whether work is spread over torch's own threads."""
+    linear: Callable[..., int]
+    attention: Callable[..., int]
+    store_kv: Callable[..., int]
+    take_rows: Callable[..., int]
+    rms_norm: Callable[..., int]
+    rotate: Callable[..., int]
+    run_program: Callable[..., int]
+
+
+def check_status(status: int) -> None:
+    """Raise what the library's status stands for."""
+    if status == 0:
+        return
+    if status in _STATUS:
+        raise KernelArgumentError(*_STATUS[status])
+    raise MemoryError("no memory for the kernels' scratch")
+
+
+@functools.cache
+def library() -> Library:
+    """Open the library. Raises KernelsUnavailable with the reason and the way out."""
+    functions = open_kernels()
+    check_layout(layout_of(functions))
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    functions.baton_isa_name.restype = ctypes.c_char_p
+    functions.baton_set_parallel.argtypes = [pointer]
+    functions.baton_set_parallel.restype = None
+    functions.baton_packed_size.argtypes = [integer, size, size]
+    functions.baton_packed_size.restype = size
+    functions.baton_padded_k.argtypes = [integer, size]
+    functions.baton_padded_k.restype = size
+    functions.baton_pack.argtypes = [integer, integer, pointer, pointer, size, size, size, size]
+    functions.baton_pack.restype = None
+    functions.baton_linear.argtypes = [integer, integer] + [pointer] * 4 + [size] * 4 + [integer, integer]
+    functions.baton_attention.argtypes = [integer, integer, pointer, integer]
+    functions.baton_store_kv.argtypes = [pointer] * 4 + [ctypes.c_int64] * 11
+    functions.baton_take_rows.argtypes = [integer, integer, pointer, pointer, pointer, size, size, size, integer]
+    norm = [integer, integer] + [pointer] * 5 + [size] * 5
+    functions.baton_rms_norm.argtypes = [*norm, ctypes.c_float, integer, integer]
+    functions.baton_rotate.argtypes = [integer, integer] + [pointer] * 3 + [size] * 6 + [integer]
+    functions.baton_run_program.argtypes = [integer, integer, pointer, size, pointer, integer, pointer]
+    fork_join = _torch_fork_join()
+    if fork_join is not None:
+        functions.baton_set_parallel(fork_join)
+    supported = [i for i in range(functions.baton_num_isas()) if functions.baton_isa_supported(i)]
+    names = tuple(_isa_name(functions, i) for i in supported)
+    return Library(
+        functions,
+        names,
+        isa=functions.baton_default_isa(),
+        threads=fork_join is not None,
+        linear=functions.baton_linear,
+        attention=functions.baton_attention,
+        store_kv=functions.baton_store_kv,
+        take_rows=functions.baton_take_rows,
+        rms_norm=functions.baton_rms_norm,
+        rotate=functions.baton_rotate,
+        run_program=functions.baton_run_program,
+    )
+
+
+def isa_name() -> str:
+    """Name of the instruction set in use."""
+    lib = library()
+    return _isa_name(lib.functions, lib.isa)
+
+
+def use_isa(name: str | None) -> None:
+    """Compute with this instruction set from now on, or with the fastest (None).
+
+    Raises KernelsUnavailable for one that this processor or this build lacks.
+    """
+    lib = library()
+    if name is None:
+        lib.isa = lib.functions.baton_default_isa()
+    elif name in lib.isas:
+        lib.isa = next(i for i in range(lib.functions.baton_num_isas()) if _isa_name(lib.functions, i) == name)
+    else:
+        raise KernelsUnavailable(f"no kernels for {name!r} on this processor: it has {', '.join(lib.isas)}")
+
+
+def _isa_name(functions: ctypes.CDLL, isa: int) -> str:
+    name: bytes = functions.baton_isa_name(isa)
+    return name.decode()
+
+
+def _torch_fork_join() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None when torch has another runtime.
+
+    A runtime of our own would keep a second set of worker threads, both spinning for work on the same cores.
+    """
+    folder = Path(torch.__file__).parent
+    bundled = [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]
+    for name in ["libgomp.so.1", *map(str, bundled)]:
+        try:
+            runtime = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

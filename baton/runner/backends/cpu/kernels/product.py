@@ -1,0 +1,171 @@
+"""Linear layers on packed weights: every row's bits depend on the row alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
+from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+NOT_GATED = 0
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3}
+_PANEL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Weights [n, k] rearranged in groups of 64 columns (csrc/kernels.h). The originals are not kept."""
+
+    n: int
+    """Columns of a product's result."""
+    k: int
+    padded_k: int
+    """Columns of x that a product reads; those past k are zero."""
+    dtype: torch.dtype
+    gated: bool
+    """Made by `pack_gated`, for `gated_linear`."""
+    storage: torch.Tensor
+    """[elements], padded with zeros."""
+    address: int
+    """Of the storage."""
+    isa: int
+    """The instruction set that it was rearranged for, which computes with it too."""
+
+
+def pack(*weights: torch.Tensor) -> PackedWeight:
+    """Rearrange weights [n_i, k] of one dtype, float32 or bfloat16, stacked over their outputs, for `linear`.
+
+    Raises KernelArgumentError for other shapes or dtypes, KernelsUnavailable without the library.
+    """
+    n = sum(weight.shape[0] for weight in weights)
+    packed = _empty_packed(weights, n, n, gated=False)
+    first = 0
+    for weight in weights:
+        _place(weight, packed, first, spread=1)
+        first += weight.shape[0]
+    return packed
+
+
+def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
+    """Rearrange two weights [n, k] for `gated_linear`; raises as `pack`."""
+    if gate.shape != up.shape:
+        raise KernelArgumentError("up", f"is {tuple(up.shape)}, the gate {tuple(gate.shape)}")
+    n = gate.shape[0]
+    packed = _empty_packed((gate, up), n, -(-n // _PANEL) * 2 * _PANEL, gated=True)
+    _place(gate, packed, 0, spread=2)
+    _place(up, packed, _PANEL, spread=2)
+    return packed
+
+
+def take_rows(w: PackedWeight, index: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
+    """Rows index (int64 [rows]) of the stacked weights, as they were given: [rows, k].
+
+    Raises KernelArgumentError for an index outside of the weight, and for a gated one.
+    """
+    if w.gated:
+        raise KernelArgumentError("w", "is gated: its rows can't be taken")
+    if index.ndim != 1 or index.dtype != torch.int64 or not index.is_cpu or not index.is_contiguous():
+        raise KernelArgumentError("index", "must be int64 [rows], contiguous, on the CPU")
+    out = torch.empty((index.shape[0], w.k), dtype=w.dtype)
+    check_status(
+        library().take_rows(
+            w.isa, DTYPES[w.dtype], w.address, index.data_ptr(), out.data_ptr(), index.shape[0], w.n, w.k, threads
+        )
+    )
+    return out
+
+
+def linear(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None = None, *, threads: int) -> torch.Tensor:
+    """x [m, k] times the weight [n, k] transposed, plus bias [n]: [m, n] in x's dtype.
+
+    Sums in float32, each output over k in one fixed order whatever m, the row's place and the number of threads; the
+    bias is added before rounding. The rows of x may lie apart. Raises KernelArgumentError for what doesn't fit.
+    """
+    if w.gated:
+        raise KernelArgumentError("w", "is gated: use gated_linear")
+    bias_address = None
+    if bias is not None:
+        if bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous() or not bias.is_cpu:
+            raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous, on the CPU")
+        bias_address = bias.data_ptr()
+    return _multiply(x, w, bias_address, NOT_GATED, threads)
+
+
+def gated_linear(x: torch.Tensor, w: PackedWeight, *, activation: Activation, threads: int) -> torch.Tensor:
+    """activation(x times gate) * (x times up): x [m, k] to [m, n] in x's dtype.
+
+    Activation and product are computed in float32 from the float32 sums and rounded once; else as `linear`.
+    """
+    if not w.gated:
+        raise KernelArgumentError("w", "is not gated: use pack_gated")
+    if activation not in ACTIVATIONS:
+        raise KernelArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}, is {activation}")
+    return _multiply(x, w, None, ACTIVATIONS[activation], threads)
+
+
+def _multiply(x: torch.Tensor, w: PackedWeight, bias: int | None, activation: int, threads: int) -> torch.Tensor:
+    if x.ndim != 2 or x.dtype != w.dtype or not x.is_cpu:
+        raise KernelArgumentError("x", f"must be [m, {w.k}] {w.dtype} on the CPU, is {tuple(x.shape)} {x.dtype}")
+    m, k = x.shape
+    if k != w.k:
+        raise KernelArgumentError("x", f"has {k} columns, the weight {w.k}")
+    if w.padded_k != k:
+        x = functional.pad(x, (0, w.padded_k - k))
+    stride, one = x.stride()
+    if one != 1 and x.shape[1] > 1:
+        raise KernelArgumentError("x", "has rows that are not contiguous")
+    if m > 1 and stride < k:
+        raise KernelArgumentError("x", "has rows that overlap")
+    out = x.new_empty((m, w.n))
+    lib = library()
+    status = lib.linear(
+        w.isa,
+        DTYPES[w.dtype],
+        x.data_ptr(),
+        w.address,
+        bias,
+        out.data_ptr(),
+        m,
+        w.n,
+        w.padded_k,
+        stride,
+        activation,
+        threads,
+    )
+    if status:
+        check_status(status)
+    return out
+
+
+def _empty_packed(weights: tuple[torch.Tensor, ...], n: int, columns: int, *, gated: bool) -> PackedWeight:
+    """Checks the weights; `columns` is what they need of the packed form."""
+    for name, weight in (("weight" if i == 0 else f"weight {i}", weight) for i, weight in enumerate(weights)):
+        if weight.ndim != 2:
+            raise KernelArgumentError(name, f"must have two dimensions, has {weight.ndim}")
+        if weight.dtype not in DTYPES:
+            raise KernelArgumentError(name, f"must be float32 or bfloat16, is {weight.dtype}")
+        if not weight.is_cpu:
+            raise KernelArgumentError(name, f"must be on the CPU, is on {weight.device}")
+        if weight.dtype != weights[0].dtype or weight.shape[1] != weights[0].shape[1]:
+            raise KernelArgumentError(name, f"is {tuple(weight.shape)} {weight.dtype}, unlike the first")
+    if not weights:
+        raise KernelArgumentError("weights", "there are none")
+    lib = library()
+    k, dtype = weights[0].shape[1], weights[0].dtype
+    code = DTYPES[dtype]
+    storage = zeros_for_reading(lib.functions.baton_packed_size(code, columns, k), dtype)
+    return PackedWeight(n, k, lib.functions.baton_padded_k(code, k), dtype, gated, storage, storage.data_ptr(), lib.isa)
+
+
+def _place(weight: torch.Tensor, packed: PackedWeight, first: int, *, spread: int) -> None:
+    weight = weight.detach().contiguous()
+    library().functions.baton_pack(
+        packed.isa, DTYPES[packed.dtype], weight.data_ptr(), packed.address, weight.shape[0], packed.k, first, spread
+    )

@@ -1,0 +1,365 @@
+"""A step's operations in one call: recorded once with all that stays the same, run with what a step brings.
+
+Between two operations of a program there is no Python, no allocation and no new team of threads. Each is the kernel
+that the function of the same name calls, on the same rows, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from baton.runner.backends.cpu.kernels.attention import require_attention, require_cache, require_requests
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.call_structs import (
+    AttentionCall,
+    Call,
+    LinearCall,
+    NormCall,
+    Operation,
+    OperationKind,
+    Place,
+    RotateCall,
+    Step,
+    StepGroup,
+    StoreCall,
+    TakeRowsCall,
+)
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.library import DTYPES, check_status, library
+from baton.runner.backends.cpu.kernels.product import ACTIVATIONS, NOT_GATED, Activation, PackedWeight
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+
+_NAMES = {
+    OperationKind.LINEAR: "linear",
+    OperationKind.NORM: "rms_norm",
+    OperationKind.ROTATE: "rotate",
+    OperationKind.STORE_KV: "store_kv",
+    OperationKind.ATTENTION: "paged_attention",
+    OperationKind.TAKE_ROWS: "take_rows",
+}
+_GROWTH = 64
+"""The scratch has room for a multiple of so many rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some columns of a buffer that has one row for each token of a step, or for each that samples."""
+
+    buffer: int
+    first: int
+    width: int
+    stride: int
+    """Elements from row to row."""
+    sampled: bool
+
+    def columns(self, first: int, end: int) -> Rows:
+        """Some of its columns."""
+        return replace(self, first=self.first + first, width=end - first)
+
+
+class Program:
+    """Operations in the order in which they were recorded. Run by one thread at a time.
+
+    The methods that record raise KernelArgumentError for what the kernels can't take; `run` does for what a step
+    brings, before anything is computed.
+    """
+
+    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+        if dtype not in DTYPES:
+            raise KernelArgumentError("dtype", f"must be float32 or bfloat16, is {dtype}")
+        self.timing = False
+        """Whether `run` keeps for `take_seconds` how long the operations took."""
+        self.timed_until = 0.0
+        """When the last timed run ended (perf_counter)."""
+        self._dtype = dtype
+        self._threads = threads
+        self._isa = library().isa
+        self._recorded: list[Operation] = []
+        self._operations = (Operation * 0)()
+        self._kept: list[object] = []
+        self._arguments: list[Rows] = []
+        self._scratch: dict[str, int] = {}
+        self._scratch_widths: dict[int, int] = {}
+        self._memory = torch.empty(0, dtype=dtype)
+        self._capacity = 0
+        self._num_groups = 0
+        self._times: list[ctypes.Array[ctypes.c_int64]] = []
+
+    def argument(self, width: int, *, sampled: bool = False) -> Rows:
+        """A matrix [T, width], or [S, width] with `sampled`, that the caller of `run` brings: contiguous."""
+        rows = Rows(self._new_buffer(), 0, width, width, sampled)
+        self._arguments.append(rows)
+        return rows
+
+    def linear(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, *, into: str | Rows) -> Rows:
+        """x times the weight transposed, plus bias."""
+        if w.gated:
+            raise KernelArgumentError("w", "is gated: use gated_linear")
+        if bias is not None and (bias.shape != (w.n,) or bias.dtype != w.dtype or not bias.is_contiguous()):
+            raise KernelArgumentError("bias", f"must be [{w.n}] {w.dtype}, contiguous")
+        return self._multiply(x, w, bias, NOT_GATED, into)
+
+    def gated_linear(self, x: Rows, w: PackedWeight, activation: Activation, *, into: str | Rows) -> Rows:
+        """activation(x times gate) * (x times up)."""
+        if not w.gated:
+            raise KernelArgumentError("w", "is not gated: use pack_gated")
+        return self._multiply(x, w, None, ACTIVATIONS[activation], into)
+
+    def rms_norm(self, x: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows) -> Rows:
+        """Each piece of x that is as wide as the weight over its root mean square, times the weight."""
+        return self._norm(x, None, weight, eps, plus_one, into)
+
+    def add_rms_norm(
+        self, x: Rows, residual: Rows, weight: torch.Tensor, eps: float, *, plus_one: bool, into: str | Rows
+    ) -> Rows:
+        """Adds x to the residual, in place, and norms the sum."""
+        if x.width != residual.width or x.sampled != residual.sampled or residual.stride != residual.width:
+            raise KernelArgumentError("residual", "must be whole rows of x's shape")
+        return self._norm(x, residual, weight, eps, plus_one, into)
+
+    def rotate(self, x: Rows, head_dim: int, cos: Rows, sin: Rows) -> None:
+        """Rotates the first columns of each head of x in place, as many as cos and sin have."""
+        if x.width % head_dim != 0 or cos.width % 2 != 0 or cos.width > head_dim or sin.width != cos.width:
+            raise KernelArgumentError("cos", f"of {cos.width} columns can't turn heads of {head_dim}")
+        call = RotateCall(
+            heads=x.width // head_dim,
+            half=cos.width // 2,
+            token_stride=x.stride,
+            head_stride=head_dim,
+            angle_stride=cos.stride,
+        )
+        self._record(OperationKind.ROTATE, x, Call(rotate=call), second=cos, third=sin)
+
+    def store_kv(self, key: Rows, value: Rows, cache: CacheView, group: int) -> None:
+        """Writes keys and values into the cache, at the slots of a group of layers."""
+        require_cache(cache)
+        if cache.memory.dtype != self._dtype:
+            raise KernelArgumentError("cache", f"must be {self._dtype}, is {cache.memory.dtype}")
+        if (key.width, value.width) != (cache.num_kv_heads * cache.key_dim, cache.num_kv_heads * cache.value_dim):
+            raise KernelArgumentError("key", f"and value of {key.width} and {value.width} columns don't fit the cache")
+        size = self._dtype.itemsize
+        call = StoreCall(
+            cache=cache.memory.data_ptr(),
+            kv_heads=cache.num_kv_heads,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            key_size=cache.key_dim * size,
+            value_size=cache.value_dim * size,
+            key_stride=key.stride * size,
+            value_stride=value.stride * size,
+            block_stride=cache.block_stride * size,
+            key_offset=cache.key_offset * size,
+            value_offset=cache.value_offset * size,
+        )
+        self._kept.append(cache.memory)
+        self._record(OperationKind.STORE_KV, key, Call(store=call), second=value, group=group)
+
+    def paged_attention(
+        self,
+        query: Rows,
+        cache: CacheView,
+        group: int,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        into: str,
+    ) -> Rows:
+        """Causal attention over the cache, through the block tables of a group of layers."""
+        require_cache(cache)
+        heads = query.width // cache.key_dim
+        sinks = require_attention(heads, cache, scale, window, softcap, sinks)
+        if query.width != heads * cache.key_dim:
+            raise KernelArgumentError("query", f"of {query.width} columns has no heads of {cache.key_dim}")
+        out = self._room(into, heads * cache.value_dim, query.sampled)
+        call = AttentionCall(
+            cache=cache.memory.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            block_stride=cache.block_stride,
+            key_offset=cache.key_offset,
+            value_offset=cache.value_offset,
+            query_stride=query.stride,
+            num_blocks=cache.num_blocks,
+            heads=heads,
+            kv_heads=cache.num_kv_heads,
+            key_dim=cache.key_dim,
+            value_dim=cache.value_dim,
+            block_size=cache.block_size,
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+        )
+        self._kept += [cache.memory, sinks]
+        self._record(OperationKind.ATTENTION, query, Call(attention=call), out=out, group=group)
+        return out
+
+    def take_sampled(self, x: Rows, *, into: str | Rows) -> Rows:
+        """The rows of x that sample."""
+        out = self._out(into, x.width, sampled=True)
+        size = self._dtype.itemsize
+        call = TakeRowsCall(row_bytes=x.width * size, x_stride=x.stride * size)
+        self._record(OperationKind.TAKE_ROWS, x, Call(take=call), out=out)
+        return out
+
+    def run(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
+        """Compute a step; returns when all is done.
+
+        `arguments` in the order in which they were asked for; `sampled` int64 [S], the rows that sample.
+        """
+        num_rows, num_sampled = layout.slots[0].shape[0], sampled.shape[0]
+        self._require_step(arguments, layout, sampled)
+        buffers = self._buffers(arguments, max(num_rows, num_sampled))
+        groups = (StepGroup * len(layout.slots))()
+        for group, slots, tables in zip(groups, layout.slots, layout.block_tables, strict=True):
+            group.slots, group.block_tables = slots.data_ptr(), tables.data_ptr()
+            group.table_width, group.table_stride = tables.shape[1], tables.stride(0)
+        step = Step(
+            ctypes.addressof(buffers),
+            sampled.data_ptr(),
+            layout.query_start.data_ptr(),
+            layout.sample_start.data_ptr(),
+            layout.seq_lens.data_ptr(),
+            ctypes.addressof(groups),
+            num_rows,
+            num_sampled,
+            layout.seq_lens.shape[0],
+        )
+        if len(self._operations) != len(self._recorded):
+            self._operations = (Operation * len(self._recorded))(*self._recorded)
+        count = len(self._operations)
+        times = (ctypes.c_int64 * (count + 1))() if self.timing else None
+        run = library().run_program
+        check_status(
+            run(self._isa, DTYPES[self._dtype], self._operations, count, ctypes.byref(step), self._threads, times)
+        )
+        if times is not None:
+            self.timed_until = time.perf_counter()
+            self._times.append(times)
+
+    def take_seconds(self) -> dict[str, float]:
+        """What all operations of one name took in the timed runs since the last call."""
+        taken: defaultdict[str, float] = defaultdict(float)
+        for times in self._times:
+            for operation, (before, after) in zip(self._operations, pairwise(times), strict=True):
+                taken[_NAMES[operation.kind]] += (after - before) / 1e9
+        self._times = []
+        return taken
+
+    def _multiply(self, x: Rows, w: PackedWeight, bias: torch.Tensor | None, activation: int, into: str | Rows) -> Rows:
+        if w.dtype != self._dtype or w.isa != self._isa:
+            raise KernelArgumentError("w", f"must be packed for this instruction set from {self._dtype}")
+        if x.width != w.k or w.padded_k != w.k:
+            raise KernelArgumentError("x", f"has {x.width} columns, the packed weight {w.padded_k}")
+        out = self._out(into, w.n, x.sampled)
+        call = LinearCall(
+            packed=w.address,
+            bias=None if bias is None else bias.data_ptr(),
+            n=w.n,
+            k=w.padded_k,
+            x_stride=x.stride,
+            activation=activation,
+        )
+        self._kept += [w, bias]
+        self._record(OperationKind.LINEAR, x, Call(linear=call), out=out)
+        return out
+
+    def _norm(
+        self, x: Rows, residual: Rows | None, weight: torch.Tensor, eps: float, plus_one: bool, into: str | Rows
+    ) -> Rows:
+        n = weight.shape[0]
+        if weight.ndim != 1 or weight.dtype != self._dtype or not weight.is_contiguous() or x.width % n != 0:
+            raise KernelArgumentError("weight", f"must be [n] {self._dtype}, contiguous, n a divisor of {x.width}")
+        out = self._out(into, x.width, x.sampled)
+        call = NormCall(
+            weight=weight.data_ptr(),
+            columns=x.width // n,
+            n=n,
+            row_stride=x.stride,
+            column_stride=n,
+            eps=eps,
+            plus_one=plus_one,
+        )
+        self._kept.append(weight)
+        self._record(OperationKind.NORM, x, Call(norm=call), out=out, second=residual, third=residual)
+        return out
+
+    def _record(
+        self,
+        kind: OperationKind,
+        x: Rows,
+        call: Call,
+        *,
+        out: Rows | None = None,
+        second: Rows | None = None,
+        third: Rows | None = None,
+        group: int = 0,
+    ) -> None:
+        of = x if out is None else out
+        places = [self._place(rows) for rows in (x, out, second, third)]
+        self._recorded.append(Operation(kind, of.sampled, group, *places, call))
+        self._num_groups = max(self._num_groups, group + 1)
+
+    def _place(self, rows: Rows | None) -> Place:
+        return Place(-1, 0) if rows is None else Place(rows.buffer, rows.first * self._dtype.itemsize)
+
+    def _new_buffer(self) -> int:
+        return len(self._arguments) + len(self._scratch)
+
+    def _out(self, into: str | Rows, width: int, sampled: bool) -> Rows:
+        """Where a result goes: to scratch of that name, or to an argument."""
+        out = self._room(into, width, sampled) if isinstance(into, str) else into
+        if (out.width, out.stride, out.sampled) != (width, width, sampled):
+            raise KernelArgumentError("into", f"must be whole rows of {width}")
+        return out
+
+    def _room(self, name: str, width: int, sampled: bool) -> Rows:
+        """The scratch buffer of that name, which is as wide as its widest use."""
+        if name not in self._scratch:
+            self._scratch[name] = self._new_buffer()
+        buffer = self._scratch[name]
+        self._scratch_widths[buffer] = max(width, self._scratch_widths.get(buffer, 0))
+        return Rows(buffer, 0, width, width, sampled)
+
+    def _buffers(self, arguments: Sequence[torch.Tensor], rows: int) -> ctypes.Array[ctypes.c_void_p]:
+        """Where each buffer lies."""
+        total = sum(self._scratch_widths.values())
+        if rows > self._capacity:
+            # The old one is let go of first: both together may be too much.
+            self._capacity, self._memory = 0, torch.empty(0, dtype=self._dtype)
+            capacity = -(-rows // _GROWTH) * _GROWTH
+            self._memory = torch.empty(capacity * total, dtype=self._dtype)
+            self._capacity = capacity
+        addresses = (ctypes.c_void_p * self._new_buffer())()
+        for argument, tensor in zip(self._arguments, arguments, strict=True):
+            addresses[argument.buffer] = tensor.data_ptr()
+        address = self._memory.data_ptr()
+        for buffer, width in self._scratch_widths.items():
+            addresses[buffer] = address
+            address += self._capacity * width * self._dtype.itemsize
+        return addresses
+
+    def _require_step(self, arguments: Sequence[torch.Tensor], layout: StepLayout, sampled: torch.Tensor) -> None:
+        """Raises KernelArgumentError for tensors of another shape than the operations expect."""
+        for tables in layout.block_tables:
+            require_requests(layout.query_start, layout.seq_lens, tables)
+        require_requests(layout.sample_start, layout.seq_lens, layout.block_tables[0])
+        num_rows = layout.slots[0].shape[0]
+        if min(len(layout.slots), len(layout.block_tables)) < self._num_groups:
+            raise KernelArgumentError("slots", f"and block tables are needed for {self._num_groups} groups of layers")
+        for name, tensor, size in (*(("slots", one, num_rows) for one in layout.slots), ("sampled", sampled, None)):
+            if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
+                raise KernelArgumentError(name, "must be int64 of one dimension, contiguous, on the CPU")
+            if size is not None and tensor.shape[0] != size:
+                raise KernelArgumentError(name, f"must be [{size}], is {tuple(tensor.shape)}")
+        for argument, tensor in zip(self._arguments, arguments, strict=True):
+            shape = (sampled.shape[0] if argument.sampled else num_rows, argument.width)
+            if tensor.shape != shape or tensor.dtype != self._dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+                raise KernelArgumentError("arguments", f"{tuple(tensor.shape)} must be {shape} {self._dtype}")

@@ -1,0 +1,1 @@
+"""CUDA: FlashAttention, captured graphs, and products of a fixed number of rows."""

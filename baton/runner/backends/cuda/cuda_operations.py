@@ -1,0 +1,285 @@
+"""The operations on a GPU: torch's products in calls of one number of rows, its flash kernel on the paged cache.
+
+Three ways to attend, tried in this order for every kind of layer, on random input against the plain one; what the GPU's
+kernel can't do, or does differently, takes the next way:
+  paged      the kernel follows the block tables itself (torch.nn.attention.varlen)
+  gathered   the kernel, on keys and values gathered from the blocks
+  plain      row by row, as without a GPU's kernels: exact and slow
+The kernel's splits over keys are off (num_splits=1): they depend on the longest sequence of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.cuda.graph_recording import GpuRecorder, Record
+from baton.runner.backends.torch_operations import TorchOperations, keys_and_values
+
+ROWS_PER_CALL = (128, 256, 64)
+"""What is tried: few enough to cost a decode step nothing, enough to keep a GPU busy on a prompt."""
+
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What decides which ways a layer's attention can take."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Batch:
+    """One step's rows, brought from the device once and used by every layer."""
+
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    num_rows: int
+    longest_query: int
+    longest_sequence: int
+
+
+FlashKernel = Callable[..., Any]
+"""Called as torch.nn.attention.varlen.varlen_attn is."""
+
+
+def _torch_flash(*arguments: Any, **keywords: Any) -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(*arguments, **keywords)
+
+
+_Way = Callable[..., torch.Tensor]
+
+
+class CudaOperations(TorchOperations):
+    """For one device. Called from one thread."""
+
+    def __init__(self, device: torch.device, flash: FlashKernel = _torch_flash, record: Record | None = None) -> None:
+        super().__init__(num_threads=1)
+        self.rows_per_call = ROWS_PER_CALL[0]
+        self.rows_to_try = ROWS_PER_CALL
+        self._device = device
+        self._flash = flash
+        self.record = GpuRecorder() if record is None and device.type == "cuda" else record
+        """How decode steps are recorded; None: they aren't."""
+        self._ways: dict[_Kind, str] = {}
+        self.why_plain = ""
+        """Why the layer that chose last attends in the plain way, if it does."""
+        self._batch: _Batch | None = None
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else self._device.type
+
+    @property
+    def ways(self) -> set[str]:
+        """The ways that layers attend in, as far as any have yet."""
+        return set(self._ways.values())
+
+    def assume_decodes(self, layout: StepLayout, longest_sequence: int) -> None:
+        """This layout has one row of each sequence, of at most so many keys: the device need not be asked."""
+        self._batch = _Batch(layout.query_start, layout.seq_lens, layout.seq_lens.shape[0], 1, longest_sequence)
+
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+        keys, values = keys_and_values(cache)
+        # Rows without a slot go to the null block, which nobody attends to: to leave them out, the GPU would have to be
+        # asked how many there are.
+        slots = slots.clamp(min=0)
+        blocks, offsets = slots // cache.block_size, slots % cache.block_size
+        keys[blocks, :, offsets] = key
+        values[blocks, :, offsets] = value
+
+    def numerics(self) -> str:
+        ways = "+".join(sorted(self.ways))
+        return f"torch-{self.device_name.replace(' ', '-')}-rows-{self.rows_per_call}-{ways}"
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache: CacheView,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads = query.shape[1]
+        kind = _Kind(
+            query.dtype,
+            heads,
+            cache.num_kv_heads,
+            cache.key_dim,
+            cache.value_dim,
+            cache.block_size,
+            window,
+            softcap,
+            sinks is not None,
+        )
+        way = self._ways.get(kind)
+        if way is None:
+            way = self._ways[kind] = self._choose(kind)
+        if way == "plain":
+            return super().paged_attention(
+                query,
+                cache,
+                query_start,
+                seq_lens,
+                block_tables,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        batch = self._known_batch(query_start, seq_lens)
+        out = query.new_zeros(query.shape[0], heads, cache.value_dim)
+        if batch.num_rows:
+            attend: _Way = _paged if way == "paged" else _gathered
+            out[: batch.num_rows] = attend(
+                self._flash, query[: batch.num_rows], cache, batch, block_tables, scale, window
+            )
+        return out
+
+    def _known_batch(self, query_start: torch.Tensor, seq_lens: torch.Tensor) -> _Batch:
+        known = self._batch
+        # Asking a GPU for a number waits for all it has to do: once a step, not once a layer.
+        if known is None or known.query_start is not query_start or known.seq_lens is not seq_lens:
+            starts = query_start.tolist()
+            counts = [after - before for before, after in itertools.pairwise(starts)]
+            longest = max(seq_lens.tolist(), default=0)
+            known = self._batch = _Batch(query_start, seq_lens, starts[-1], max(counts, default=0), longest)
+        return known
+
+    def _choose(self, kind: _Kind) -> str:
+        if kind.softcap or kind.has_sinks or kind.key_dim != kind.value_dim:
+            self.why_plain = "torch's fused attention has no soft caps, no sinks and one width for keys and values"
+            return "plain"
+        reasons = []
+        sample = _sample(kind, self._device)
+        expected = super().paged_attention(*sample, scale=0.3, window=kind.window)
+        query, cache, query_start, seq_lens, block_tables = sample
+        batch = _Batch(query_start, seq_lens, query.shape[0], 3, 40)
+        ways: tuple[tuple[str, _Way], ...] = (("paged", _paged), ("gathered", _gathered))
+        for name, attend in ways:
+            try:
+                out = attend(self._flash, query, cache, batch, block_tables, 0.3, kind.window)
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                reasons.append(f"{name}: {error}")  # not on this device, or not for this shape
+                continue
+            if torch.allclose(out.float(), expected.float(), atol=_TOLERANCE[kind.dtype], rtol=_TOLERANCE[kind.dtype]):
+                return name
+            reasons.append(f"{name}: its result differs from the plain one's")
+        self.why_plain = "; ".join(reasons)
+        return "plain"
+
+
+def _bounds(window: int | None) -> tuple[int, int]:
+    """Keys before and after its own that a query sees."""
+    return (window - 1 if window else -1), 0
+
+
+def _paged(
+    flash: FlashKernel,
+    query: torch.Tensor,
+    cache: CacheView,
+    batch: _Batch,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    keys, values = keys_and_values(cache)
+    out: torch.Tensor = flash(
+        query,
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        batch.query_start,
+        None,
+        batch.longest_query,
+        batch.longest_sequence,
+        scale=scale,
+        window_size=_bounds(window),
+        enable_gqa=True,
+        seqused_k=batch.seq_lens,
+        block_table=block_tables,
+        num_splits=1,
+    )
+    return out
+
+
+def _gathered(
+    flash: FlashKernel,
+    query: torch.Tensor,
+    cache: CacheView,
+    batch: _Batch,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    lengths = batch.seq_lens.tolist()
+    pieces = []
+    for views in keys_and_values(cache):
+        parts = []
+        for sequence, length in enumerate(lengths):
+            blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
+            parts.append(views[blocks].transpose(1, 2).flatten(0, 1)[:length])
+        pieces.append(torch.cat(parts))
+    key_start = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=query.device)
+    key_start[1:] = batch.seq_lens.cumsum(0)
+    out: torch.Tensor = flash(
+        query,
+        *pieces,
+        batch.query_start,
+        key_start,
+        batch.longest_query,
+        batch.longest_sequence,
+        scale=scale,
+        window_size=_bounds(window),
+        enable_gqa=True,
+        num_splits=1,
+    )
+    return out
+
+
+def _sample(
+    kind: _Kind, device: torch.device
+) -> tuple[torch.Tensor, CacheView, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three sequences of 3, 40 and 17 keys, of which the last 3, 1 and 2 are queries; blocks in disorder."""
+    generator = torch.Generator().manual_seed(0)
+    width = -(-40 // kind.block_size)
+    num_blocks = 3 * width + 1
+    half = kind.num_kv_heads * kind.block_size * kind.key_dim
+    memory = torch.randn(num_blocks * 2 * half, generator=generator).to(device, kind.dtype)
+    cache = CacheView(
+        memory=memory,
+        num_blocks=num_blocks,
+        block_stride=2 * half,
+        key_offset=0,
+        value_offset=half,
+        num_kv_heads=kind.num_kv_heads,
+        block_size=kind.block_size,
+        key_dim=kind.key_dim,
+        value_dim=kind.value_dim,
+    )
+    query = torch.randn(6, kind.num_heads, kind.key_dim, generator=generator).to(device, kind.dtype)
+    tables = torch.randperm(3 * width, generator=generator).view(3, width).to(device, torch.int32) + 1
+    query_start = torch.tensor([0, 3, 4, 6], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([3, 40, 17], dtype=torch.int32, device=device)
+    return query, cache, query_start, seq_lens, tables

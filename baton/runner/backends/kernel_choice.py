@@ -1,0 +1,95 @@
+"""Which implementation of the operations runs: the C kernels, or torch's own products on a GPU or without them."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cpu.kernels import PackedWeight, Program
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.device import CPU
+from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.torch_operations import TorchOperations
+
+
+class CompiledOperations:
+    """The C kernels on a fixed number of threads."""
+
+    def __init__(self, num_threads: int, numerics: str) -> None:
+        self._threads = num_threads
+        self._numerics = numerics
+
+    def numerics(self) -> str:
+        return self._numerics
+
+    def program(self, dtype: torch.dtype) -> Program:
+        return kernels.Program(dtype, self._threads)
+
+    def pack(self, *weights: torch.Tensor) -> PackedWeight:
+        return kernels.pack(*weights)
+
+    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
+        return kernels.pack_gated(gate, up)
+
+    def take_rows(self, weight: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+        return kernels.take_rows(weight, index, threads=self._threads)
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return kernels.linear(x, weight, bias, threads=self._threads)
+
+    def gated_linear(self, x: torch.Tensor, weight: PackedWeight, *, activation: Activation) -> torch.Tensor:
+        return kernels.gated_linear(x, weight, activation=activation, threads=self._threads)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        return kernels.rms_norm(x, weight, eps, plus_one=plus_one, threads=self._threads)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.add_rms_norm(x, residual, weight, eps, plus_one=plus_one, threads=self._threads)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        kernels.rotate(x, cos, sin, threads=self._threads)
+
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+        kernels.store_kv(key, value, cache, slots)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache: CacheView,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return kernels.paged_attention(
+            query,
+            cache,
+            query_start,
+            seq_lens,
+            block_tables,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            threads=self._threads,
+        )
+
+
+def choose_operations(num_threads: int, device: torch.device = CPU) -> Operations:
+    """The C kernels where they are built and run here, else torch's products; their numerics have different names.
+
+    The reference is never chosen: it is a thousand times slower.
+    """
+    if device.type != "cpu":
+        return CudaOperations(device)
+    info = kernels.available()
+    if not info:
+        return TorchOperations(num_threads)
+    return CompiledOperations(num_threads, f"kernels-{info.numerics}")

@@ -1,0 +1,161 @@
+"""The operations in plain numpy, one row at a time: slow, obviously row-invariant, what the kernels are tested against.
+
+A row is computed by the same calls on the same shapes whatever its neighbours are, in float32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.operations import Activation
+from baton.runner.backends.torch_operations import keys_and_values
+
+Array = npt.NDArray[np.float32]
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight as float32 [N, K], or gate above up [2 N, K]."""
+
+    rows: Array
+    dtype: torch.dtype
+
+
+def numerics() -> str:
+    return "reference-2"
+
+
+def program(dtype: torch.dtype) -> None:
+    """There are only single calls."""
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return np.ascontiguousarray(tensor.detach().to(torch.float32).numpy())
+
+
+def pack(*weights: torch.Tensor) -> PackedWeight:
+    return PackedWeight(np.concatenate([_array(weight) for weight in weights]), weights[0].dtype)
+
+
+def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> PackedWeight:
+    return pack(gate, up)
+
+
+def take_rows(weight: PackedWeight, index: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(weight.rows[index.numpy()]).to(weight.dtype)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    out = _product(x, weight)
+    if bias is not None:
+        out += _array(bias)
+    return torch.from_numpy(out).to(x.dtype)
+
+
+def gated_linear(x: torch.Tensor, weight: PackedWeight, *, activation: Activation) -> torch.Tensor:
+    gate, up = np.split(_product(x, weight), 2, axis=1)
+    return torch.from_numpy(_activate(gate, activation) * up).to(x.dtype)
+
+
+def _product(x: torch.Tensor, weight: PackedWeight) -> Array:
+    rows = _array(x)
+    out = np.empty((rows.shape[0], weight.rows.shape[0]), dtype=np.float32)
+    for index, row in enumerate(rows):
+        np.dot(weight.rows, row, out=out[index])
+    return out
+
+
+def _activate(x: Array, activation: Activation) -> Array:
+    if activation == "silu":
+        return np.asarray(x / (np.float32(1) + np.exp(-x)), dtype=np.float32)
+    if activation == "gelu":
+        return np.asarray(np.float32(0.5) * x * (np.float32(1) + _erf(x / np.float32(math.sqrt(2)))), dtype=np.float32)
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    return np.asarray(np.float32(0.5) * x * (np.float32(1) + np.tanh(inner)), dtype=np.float32)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+    rows = _array(x)
+    normal = rows / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + np.float32(eps))
+    if plus_one:
+        return torch.from_numpy(normal * (np.float32(1) + _array(weight))).to(x.dtype)
+    rounded = _array(torch.from_numpy(normal).to(x.dtype))
+    return torch.from_numpy(rounded * _array(weight)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return total, rms_norm(total, weight, eps, plus_one=plus_one)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = cos.shape[-1] // 2
+    first, second = _array(x[..., :half]), _array(x[..., half : 2 * half])
+    c, s = _array(cos[:, None, :half]), _array(sin[:, None, :half])
+    rotated = np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    x[..., : 2 * half] = torch.from_numpy(rotated).to(x.dtype)
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    keys, values = keys_and_values(cache)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, cache.block_size)
+            keys[block, :, offset], values[block, :, offset] = key[row], value[row]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    cache: CacheView,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(*query.shape[:2], cache.value_dim, dtype=query.dtype)
+    starts: list[Any] = query_start.tolist()
+    for sequence, length in enumerate(seq_lens.tolist()):
+        first, last = starts[sequence], starts[sequence + 1]
+        if first == last:
+            continue
+        blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
+        # [blocks, KH, block_size, D] -> [KH, tokens, D]
+        keys, values = (_array(view[blocks].transpose(0, 1).flatten(1, 2)) for view in keys_and_values(cache))
+        for row in range(first, last):
+            stop = length - (last - 1 - row)
+            seen = slice(max(0, stop - window) if window else 0, stop)
+            attended = _attend(_array(query[row]), keys[:, seen], values[:, seen], scale, softcap, sinks)
+            out[row] = torch.from_numpy(attended).to(query.dtype)
+    return out
+
+
+def _attend(
+    query: Array, keys: Array, values: Array, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> Array:
+    """One row: query [H, KD], keys [KH, L, KD], values [KH, L, VD]; returns [H, VD]."""
+    grouped = query.reshape(keys.shape[0], -1, query.shape[-1])
+    scores = np.einsum("hgd,hld->hgl", grouped, keys, optimize=False) * np.float32(scale)
+    if softcap:
+        scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    if sinks is not None:
+        scores = np.concatenate([scores, _array(sinks).reshape(*scores.shape[:2], 1)], axis=-1)
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, dtype=np.float32)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    out = np.einsum("hgl,hld->hgd", weights[..., : values.shape[1]], values, optimize=False)
+    return np.asarray(out.reshape(query.shape[0], -1), dtype=np.float32)

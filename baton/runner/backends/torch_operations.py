@@ -1,0 +1,168 @@
+"""The operations on torch alone, for installs without a C compiler.
+
+torch's products give a row other bits in a call with another number of rows. So every call here has exactly
+`rows_per_call` rows, the last one padded: one shape, one kernel, one order of summation. Attention goes row by row.
+Which number is enough is found out at start (self_check.py). Works on any device that torch has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.operations import Activation
+
+ROWS_PER_CALL = (8, 16, 32, 64, 128)
+"""What is tried, in this order."""
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation by its name, in x's dtype."""
+    if activation == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool) -> torch.Tensor:
+    """x [..., N] normalised in float32: rounded and then weighted, or weighted by 1 + weight and then rounded."""
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if plus_one:
+        return (normal * (1.0 + weight.float())).to(x.dtype)
+    return weight * normal.to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate the halves of x's [T, H, D] first R columns by cos and sin [T, R], in place."""
+    half = cos.shape[-1] // 2
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    x[..., : 2 * half] = rotated.to(x.dtype)
+
+
+def keys_and_values(cache: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's keys [blocks, KH, block_size, KD] and values [blocks, KH, block_size, VD]."""
+    views = []
+    for width, offset in ((cache.key_dim, cache.key_offset), (cache.value_dim, cache.value_offset)):
+        size = (cache.num_blocks, cache.num_kv_heads, cache.block_size, width)
+        stride = (cache.block_stride, cache.block_size * width, width, 1)
+        views.append(cache.memory.as_strided(size, stride, cache.memory.storage_offset() + offset))
+    return views[0], views[1]
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+    """Write rows into the cache; negative slots are skipped."""
+    keys, values = keys_and_values(cache)
+    kept = slots >= 0
+    blocks, offsets = slots[kept] // cache.block_size, slots[kept] % cache.block_size
+    keys[blocks, :, offsets] = key[kept]
+    values[blocks, :, offsets] = value[kept]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchWeight:
+    """A weight [N, K] as torch wants it; for gated products gate [N, K] above up [N, K]."""
+
+    matrix: torch.Tensor
+
+
+class TorchOperations:
+    """torch's products in calls of `rows_per_call` rows, which may be set as long as nothing has been computed."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.rows_per_call = ROWS_PER_CALL[0]
+        self.rows_to_try: tuple[int, ...] = ROWS_PER_CALL
+        self._num_threads = num_threads
+
+    def numerics(self) -> str:
+        return f"torch-rows-{self.rows_per_call}-threads-{self._num_threads}"
+
+    def program(self, dtype: torch.dtype) -> None:
+        """There are only single calls."""
+
+    def pack(self, *weights: torch.Tensor) -> TorchWeight:
+        return TorchWeight(torch.cat([weight.detach() for weight in weights]))
+
+    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> TorchWeight:
+        return self.pack(gate, up)
+
+    def take_rows(self, weight: TorchWeight, index: torch.Tensor) -> torch.Tensor:
+        return weight.matrix[index]
+
+    def linear(self, x: torch.Tensor, weight: TorchWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._in_calls(x, lambda rows: functional.linear(rows, weight.matrix, bias))
+
+    def gated_linear(self, x: torch.Tensor, weight: TorchWeight, *, activation: Activation) -> torch.Tensor:
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            gate, up = functional.linear(rows, weight.matrix).float().chunk(2, dim=-1)
+            return (activate(gate.contiguous(), activation) * up).to(x.dtype)
+
+        return self._in_calls(x, compute)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False) -> torch.Tensor:
+        return rms_norm(x, weight, eps, plus_one)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return total, rms_norm(total, weight, eps, plus_one)
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        rotate(x, cos, sin)
+
+    def store_kv(self, key: torch.Tensor, value: torch.Tensor, cache: CacheView, slots: torch.Tensor) -> None:
+        store_kv(key, value, cache, slots)
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache: CacheView,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        all_keys, all_values = keys_and_values(cache)
+        out = query.new_zeros(*query.shape[:2], cache.value_dim)
+        extra = None if sinks is None else sinks.float().view(cache.num_kv_heads, -1, 1)
+        starts: list[Any] = query_start.tolist()
+        for sequence, length in enumerate(seq_lens.tolist()):
+            first, last = starts[sequence], starts[sequence + 1]
+            if first == last:
+                continue
+            blocks = block_tables[sequence, : -(-length // cache.block_size)].long()
+            keys = all_keys[blocks].transpose(0, 1).flatten(1, 2).float()
+            values = all_values[blocks].transpose(0, 1).flatten(1, 2).float()
+            for row in range(first, last):
+                stop = length - (last - 1 - row)
+                start = max(0, stop - window) if window else 0
+                seen = slice(start, stop)
+                grouped = query[row].view(cache.num_kv_heads, -1, cache.key_dim).float()
+                # A copy, so that the product sees the same memory layout for a prompt and for a lone token.
+                scores = torch.bmm(grouped, keys[:, seen].contiguous().transpose(1, 2)) * scale
+                if softcap:
+                    scores = torch.tanh(scores / softcap) * softcap
+                if extra is not None:
+                    scores = torch.cat((scores, extra), dim=-1)
+                weights = torch.softmax(scores, dim=-1)[..., : stop - start]
+                out[row] = torch.bmm(weights, values[:, seen].contiguous()).view_as(out[row]).to(query.dtype)
+        return out
+
+    def _in_calls(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        rows, size = x.shape[0], self.rows_per_call
+        padded = functional.pad(x, (0, 0, 0, -rows % size)).contiguous()
+        # Out of sight of the watch for products that are not ours (layers.py).
+        with _disable_current_modes():
+            return torch.cat([compute(padded[row : row + size]) for row in range(0, max(rows, 1), size)])[:rows]

@@ -1,0 +1,1 @@
+"""Blocks of KV as bytes: those on the host, those on a device, and their digests."""

@@ -1,0 +1,56 @@
+"""What computes a model's steps on this machine, part by part, and why nothing faster does: for operators."""
+
+from __future__ import annotations
+
+from baton.engine.compute_path import ComputePath
+from baton.runner.backends.cpu import kernels
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.kernel_choice import CompiledOperations
+from baton.runner.backends.operations import Operations
+from baton.runner.measuring.profile import TimedOperations
+from baton.runner.model.transformer import Transformer
+
+
+def compute_paths(operations: Operations, transformer: Transformer) -> tuple[ComputePath, ...]:
+    """The compute paths of a model that has run a step: by then every layer has chosen its attention."""
+    if isinstance(operations, TimedOperations):
+        operations = operations.timed
+    return (
+        _products(operations),
+        _attention(operations),
+        ComputePath(
+            "decoder",
+            "Baton's loop over the layers" if transformer.has_own_loop else "transformers' loop over the layers",
+            transformer.why_no_own_loop,
+        ),
+        _step(operations, transformer),
+    )
+
+
+def _products(operations: Operations) -> ComputePath:
+    if isinstance(operations, CudaOperations):
+        return ComputePath("products", f"torch on {operations.device_name}")
+    info = kernels.available()
+    if not isinstance(operations, CompiledOperations):
+        return ComputePath("products", type(operations).__name__, info.reason or "they were asked for")
+    why_not = "" if info.threads else "torch's OpenMP runtime was not found, so one thread computes everything"
+    if info.isas and info.isa != info.isas[0]:
+        why_not = f"{info.isas[0]} would run too, and {info.isa} was asked for"
+    return ComputePath("products", f"C kernels, {info.isa}", why_not)
+
+
+def _attention(operations: Operations) -> ComputePath:
+    if isinstance(operations, CudaOperations):
+        return ComputePath("attention", f"torch: {', '.join(sorted(operations.ways))}", operations.why_plain)
+    products = _products(operations)
+    return ComputePath("attention", f"{products.runs} on the paged cache", products.why_not_faster)
+
+
+def _step(operations: Operations, transformer: Transformer) -> ComputePath:
+    if isinstance(operations, CudaOperations):
+        graphs = transformer.decode_graphs
+        why_not = transformer.why_no_own_loop if graphs is None else graphs.why_not
+        runs = "one launch for each operation" if why_not else "one CUDA graph for a decode step"
+        return ComputePath("step", runs, why_not)
+    why_not = transformer.why_no_programs
+    return ComputePath("step", "one call for each operation" if why_not else "one call for all layers", why_not)

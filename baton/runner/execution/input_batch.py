@@ -1,0 +1,292 @@
+"""What a runner remembers of each request, and how a step's requests become flat rows.
+
+Pure Python and numpy: the simulated runner keeps its requests the same way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.request import SamplingParams
+from baton.engine.runner import KVLayout
+from baton.runner.execution.sampler import has_penalties
+from baton.runner.execution.token_counts import TokenCounts
+
+_ROOM = 256
+"""Output tokens that a request has room for at first."""
+
+NO_SLOT = -1
+"""The slot of a padding row: nothing is stored."""
+
+
+class RequestState:
+    """One request as the runner knows it: its tokens, its blocks, how far it is computed."""
+
+    __slots__ = (
+        "_blocks",
+        "_counts",
+        "_num_blocks",
+        "_tokens",
+        "embeds",
+        "highest_block",
+        "lowest_block",
+        "matcher",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "sampling_params",
+    )
+
+    def __init__(self, data: NewRequestData) -> None:
+        self.request_id = data.request_id
+        self.num_prompt_tokens = len(data.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(data.output_token_ids)
+        self._tokens = np.empty(self.num_tokens + _ROOM, dtype=np.int64)
+        self._tokens[: self.num_prompt_tokens] = data.prompt_token_ids
+        self._tokens[self.num_prompt_tokens : self.num_tokens] = data.output_token_ids
+        self._counts: TokenCounts | None = None
+        self.sampling_params: SamplingParams = data.sampling_params
+        self.matcher = data.matcher
+        self.embeds = data.embeds
+        self.num_computed_tokens = data.num_computed_tokens
+        self._blocks = np.empty(0, dtype=np.int32)
+        self._num_blocks = 0
+        self.set_blocks(data.block_ids)
+
+    def fork(self, data: ForkedRequestData) -> RequestState:
+        """Another request that has this one's first tokens."""
+        fork = copy.copy(self)
+        fork.request_id = data.request_id
+        fork._tokens = self._tokens.copy()
+        fork._counts = None
+        fork.num_tokens = data.num_shared_tokens
+        fork.append_token(data.last_token_id)
+        fork.num_computed_tokens = data.num_computed_tokens
+        fork._blocks = np.empty(0, dtype=np.int32)
+        fork.set_blocks(data.block_ids)
+        return fork
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Prompt and output; a view that is valid until the next token is appended."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """How often each token occurs, counted once and then kept; None where nothing asks for it."""
+        if self._counts is None and has_penalties(self.sampling_params):
+            self._counts = TokenCounts(self.token_ids, self.num_prompt_tokens)
+        return self._counts
+
+    def append_token(self, token_id: int) -> None:
+        """One more output token."""
+        if self.num_tokens == self._tokens.size:
+            grown = np.empty(2 * self._tokens.size, dtype=np.int64)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+        if self._counts is not None:
+            self._counts.add(token_id)
+
+    def replace_last_token(self, token_id: int) -> None:
+        """Go on with another token than the one drawn."""
+        if self._counts is not None:
+            self._counts.take_back(int(self._tokens[self.num_tokens - 1]))
+            self._counts.add(token_id)
+        self._tokens[self.num_tokens - 1] = token_id
+
+    @property
+    def block_table(self) -> npt.NDArray[np.int32]:
+        """Int32 [blocks]: for each block of its tokens one of every group of layers, in their order."""
+        return self._blocks[: self._num_blocks]
+
+    def set_blocks(self, block_ids: Sequence[int]) -> None:
+        """Replace the block table."""
+        self._num_blocks = 0
+        self.lowest_block, self.highest_block = 0, 0
+        self.append_blocks(block_ids)
+
+    def append_blocks(self, block_ids: Sequence[int]) -> None:
+        """Extend the block table."""
+        if not block_ids:
+            return
+        self.lowest_block = min(self.lowest_block, *block_ids)
+        self.highest_block = max(self.highest_block, *block_ids)
+        needed = self._num_blocks + len(block_ids)
+        if needed > self._blocks.size:
+            grown = np.empty(max(needed, 2 * self._blocks.size, 8), dtype=np.int32)
+            grown[: self._num_blocks] = self.block_table
+            self._blocks = grown
+        self._blocks[self._num_blocks : needed] = block_ids
+        self._num_blocks = needed
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's share of a step: `count` tokens from its `num_computed_tokens` on."""
+
+    state: RequestState
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """How many tokens are computed once the step is done."""
+        return self.state.num_computed_tokens + self.count
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the request's last token, so that a new one is drawn, or its embedding taken."""
+        return self.stop == self.state.num_tokens
+
+
+class RequestTable:
+    """Every request the runner knows, kept in step with the scheduler."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, vocab_size: int, max_model_len: int) -> None:
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def update(self, output: SchedulerOutput) -> tuple[list[Scheduled], dict[str, str]]:
+        """Take over what the scheduler changed; returns the step's shares and the requests that can't be computed."""
+        forks = self._forks(output.scheduled_forked_reqs)
+        for request_id in output.finished_req_ids:
+            self._states.pop(request_id, None)
+        self._states.update(forks)
+        for new in output.scheduled_new_reqs:
+            self._states[new.request_id] = RequestState(new)
+        for cached in output.scheduled_cached_reqs:
+            self._refresh(cached)
+        scheduled, failed = [], {}
+        for request_id, count in output.num_scheduled_tokens.items():
+            state = self._states.get(request_id)
+            reason = "the runner does not know this request" if state is None else self._fault(state, count)
+            if reason is not None or state is None:
+                failed[request_id] = reason or ""
+            elif count:
+                scheduled.append(Scheduled(state, count))
+        return scheduled, failed
+
+    def commit(self, scheduled: Iterable[Scheduled], sampled: dict[str, int]) -> None:
+        """The step is computed: advance every request in it and append what it drew."""
+        for share in scheduled:
+            share.state.num_computed_tokens = share.stop
+            token_id = sampled.get(share.state.request_id)
+            if token_id is not None:
+                share.state.append_token(token_id)
+
+    def _forks(self, forked: Iterable[ForkedRequestData]) -> dict[str, RequestState]:
+        parents = ((data, self._states.get(data.parent_id)) for data in forked)
+        return {
+            data.request_id: parent.fork(data)
+            for data, parent in parents
+            if parent is not None and data.num_shared_tokens <= parent.num_tokens
+        }
+
+    def _refresh(self, cached: CachedRequestData) -> None:
+        state = self._states.get(cached.request_id)
+        if state is None:
+            return
+        if cached.resumed:
+            state.set_blocks(cached.new_block_ids)
+        else:
+            state.append_blocks(cached.new_block_ids)
+        state.num_computed_tokens = cached.num_computed_tokens
+        if cached.last_token_id is not None:
+            state.replace_last_token(cached.last_token_id)
+
+    def _fault(self, state: RequestState, count: int) -> str | None:
+        """Why a share would read or write out of bounds: one request's fault must not become everybody's."""
+        start, stop = state.num_computed_tokens, state.num_computed_tokens + count
+        if count < 0 or start < 0 or stop > state.num_tokens:
+            return f"{count} tokens scheduled from {start} on, but the request has {state.num_tokens}"
+        if stop > self._max_model_len:
+            return f"position {stop - 1} is beyond the model's {self._max_model_len} tokens"
+        size = state.block_table.size
+        if stop > size // len(self._layout.groups) * self._layout.block_size:
+            return f"{size} blocks don't hold {stop} tokens"
+        if state.lowest_block < 0 or state.highest_block >= self._num_blocks:
+            return "a block id is out of range"
+        tokens = state.token_ids[start:stop]
+        # A lone token is nearly always one that was drawn here.
+        lowest, highest = (tokens[0], tokens[0]) if count == 1 else (tokens.min(initial=0), tokens.max(initial=0))
+        return None if 0 <= lowest <= highest < self._vocab_size else "a token id is out of range"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """A step's requests as rows, padding at the end; int64 unless said otherwise.
+
+    token_ids and positions [padded], slots [groups, padded], query_start int32 [B + 1], sample_start int32 [B + 1]
+    (the same, counting only rows that sample), seq_lens int32 [B], block_tables int32 [groups, B, W], logits_rows
+    [samplers].
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    query_start: npt.NDArray[np.int32]
+    sample_start: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    logits_rows: npt.NDArray[np.int64]
+
+
+def flatten(scheduled: Sequence[Scheduled], layout: KVLayout, row_quantum: int) -> FlatBatch:
+    """Lay the shares of a step side by side and pad to a multiple of `row_quantum` rows."""
+    size, block_size, groups = len(scheduled), layout.block_size, len(layout.groups)
+    counts = np.fromiter((share.count for share in scheduled), dtype=np.int64, count=size)
+    starts = np.fromiter((share.state.num_computed_tokens for share in scheduled), dtype=np.int64, count=size)
+    sampling = np.fromiter((share.samples for share in scheduled), dtype=bool, count=size)
+    query_start, sample_start = np.zeros(size + 1, dtype=np.int32), np.zeros(size + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    np.cumsum(sampling, out=sample_start[1:])
+    seq_lens = starts + counts
+    widths = (-(-seq_lens // block_size)).tolist()
+    block_tables = np.zeros((groups, size, max(widths, default=0)), dtype=np.int32)
+    for index, share in enumerate(scheduled):
+        width = widths[index]
+        block_tables[:, index, :width] = share.state.block_table[: width * groups].reshape(width, groups).T
+
+    num_rows = int(query_start[-1])
+    padded = -(-num_rows // row_quantum) * row_quantum
+    token_ids, positions = np.zeros(padded, dtype=np.int64), np.zeros(padded, dtype=np.int64)
+    slots = np.full((groups, padded), NO_SLOT, dtype=np.int64)
+    owners = np.repeat(np.arange(size), counts)
+    at = np.arange(num_rows) - (query_start[:-1] - starts)[owners]
+    positions[:num_rows] = at
+    slots[:, :num_rows] = block_tables[:, owners, at // block_size].astype(np.int64) * block_size + at % block_size
+    if size:
+        pieces = [share.state.token_ids[share.state.num_computed_tokens : share.stop] for share in scheduled]
+        np.concatenate(pieces, out=token_ids[:num_rows])
+    logits_rows = query_start[1:][sampling].astype(np.int64) - 1
+    return FlatBatch(
+        token_ids,
+        positions,
+        slots,
+        query_start,
+        sample_start,
+        seq_lens.astype(np.int32),
+        block_tables,
+        logits_rows,
+    )

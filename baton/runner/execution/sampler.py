@@ -1,0 +1,254 @@
+"""From logits to tokens, one row at a time: a row's token is a function of its logits, its request and its position.
+
+As in vLLM V1: log-probabilities from the raw logits; then logit_bias, penalties, min_tokens; then greedy, or
+temperature, min_p, top_k, top_p and one draw by inverse transform. Where a grammar says what may come, everything else
+has a logit of minus infinity, in the log-probabilities as well. The draw for output position i uses one number that
+comes from (seed, i) alone (philox.py), so any node draws the same token. numpy on one thread, so that the number of
+threads can't change a sum either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.batch import TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.runner.execution.philox import uniform
+from baton.runner.execution.token_counts import TokenCounts
+
+Row = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.int32]
+
+_FOLD = 8
+"""Tokens that share one look when the best are searched."""
+
+_FIRST_LOOK = 1024
+"""top_p is nearly always decided among this many best tokens; only otherwise the whole row is sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingState:
+    """What one row's choice may depend on besides its logits."""
+
+    params: SamplingParams
+    token_ids: Sequence[int] | npt.NDArray[np.int64]
+    """Prompt and output together; the state refers to them, it copies nothing."""
+    num_prompt_tokens: int
+    eos_token_ids: frozenset[int]
+    mask: Mask | None = None
+    """A bit for each token that may be drawn, lowest bit of the first word first; None: any."""
+    counts: TokenCounts | None = None
+    """Those of `token_ids`, where penalties ask for them and somebody keeps them; else they are counted anew."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One row's outcome; `error` set means that nothing could be drawn."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: npt.NDArray[np.float32], states: Sequence[SamplingState]) -> list[Sampled]:
+    """Draw one token per row. `logits` is float32 [rows, vocabulary], `states` one per row.
+
+    Rows with a value that is not finite come back with `error`; the others are untouched by it.
+    """
+    finite = _finite_rows(logits)
+    best = logits.argmax(axis=1).tolist()
+    results = []
+    for row, state in enumerate(states):
+        if not finite[row]:
+            results.append(Sampled(-1, error="the model produced non-finite logits"))
+        elif is_plain_greedy(state):
+            results.append(Sampled(best[row]))
+        else:
+            results.append(sample_row(logits[row], state))
+    return results
+
+
+def _finite_rows(logits: npt.NDArray[np.float32]) -> list[bool]:
+    """Which rows hold neither NaN nor infinity. One sum tells, unless finite numbers overflow it."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite: list[bool] = np.isfinite(logits.sum(axis=1)).tolist()
+    return [known or bool(np.isfinite(logits[row]).all()) for row, known in enumerate(finite)]
+
+
+def is_plain_greedy(state: SamplingState) -> bool:
+    """Whether the row's token is simply its largest logit and nothing else is asked."""
+    params = state.params
+    return params.is_greedy and params.logprobs is None and state.mask is None and not _is_processed(state)
+
+
+def sample_row(logits: Row, state: SamplingState) -> Sampled:
+    """Draw one token from finite float32 logits [vocabulary]."""
+    params = state.params
+    processed = process(logits, state) if _is_processed(state) else logits
+    if state.mask is not None:
+        # Last, so that nothing can bring back what it leaves out.
+        processed = _masked(processed, state.mask)
+        if processed.max() == -np.inf:
+            return Sampled(-1, error="json_schema: nothing that may follow is left by min_tokens and logit_bias")
+    if params.is_greedy:
+        token_id = int(processed.argmax())
+    else:
+        token_ids, probabilities = distribution(processed, params)
+        number = uniform(params.seed, state.num_output_tokens)
+        token_id = _draw(token_ids, probabilities, number)
+    if params.logprobs is None:
+        return Sampled(token_id)
+    possible = logits if state.mask is None else _masked(logits, state.mask)
+    return Sampled(token_id, token_logprobs(possible, token_id, params.logprobs))
+
+
+def _masked(row: Row, mask: Mask) -> Row:
+    allowed = np.unpackbits(mask.view(np.uint8), count=row.size, bitorder="little").view(np.bool_)
+    return np.where(allowed, row, np.float32(-np.inf))
+
+
+def _is_processed(state: SamplingState) -> bool:
+    params = state.params
+    return bool(params.logit_bias or has_penalties(params) or state.num_output_tokens < params.min_tokens)
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a choice depends on how often each token occurred."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+
+def process(logits: Row, state: SamplingState) -> Row:
+    """A new row with logit_bias, the penalties and min_tokens applied.
+
+    A bias beyond what float32 holds is infinite: always this token (of several the first), or never. No bias lets a
+    stop through that min_tokens bars.
+    Penalties as vLLM defines them: repetition divides positive and multiplies negative logits of every token in prompt
+    or output; frequency subtracts per occurrence in the output, presence once if there is one.
+    """
+    params = state.params
+    row = logits.astype(np.float32, copy=True)
+    counts = state.counts
+    if counts is None and has_penalties(params):
+        counts = TokenCounts(state.token_ids, state.num_prompt_tokens)
+    with np.errstate(over="ignore"):
+        for token_id, bias in params.logit_bias.items():
+            row[token_id] += np.float32(bias)
+        if counts is not None and params.repetition_penalty != 1.0:
+            seen = counts.seen()
+            # Not rounded to zero, by which nothing can be divided.
+            penalty = max(np.float32(params.repetition_penalty), np.finfo(np.float32).tiny)
+            row[seen] = np.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    if counts is not None and (params.frequency_penalty or params.presence_penalty):
+        seen, times = counts.in_output()
+        row[seen] -= np.float32(params.frequency_penalty) * times.astype(np.float32)
+        row[seen] -= np.float32(params.presence_penalty)
+    if state.num_output_tokens < params.min_tokens:
+        # Last, so that it never meets an infinite bias.
+        stops = params.stop_token_ids | (frozenset() if params.ignore_eos else state.eos_token_ids)
+        row[[token_id for token_id in stops if 0 <= token_id < row.size]] = -np.inf
+    return row
+
+
+def distribution(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Tokens that may be drawn and their unnormalised probabilities, in the order in which a draw walks them.
+
+    Ties are ordered by token id, and top_k and top_p keep a prefix of the order, so each keeps a set that depends on
+    nothing but the row. At least one token is kept.
+    """
+    with np.errstate(over="ignore"):
+        row = logits / np.float32(params.temperature)
+    peak = row.max()
+    if np.isinf(peak):  # a temperature so small that scaling overflows: the largest logit takes it all
+        return np.array([logits.argmax()], dtype=np.int64), np.ones(1)
+    weights = np.exp(row - peak, dtype=np.float32)
+    if params.min_p > 0.0:
+        # The best token weighs exactly 1, so a weight is the probability relative to it.
+        weights[weights < np.float32(params.min_p)] = 0.0
+    top_k = params.top_k if 0 < params.top_k < row.size else 0
+    if not top_k and params.top_p >= 1.0:
+        return _every_id(row.size), weights.astype(np.float64)
+    if top_k:
+        token_ids = heaviest(weights, top_k)
+        kept = weights[token_ids].astype(np.float64)
+        return _nucleus(token_ids, kept, params.top_p * kept.sum())
+    total = weights.sum(dtype=np.float64)
+    token_ids = heaviest(weights, min(_FIRST_LOOK, row.size))
+    kept = weights[token_ids].astype(np.float64)
+    if kept.sum() < params.top_p * total:
+        token_ids = heaviest(weights, row.size)
+        kept = weights[token_ids].astype(np.float64)
+    return _nucleus(token_ids, kept, params.top_p * total)
+
+
+def heaviest(weights: Row, count: int) -> npt.NDArray[np.int64]:
+    """The `count` heaviest tokens, heaviest first, ties by id."""
+    candidates = _every_id(weights.size)
+    if count < weights.size:
+        candidates = _at_least(weights, candidates, count)
+    # One integer for each: the bits of a float, turned so that they sort downwards, and below them the id. Sorting such
+    # integers is many times faster than a stable sort of the floats, and gives the same order.
+    bits = (weights[candidates] + np.float32(0.0)).view(np.uint32)
+    bits ^= np.where(bits >> 31, np.uint32(0), np.uint32(0x7FFFFFFF))
+    keys = bits.astype(np.uint64) << np.uint64(32) | candidates.astype(np.uint64)
+    keys.sort()
+    return (keys[:count] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _every_id(size: int) -> npt.NDArray[np.int64]:
+    ids = np.arange(size, dtype=np.int64)
+    ids.flags.writeable = False
+    return ids
+
+
+def _at_least(weights: Row, token_ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Those of `token_ids` that weigh at least as much as the `count`-th heaviest: ties at the edge are all in."""
+    columns = weights.size // _FOLD
+    if count <= columns:
+        # So many columns have a maximum of at least this, so that many tokens have: nothing lighter can be among them.
+        folded = weights[: columns * _FOLD].reshape(_FOLD, columns).max(axis=0)
+        token_ids = np.flatnonzero(weights >= np.partition(folded, columns - count)[columns - count])
+    kept = weights[token_ids]
+    heavy: npt.NDArray[np.int64] = token_ids[kept >= np.partition(kept, kept.size - count)[kept.size - count]]
+    return heavy
+
+
+def _nucleus(
+    token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], mass: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The smallest prefix that reaches `mass` (Holtzman et al., "The Curious Case of Neural Text Degeneration")."""
+    keep = int(np.searchsorted(np.cumsum(weights), mass, side="left")) + 1
+    return token_ids[:keep], weights[:keep]
+
+
+def _draw(token_ids: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], number: float) -> int:
+    """Inverse transform: the first token whose cumulated weight exceeds `number` of the total."""
+    cumulated = np.cumsum(weights)
+    index = int(np.searchsorted(cumulated, number * cumulated[-1], side="right"))
+    if index == weights.size:
+        # Rounding made `number * total` equal the total: the last token with any weight takes it.
+        index = int(np.flatnonzero(weights)[-1])
+    return int(token_ids[index])
+
+
+def token_logprobs(logits: Row, token_id: int, top: int) -> TokenLogprobs:
+    """Log-softmax of the logits at the drawn token and at the `top` best possible ones (best first, ties by id)."""
+    peak = logits.max()
+    norm = peak + np.log(np.exp(logits - peak).sum(dtype=np.float64))
+    rank = int((logits > logits[token_id]).sum()) + 1
+    best = heaviest(logits, min(top, logits.size)) if top else np.empty(0, dtype=np.int64)
+    return TokenLogprobs(
+        token_id,
+        float(logits[token_id] - norm),
+        rank,
+        tuple((int(other), float(logits[other] - norm)) for other in best if logits[other] > -np.inf),
+    )

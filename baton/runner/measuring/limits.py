@@ -1,0 +1,169 @@
+"""What this machine could do at best, measured: reading memory and multiplying matrices, the rule or no rule.
+
+Every figure here is a limit that the runner is held against, so each is the best of several ways to do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from baton.runner.backends.operations import Activation, Operations
+from baton.runner.model.weights import DTYPES
+
+_READ_BYTES = 1 << 30
+_CACHES = 2
+"""A read must be so many times larger than the last-level cache, or it is partly the cache that is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """x [m, k] times a weight [n, k] transposed."""
+
+    m: int
+    k: int
+    n: int
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The best of several ways to do the same, found once and measured again beside what is held against it.
+
+    On a machine shared with strangers a limit of some minutes ago is another machine's.
+    """
+
+    way: str
+    amount: float
+    """Bytes or operations of one go."""
+    work: Callable[[], Any]
+
+    def rate(self, repeats: int = 2) -> float:
+        """Bytes or operations a second, now."""
+        return self.amount / min(seconds_of(self.work, repeats))
+
+
+@contextmanager
+def read_limit(num_threads: int, cache_bytes: int, repeats: int = 5) -> Iterator[Limit]:
+    """Reading by `num_threads` threads, of memory that no cache holds (`cache_bytes`: the last level)."""
+    size = max(_READ_BYTES, _CACHES * cache_bytes)
+    size -= size % (num_threads * mmap.PAGESIZE)
+    # Private: shared memory gets no huge pages, and reads a fifth slower without them.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags=private)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    floats = torch.frombuffer(memory, dtype=torch.float32)
+    floats.fill_(1.0)
+    with ThreadPoolExecutor(num_threads) as pool:
+        ways = [Limit(way, size, _with_threads(num_threads, read)) for way, read in _reads(floats, num_threads, pool)]
+        yield max(ways, key=lambda limit: limit.rate(repeats))
+
+
+def _reads(floats: torch.Tensor, num_threads: int, pool: ThreadPoolExecutor) -> Iterator[tuple[str, Callable[[], Any]]]:
+    memchr = ctypes.CDLL(None).memchr
+    memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+    memchr.restype = ctypes.c_void_p
+    share = floats.nbytes // num_threads
+    starts = [floats.data_ptr() + index * share for index in range(num_threads)]
+    # 0x77 is no byte of 1.0, so the search reads to the end; ctypes lets go of the interpreter meanwhile.
+    yield "memchr", lambda: list(pool.map(lambda start: memchr(start, 0x77, share), starts))
+    matrix = floats[: floats.numel() // 1024 * 1024].view(-1, 1024)
+    vector = torch.ones(1024)
+    yield "matrix times vector", lambda: torch.mv(matrix, vector)
+    yield "sum", floats.sum
+    yield "integer sum", floats.view(torch.int64).sum
+
+
+def product_limit(
+    shapes: Sequence[ProductShape], dtype: str, num_threads: int, operations: Operations, repeats: int = 5
+) -> Limit:
+    """The best plain product among `shapes`, torch's or ours."""
+    # One after the other: of all their matrices only the best one's stay.
+    limits = (limit for shape in shapes for limit in _products(shape, dtype, num_threads, operations))
+    return max(limits, key=lambda limit: limit.rate(repeats))
+
+
+def _products(shape: ProductShape, dtype: str, num_threads: int, operations: Operations) -> Iterator[Limit]:
+    x = torch.randn(shape.m, shape.k).to(DTYPES[dtype])
+    weight = torch.randn(shape.n, shape.k).to(DTYPES[dtype])
+    packed = operations.pack(weight)
+    name = f"{shape.m} x {shape.k} x {shape.n}"
+    torchs = _with_threads(num_threads, lambda: functional.linear(x, weight))
+    yield Limit(f"torch, {name}", shape.operations, torchs)
+    yield Limit(f"ours, {name}", shape.operations, lambda: operations.linear(x, packed))
+
+
+def _with_threads(num_threads: int, work: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch_threads(num_threads), torch.inference_mode():
+            return work()
+
+    return run
+
+
+class UnpaddedOperations:
+    """Torch's own products on the rows that there are; everything else as `inner` does it. Not bit-exact."""
+
+    def __init__(self, inner: Operations) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def numerics(self) -> str:
+        return f"unpadded-torch/{self._inner.numerics()}"
+
+    def program(self, dtype: torch.dtype) -> None:
+        """There are only single calls."""
+
+    def pack(self, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.cat(weights)
+
+    def pack_gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.cat([gate, up])
+
+    def take_rows(self, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return weight[index]
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return functional.linear(x, weight, bias)
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+        gate, up = functional.linear(x, weight).chunk(2, dim=-1)
+        if activation == "silu":
+            return functional.silu(gate) * up
+        return functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def seconds_of(work: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of each of so many calls, after one that warms up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return times

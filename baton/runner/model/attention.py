@@ -1,0 +1,240 @@
+"""Paged attention as transformers sees it: one function in its AttentionInterface, and no masks.
+
+Every attention module carries a `baton_attend` that queries, keys and values are handed to: first a `ProbeAttention`
+that only looks at their shapes, then the `PagedAttention` that owns the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from baton.engine.runner import KVLayout, LayerGeometry
+from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.cache import CacheView
+from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.operations import Operations
+
+ATTENTION_NAME = "baton_paged"
+
+_UNSUPPORTED_KEYWORDS = {"position_bias": "a position bias", "alibi": "a position bias"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParameters:
+    """What distinguishes one attention layer from another besides its weights."""
+
+    scale: float
+    window: int | None = None
+    """Keys a query sees, itself included; None is all of them."""
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    """[H]: one more score for each head, without a value."""
+
+
+class UnsupportedAttention(ConfigError):
+    """The model attends in a way that the paged cache or the kernels can't do."""
+
+
+class Attend(Protocol):
+    """Takes one layer's query [T, H, KD], key [T, KH, KD] and value [T, KH, VD]; returns [T, H, VD].
+
+    With `sampling` the query has only the rows that sample; key and value have all.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor: ...
+
+
+def cache_views(memory: torch.Tensor, layout: KVLayout) -> list[CacheView]:
+    """Every layer's share of the blocks of its group, in a flat block-major cache [num_blocks * block_elements]."""
+    views: dict[int, CacheView] = {}
+    for group in layout.groups:
+        offset = 0
+        for index in group.layers:
+            layer = layout.layers[index]
+            key_elements = layer.num_kv_heads * layout.block_size * layer.key_dim
+            views[index] = CacheView(
+                memory=memory,
+                num_blocks=memory.numel() // layout.block_elements,
+                block_stride=layout.block_elements,
+                key_offset=offset,
+                value_offset=offset + key_elements,
+                num_kv_heads=layer.num_kv_heads,
+                block_size=layout.block_size,
+                key_dim=layer.key_dim,
+                value_dim=layer.value_dim,
+            )
+            offset += layout.block_size * layer.token_elements
+    return [views[index] for index in range(layout.num_layers)]
+
+
+class PagedAttention:
+    """Stores a step's keys and values in the cache and reads the history back from it."""
+
+    def __init__(self, operations: Operations, memory: torch.Tensor, layout: KVLayout) -> None:
+        """`memory`: the cache, flat, [num_blocks * block_elements]."""
+        self._operations = operations
+        self._caches = cache_views(memory, layout)
+        self._groups = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
+        self.layout: StepLayout | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor:
+        layout = self.layout
+        if layout is None:
+            raise RuntimeError("attention outside of a step")
+        cache, group = self._caches[layer], self._groups[layer]
+        self._operations.store_kv(_dense_rows(key), _dense_rows(value), cache, layout.slots[group])
+        return self._operations.paged_attention(
+            _dense_rows(query),
+            cache,
+            layout.sample_start if sampling else layout.query_start,
+            layout.seq_lens,
+            layout.block_tables[group],
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks=how.sinks,
+        )
+
+    def record(
+        self, program: Program, layer: int, query: Rows, key: Rows, value: Rows, how: AttentionParameters, *, into: str
+    ) -> Rows:
+        """Append to a program what `attend` does; the query has all rows or those that sample."""
+        cache, group = self._caches[layer], self._groups[layer]
+        program.store_kv(key, value, cache, group)
+        return program.paged_attention(
+            query,
+            cache,
+            group,
+            scale=how.scale,
+            window=how.window,
+            softcap=how.softcap,
+            sinks=how.sinks,
+            into=into,
+        )
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, H, D] itself when each row is one piece of memory, as the kernels want it; else a copy."""
+    strides, width = x.stride(), x.shape[2]
+    return x if strides[2] == 1 and strides[1] == width else x.contiguous()
+
+
+@dataclass(slots=True)
+class ProbeAttention:
+    """Computes nothing, remembers which layers there are and what they keep."""
+
+    layers: dict[int, LayerGeometry] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor:
+        self.windows[layer] = how.window
+        self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class EchoAttention:
+    """Gives every query head its own value row, and remembers what it was given: for comparing two ways to compute."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.how: AttentionParameters | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: AttentionParameters,
+        *,
+        sampling: bool = False,
+    ) -> torch.Tensor:
+        self.seen.append((query.clone(), key.clone(), value.clone()))
+        self.how = how
+        mixed = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        width = min(query.shape[2], value.shape[2])
+        mixed[..., :width] += query[..., :width]
+        mixed[..., :width] -= key[..., :width].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return mixed
+
+
+def bind(module: nn.Module, attend: Attend) -> None:
+    """Let every attention layer of a model hand its rows to `attend`."""
+    for part in module.modules():
+        if getattr(part, "layer_idx", None) is not None:
+            # Past nn.Module's own __setattr__: this is neither a parameter nor a submodule.
+            object.__setattr__(part, "baton_attend", attend)
+
+
+def _forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' calling convention: query [1, H, T, KD], key and value [1, KH, T, D]; returns [1, T, H, VD]."""
+    for name, meaning in _UNSUPPORTED_KEYWORDS.items():
+        if keywords.get(name) is not None:
+            raise UnsupportedAttention(f"a model with {meaning} is not supported")
+    how = AttentionParameters(
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=sliding_window or None,
+        softcap=softcap or None,
+        sinks=s_aux,
+    )
+    attend: Attend = module.baton_attend
+    out = attend.attend(
+        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), how
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*_arguments: Any, **_keywords: Any) -> None:
+    """Who sees whom follows from the block tables; there is never a mask tensor."""
+
+
+def register() -> None:
+    """Make the function known to transformers under ATTENTION_NAME."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

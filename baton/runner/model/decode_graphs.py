@@ -1,0 +1,159 @@
+"""Decode steps as CUDA graphs: the few hundred kernels of a step, recorded once and started as one.
+
+A decode step's kernels are so short that starting them one by one takes longer than running them. A graph replays them
+on the same memory, so each of a few batch sizes has buffers that stay where they are, and all of them share what lies
+between (so a result is gone with the next replay); a batch is padded to the next
+size with rows that read and write the null block alone. Layers that attend in another way than through the kernel that
+follows block tables itself ask the device for numbers, which a graph can't. Products have one number of rows in every
+call and attention does not split over keys (cuda_operations.py), so a row's bits are those of any other step; the check
+at start compares them. (As in vLLM and SGLang; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.cuda.graph_recording import Graph, Record
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.attention import PagedAttention
+
+_log = logging.getLogger(__name__)
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Larger batches keep a GPU busy without."""
+
+Layers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows x [T, hidden], cosines and sines [T, R], rows that sample [S]: logits [S, vocabulary]."""
+
+
+class DecodeGraphs:
+    """One graph for each size that was needed so far. Called from one thread."""
+
+    def __init__(
+        self,
+        operations: CudaOperations,
+        attention: PagedAttention,
+        layers: Layers,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self._operations = operations
+        self._attention = attention
+        self._layers = layers
+        self._max_model_len = max_model_len
+        self._table_width = -(-max_model_len // block_size)
+        self._record: Record | None = operations.record
+        self._sized: dict[int, _Sized] = {}
+        self.num_replays = 0
+        self.why_not = "" if self._record is not None else "nothing here records them"
+        """Why decode steps are started kernel by kernel; empty when they are not."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes that have a graph."""
+        return sorted(self._sized)
+
+    def fits(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> bool:
+        """Whether a step is one token of each of a few sequences, every one of which samples."""
+        size = batch.seq_lens.size
+        return (
+            self._record is not None
+            and 0 < size <= SIZES[-1]
+            and int(batch.query_start[-1]) == size == logits_rows.size
+            and batch.block_tables.shape[2] <= self._table_width
+            and self._operations.ways == {"paged"}
+        )
+
+    def compute(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> torch.Tensor | None:
+        """Logits [B, vocabulary], to be read before the next call; None when this can't be recorded after all."""
+        count = batch.seq_lens.size
+        size = next(size for size in SIZES if size >= count)
+        sized = self._sized.get(size)
+        if sized is None:
+            sized = _Sized(size, x, cos, batch.block_tables.shape[0], self._table_width)
+        sized.fill(x[:count], cos[:count], sin[:count], batch)
+        if sized.graph is None:
+            if not self._recorded(sized):
+                return None
+            self._sized[size] = sized
+        assert sized.graph is not None
+        assert sized.logits is not None
+        sized.graph.replay()
+        self.num_replays += 1
+        return sized.logits[:count]
+
+    def _recorded(self, sized: _Sized) -> bool:
+        assert self._record is not None
+        before = self._attention.layout
+        try:
+            sized.graph, sized.logits = self._record(lambda: self._run(sized))
+        except RuntimeError as error:
+            self._record = None
+            self.why_not = str(error)
+            _log.warning("decode steps run without a CUDA graph: %s", error)
+            return False
+        finally:
+            self._attention.layout = before
+        return True
+
+    def _run(self, sized: _Sized) -> torch.Tensor:
+        self._attention.layout = sized.layout
+        self._operations.assume_decodes(sized.layout, self._max_model_len)
+        return self._layers(sized.x, sized.cos, sized.sin, sized.rows)
+
+
+class _Sized:
+    """What one batch size computes on."""
+
+    def __init__(self, size: int, x: torch.Tensor, cos: torch.Tensor, groups: int, table_width: int) -> None:
+        device = x.device
+        self.x = x.new_zeros(size, x.shape[1])
+        self.cos, self.sin = (cos.new_zeros(size, cos.shape[1]) for _ in range(2))
+        self.rows = torch.arange(size, device=device)
+        self._seq_lens = _Staged((size,), np.int32, device)
+        self._tables = _Staged((groups, size, table_width), np.int32, device)
+        self._slots = _Staged((groups, size), np.int64, device)
+        starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.layout = StepLayout(
+            query_start=starts,
+            seq_lens=self._seq_lens.tensor,
+            block_tables=list(self._tables.tensor.unbind()),
+            slots=list(self._slots.tensor.unbind()),
+            sample_start=starts,
+        )
+        self.graph: Graph | None = None
+        self.logits: torch.Tensor | None = None
+
+    def fill(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: FlatBatch) -> None:
+        """The rows of a batch, and behind them sequences of one token in the null block."""
+        count = x.shape[0]
+        self.x[:count], self.cos[:count], self.sin[:count] = x, cos, sin
+        self._seq_lens.array[:count], self._seq_lens.array[count:] = batch.seq_lens, 1
+        self._tables.array[:, :count, : batch.block_tables.shape[2]] = batch.block_tables
+        self._tables.array[:, count:, 0] = 0
+        self._slots.array[:, :count], self._slots.array[:, count:] = batch.slots[:, :count], 0
+        for staged in (self._seq_lens, self._tables, self._slots):
+            staged.push()
+
+
+class _Staged:
+    """A tensor on the device that stays where it is, and the pinned memory that it is filled from."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, device: torch.device) -> None:
+        self._host = torch.from_numpy(np.zeros(shape, dtype=dtype))
+        if device.type == "cuda":
+            self._host = self._host.pin_memory()
+        self.array: npt.NDArray[Any] = self._host.numpy()
+        self.tensor = torch.zeros(shape, dtype=self._host.dtype, device=device)
+
+    def push(self) -> None:
+        """Bring it over. The step's logits are read before it is written again, so nobody has to wait here."""
+        self.tensor.copy_(self._host, non_blocking=True)

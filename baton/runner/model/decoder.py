@@ -1,0 +1,225 @@
+"""Our own loop over the layers of a plain decoder, where it computes bit for bit what transformers' loop does.
+
+It saves transformers' work around each layer, and in the last layer everything but keys and values of rows that don't
+sample. Whether it may be used is found out by comparing logits (transformer.py). Where the operations have programs the
+loop only records one; then a step is a single call, of the same kernels in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from baton.runner.backends.cpu.kernels.errors import KernelArgumentError
+from baton.runner.backends.cpu.kernels.program import Program
+from baton.runner.backends.operations import Operations
+from baton.runner.model.attention import PagedAttention
+from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+from baton.runner.model.layers import PackedLinear
+
+_PIECE = 1024
+_Part = TypeVar("_Part", bound=nn.Module)
+
+
+class RotaryTable:
+    """Cosines and sines by position, computed once in pieces of _PIECE positions: a row never depends on its step."""
+
+    def __init__(self, rotary: nn.Module, like: torch.Tensor, half_angles: bool) -> None:
+        self._rotary = rotary
+        self._like = like
+        self._half_angles = half_angles
+        self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cos, self._sin = like, like
+
+    @property
+    def width(self) -> int:
+        """R, how many angles a position has."""
+        return self.rows(np.zeros(1, dtype=np.int64))[0].shape[1]
+
+    def rows(self, positions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, R] of positions [T]."""
+        needed = int(positions.max(initial=0)) // _PIECE + 1
+        if needed > len(self._pieces):
+            for piece in range(len(self._pieces), needed):
+                at = torch.arange(piece * _PIECE, (piece + 1) * _PIECE, device=self._like.device)[None]
+                cos, sin = (whole_angles(angles[0], self._half_angles) for angles in self._rotary(self._like, at))
+                self._pieces.append((cos, sin))
+            self._cos = torch.cat([cos for cos, _ in self._pieces])
+            self._sin = torch.cat([sin for _, sin in self._pieces])
+        index = torch.from_numpy(positions).to(self._like.device)
+        return self._cos[index], self._sin[index]
+
+
+class Ends(NamedTuple):
+    """What a model ends with for some rows: what its layers and their last norm gave, and what its head made of it."""
+
+    hidden: torch.Tensor
+    """[rows, hidden size]"""
+    logits: torch.Tensor
+    """[rows, vocabulary]"""
+
+
+class NotAPlainDecoder(Exception):
+    """The model has parts that Baton's loop over the layers does not know; the message names one."""
+
+
+class Decoder:
+    """Embedding, layers that add attention and then an MLP to the stream, a norm, and the head."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises NotAPlainDecoder for a model that has other parts."""
+        base = _part(module, "model")
+        self._dtype = dtype
+        self._device = device
+        self._embed = _part(base, "embed_tokens")
+        self._head = _part_as(PackedLinear, module, "lm_head")
+        layers = list(_part(base, "layers").children())
+        self._layers = [_Layer(layer) for layer in layers]
+        # The norm that follows each MLP: the next layer's first, at last the model's own.
+        next_norms = [_part_as(FusedNorm, layer, "input_layernorm") for layer in layers[1:]]
+        self._next_norms = [*next_norms, _part_as(FusedNorm, base, "norm")]
+        self._rotary = RotaryTable(
+            _part(base, "rotary_emb"),
+            torch.empty(1, dtype=dtype, device=device),
+            all(layer.attention.half_angles for layer in self._layers),
+        )
+        self._programs: dict[bool, Program] = {}
+        """Of steps whose logits are those of the rows that sample (True), and of any rows."""
+        self._paged: PagedAttention | None = None
+        self.why_no_programs = "nothing was recorded"
+        """Why a step is not one call; empty when it is."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch does nothing here but copying."""
+        return all(isinstance(layer.mlp, FusedMlp) for layer in self._layers)
+
+    def compute(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        logits_rows: torch.Tensor,
+        sampling: bool,
+    ) -> Ends:
+        """What the rows end with; `sampling` when they are exactly those of the step's layout."""
+        x, cos, sin = self.embedded(token_ids, positions)
+        if self._programs:
+            return self._run(self._programs[sampling], x, (cos, sin), logits_rows)
+        hidden = self._hidden(x, cos, sin, logits_rows, sampling=sampling)
+        return Ends(hidden, self._head.rows(hidden))
+
+    def embedded(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the layers begin with: rows [T, hidden], cosines and sines [T, R]."""
+        cos, sin = self._rotary.rows(positions)
+        return self._embed(torch.from_numpy(token_ids).to(self._device)), cos, sin
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor) -> torch.Tensor:
+        """From there to the logits of the rows that sample, call by call."""
+        return self._head.rows(self._hidden(x, cos, sin, logits_rows, sampling=True))
+
+    def _hidden(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, logits_rows: torch.Tensor, *, sampling: bool
+    ) -> torch.Tensor:
+        normed: torch.Tensor = self._layers[0].attention_norm(x)
+        last = self._layers[-1]
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            sample_rows = logits_rows if sampling and layer is last else None
+            attended = layer.attention.rows(normed, cos, sin, sample_rows)
+            if attended.shape[0] == 0:
+                return attended
+            x, normed = layer.mlp_norm.add(attended, x if sample_rows is None else x[sample_rows])
+            x, normed = next_norm.add(layer.mlp_rows(normed), x)
+        return normed if sampling else normed[logits_rows]
+
+    def record(self, operations: Operations, paged: PagedAttention) -> None:
+        """From now on compute a step over this cache in one call, if the operations and the layers allow it."""
+        if not self.is_fused:
+            self.why_no_programs = "an MLP is not of a kind that Baton's kernels fuse"
+            return
+        programs: dict[bool, Program] = {}
+        for sampling in (False, True):
+            program = operations.program(self._dtype)
+            if program is None:
+                self.why_no_programs = "these operations have no programs"
+                return
+            try:
+                self._record(program, paged, sampling)
+            except KernelArgumentError as error:
+                self.why_no_programs = f"single calls pad what a program can't: {error}"
+                return
+            programs[sampling] = program
+        self._programs, self._paged, self.why_no_programs = programs, paged, ""
+
+    def _record(self, program: Program, paged: PagedAttention, sampling: bool) -> None:
+        """What `compute` does after the embedding, with `x` in one place from the first layer to the last."""
+        x = program.argument(self._head.in_features)
+        cos, sin = (program.argument(self._rotary.width) for _ in range(2))
+        hidden = program.argument(self._head.in_features, sampled=True)
+        logits = program.argument(self._head.out_features, sampled=True)
+        normed = self._layers[0].attention_norm.record(program, x, into="normed")
+        last = self._layers[-1]
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            only_samples = sampling and layer is last
+            attended = layer.attention.record(program, normed, cos, sin, paged, sampling=only_samples, into="share")
+            if only_samples:
+                x = program.take_sampled(x, into="sampled x")
+            normed = layer.mlp_norm.record_add(program, attended, x, into="normed")
+            into = hidden if only_samples else "normed"
+            normed = next_norm.record_add(program, layer.mlp.record(program, normed, into="share"), x, into=into)
+        if not sampling:
+            normed = program.take_sampled(normed, into=hidden)
+        self._head.record(program, normed, into=logits)
+
+    def _run(
+        self,
+        program: Program,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        logits_rows: torch.Tensor,
+    ) -> Ends:
+        if self._paged is None or self._paged.layout is None:
+            raise RuntimeError("attention outside of a step")
+        hidden, logits = (
+            x.new_empty(logits_rows.shape[0], width) for width in (self._head.in_features, self._head.out_features)
+        )
+        program.run([x, *angles, hidden, logits], self._paged.layout, logits_rows)
+        return Ends(hidden, logits)
+
+
+class _Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        names = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+        if names != {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+            raise NotAPlainDecoder(f"{type(layer).__name__} has the parts {', '.join(sorted(names))}")
+        self.attention = _part_as(FusedAttention, layer, "self_attn")
+        self.mlp: Any = _part(layer, "mlp")
+        self.attention_norm = _part_as(FusedNorm, layer, "input_layernorm")
+        self.mlp_norm = _part_as(FusedNorm, layer, "post_attention_layernorm")
+        self.mlp_rows = self.mlp.rows if isinstance(self.mlp, FusedMlp) else self._any_mlp
+
+    def _any_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.mlp(x.unsqueeze(0))
+        rows: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return rows.view(x.shape)
+
+
+def _part(module: nn.Module, name: str) -> nn.Module:
+    part = getattr(module, name, None)
+    if not isinstance(part, nn.Module):
+        raise NotAPlainDecoder(f"{type(module).__name__} has no part {name}")
+    return part
+
+
+def _part_as(kind: type[_Part], module: nn.Module, name: str) -> _Part:
+    part = _part(module, name)
+    if not isinstance(part, kind):
+        raise NotAPlainDecoder(f"{name} of {type(module).__name__} is a {type(part).__name__}, no {kind.__name__}")
+    return part

@@ -1,0 +1,176 @@
+"""Parts of a model on our operations, each in the place of a transformers module that computes the same.
+
+They take and return what the modules they replace do, so transformers' own loop runs them; `rows` is the same without
+the leading dimension of one, for our loop (decoder.py), and `record` appends the same to a program of the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.operations import Activation, Operations
+from baton.runner.model.attention import Attend, AttentionParameters, PagedAttention
+
+
+class FusedNorm(nn.Module):
+    """Root mean square norm over the last dimension."""
+
+    def __init__(self, operations: Operations, weight: torch.Tensor, eps: float, plus_one: bool) -> None:
+        super().__init__()
+        self.rms_weight = weight.detach().clone()
+        self.eps = eps
+        self.plus_one = plus_one
+        self._compute = operations.rms_norm
+        self._add_compute = operations.add_rms_norm
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, and its norm."""
+        return self._add_compute(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        return program.rms_norm(x, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+
+    def record_add(self, program: Program, x: Rows, residual: Rows, *, into: str | Rows) -> Rows:
+        """The norm of the sum, which takes the residual's place."""
+        return program.add_rms_norm(x, residual, self.rms_weight, self.eps, plus_one=self.plus_one, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._compute(x, self.rms_weight, self.eps, plus_one=self.plus_one)
+
+
+class FusedMlp(nn.Module):
+    """act(gate) * up, then down."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        down_bias: torch.Tensor | None,
+        activation: Activation,
+    ) -> None:
+        super().__init__()
+        self._operations = operations
+        self._activation = activation
+        self._gated = operations.pack_gated(gate, up)
+        self._down = operations.pack(down)
+        self._bias = None if down_bias is None else down_bias.detach().clone()
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K] to [T, K]."""
+        operations = self._operations
+        inner = operations.gated_linear(x, self._gated, activation=self._activation)
+        return operations.linear(inner, self._down, self._bias)
+
+    def record(self, program: Program, x: Rows, *, into: str) -> Rows:
+        inner = program.gated_linear(x, self._gated, self._activation, into="inner")
+        return program.linear(inner, self._down, self._bias, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, x.shape[-1]).contiguous()).view(x.shape)
+
+
+class FusedAttention(nn.Module):
+    """Queries, keys and values in one product, normed, rotated, attended and projected."""
+
+    baton_attend: Attend
+
+    def __init__(
+        self,
+        operations: Operations,
+        layer_idx: int,
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor | None, ...],
+        out: tuple[torch.Tensor, torch.Tensor | None],
+        heads: tuple[int, int, int],
+        norms: tuple[FusedNorm | None, FusedNorm | None],
+        how: AttentionParameters,
+        half_angles: bool,
+    ) -> None:
+        """`weights` and `biases` are of q, k, v or of all in one; `heads` are H, KH and the width of a head.
+
+        `half_angles`: cosines and sines come for half of the columns only, each standing for two.
+        """
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.half_angles = half_angles
+        self._operations = operations
+        self._heads, self._kv_heads, self._head_dim = heads
+        self._norms = norms
+        sinks = None if how.sinks is None else how.sinks.detach().clone()
+        self._how = AttentionParameters(how.scale, how.window, how.softcap, sinks)
+        self._qkv = operations.pack(*weights)
+        self._qkv_bias = _joined_bias(weights, biases)
+        self._out = operations.pack(out[0])
+        self._out_bias = None if out[1] is None else out[1].detach().clone()
+
+    def rows(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sample_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, K], cos and sin [T, R]: [T, K], or only the rows `sample_rows` (there may be none) when given."""
+        operations, heads, both = self._operations, self._heads, self._heads + self._kv_heads
+        qkv = operations.linear(x, self._qkv, self._qkv_bias).view(x.shape[0], -1, self._head_dim)
+        query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
+        query_norm, key_norm = self._norms
+        if query_norm is None or key_norm is None:
+            operations.rotate(qkv[:, :both], cos, sin)
+        else:
+            query, key = query_norm(query), key_norm(key)
+            operations.rotate(query, cos, sin)
+            operations.rotate(key, cos, sin)
+        if sample_rows is not None:
+            query = query[sample_rows]
+        attended = self.baton_attend.attend(
+            self.layer_idx, query, key, value, self._how, sampling=sample_rows is not None
+        )
+        if attended.shape[0] == 0:
+            return x[:0]
+        return operations.linear(attended.view(attended.shape[0], -1), self._out, self._out_bias)
+
+    def record(
+        self, program: Program, x: Rows, cos: Rows, sin: Rows, paged: PagedAttention, *, sampling: bool, into: str
+    ) -> Rows:
+        """With `sampling` only the rows that sample attend."""
+        dim, queries, both = (
+            self._head_dim,
+            self._heads * self._head_dim,
+            (self._heads + self._kv_heads) * self._head_dim,
+        )
+        qkv = program.linear(x, self._qkv, self._qkv_bias, into="qkv")
+        query, key, value = qkv.columns(0, queries), qkv.columns(queries, both), qkv.columns(both, qkv.width)
+        query_norm, key_norm = self._norms
+        if query_norm is None or key_norm is None:
+            program.rotate(qkv.columns(0, both), dim, cos, sin)
+        else:
+            query = query_norm.record(program, query, into="query")
+            key = key_norm.record(program, key, into="key")
+            program.rotate(query, dim, cos, sin)
+            program.rotate(key, dim, cos, sin)
+        if sampling:
+            query = program.take_sampled(query, into="sampled query")
+        attended = paged.record(program, self.layer_idx, query, key, value, self._how, into="attended")
+        return program.linear(attended, self._out, self._out_bias, into=into)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        cos, sin = (whole_angles(angles[0], self.half_angles) for angles in position_embeddings)
+        out = self.rows(hidden_states[0].contiguous(), cos, sin)
+        return out.unsqueeze(0), None
+
+
+def whole_angles(angles: torch.Tensor, half: bool) -> torch.Tensor:
+    """Cosines or sines [T, R] for every column, from those of one half where `half` is set."""
+    return torch.cat((angles, angles), dim=-1) if half else angles.contiguous()
+
+
+def _joined_bias(weights: tuple[torch.Tensor, ...], biases: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias.detach() for w, bias in pairs])

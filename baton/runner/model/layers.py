@@ -1,0 +1,254 @@
+"""Every product of a model goes through our own, so that no row's bits depend on how many rows there are.
+
+Three kinds: linear layers (modules, replaced), experts (fused three-dimensional parameters, through transformers'
+ExpertsInterface), and weights that some module multiplies by hand (a router's `F.linear`), which become tensors that
+catch that call. `ProductWatch` then tells whether anything was missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.runner.backends.cpu.kernels.program import Program, Rows
+from baton.runner.backends.operations import Operations
+from baton.runner.model.recognition import children_of, gated_activation
+
+EXPERTS_NAME = "baton_experts"
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "_grouped_mm"})
+
+
+_CASTS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer on a packed weight: [..., K] to [..., N]."""
+
+    def __init__(
+        self, operations: Operations, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight_dtype = dtype
+        self._operations = operations
+        self._packed = operations.pack(weight.detach())
+        self._bias = None if bias is None else bias.detach().clone()
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, K], contiguous: [T, N]."""
+        if x.shape[0] == 0:
+            return x.new_empty(0, self.out_features)
+        return self._operations.linear(x, self._packed, self._bias)
+
+    def record(self, program: Program, x: Rows, *, into: Rows) -> None:
+        """Append to a program what `rows` computes."""
+        program.linear(x, self._packed, self._bias, into=into)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x.reshape(-1, self.in_features).contiguous()).view(*x.shape[:-1], self.out_features)
+
+    def take_rows(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows index [T] of the weight: [T, K]."""
+        return self._operations.take_rows(self._packed, index)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that is the head's weight as well: its rows are read out of the packed form, [...] to [..., K]."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        super().__init__()
+        self._head = head
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._head.take_rows(token_ids.reshape(-1)).view(*token_ids.shape, -1)
+
+
+class CaughtWeight(torch.Tensor):
+    """A weight that some module multiplies by hand: `F.linear` with it runs our product, the rest sees a tensor."""
+
+    product: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    cast: Callable[[torch.dtype], torch.Tensor]
+
+    @staticmethod
+    def of(weight: torch.Tensor, operations: Operations) -> CaughtWeight:
+        caught = weight.detach().clone().as_subclass(CaughtWeight)
+        casts = {weight.dtype: caught}
+
+        def cast(dtype: torch.dtype) -> torch.Tensor:
+            if dtype not in casts:
+                casts[dtype] = CaughtWeight.of(weight.to(dtype), operations)
+            return casts[dtype]
+
+        caught.cast = cast
+        weight = caught.as_subclass(torch.Tensor)
+        packed = operations.pack(weight.detach())
+
+        def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            return operations.linear(rows, packed, bias).view(*x.shape[:-1], weight.shape[0])
+
+        caught.product = product
+        return caught
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and isinstance(args[1], CaughtWeight):
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                return args[1].product(args[0], bias)
+            out = func(*args, **kwargs)
+            if func in _CASTS and isinstance(args[0], CaughtWeight) and isinstance(out, torch.Tensor):
+                return args[0].cast(out.dtype)
+            return out
+
+
+class PackedExperts:
+    """One experts module's weights, one packed product per expert; `release` gets the module before it loses them."""
+
+    def __init__(
+        self, operations: Operations, module: Any, row_quantum: int, release: Callable[[nn.Module], None]
+    ) -> None:
+        self._operations = operations
+        self._row_quantum = row_quantum
+        self._up_name = "gate_up_proj" if module.has_gate else "up_proj"
+        self._activation = None
+        if module.has_gate and not module.has_bias:
+            self._activation = gated_activation(module._apply_gate)
+        self._up = self._pack(module, self._up_name, release, gated=self._activation is not None)
+        self._down = self._pack(module, "down_proj", release)
+
+    @property
+    def is_fused(self) -> bool:
+        return self._activation is not None
+
+    def _pack(self, module: Any, name: str, release: Callable[[nn.Module], None], gated: bool = False) -> list[Any]:
+        packed = []
+        for weight in getattr(module, name).detach():
+            rows = weight.T.contiguous() if module.is_transposed else weight
+            packed.append(self._operations.pack_gated(*rows.chunk(2)) if gated else self._operations.pack(rows))
+        # While the module still has them: what it doesn't have can't be let go of.
+        release(module)
+        delattr(module, name)
+        return packed
+
+    def compute(
+        self, module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden [T, K], index and weights [T, k]: the weighted sum of each row's experts [T, K].
+
+        A row's experts are summed in the order of its own ranking, in float32.
+        """
+        num_rows, top_k = top_k_index.shape
+        outs = hidden.new_zeros(num_rows * top_k, hidden.shape[-1])
+        flat_index = top_k_index.reshape(-1)
+        for expert in sorted(set(flat_index.tolist())):
+            if expert >= len(self._up):
+                continue
+            places = (flat_index == expert).nonzero().squeeze(-1)
+            rows = hidden[places // top_k]
+            # Elementwise kernels treat the tail of a tensor differently: keep it out of the real rows.
+            padded = functional.pad(rows, (0, 0, 0, -rows.shape[0] % self._row_quantum))
+            outs[places] = self._expert(module, padded, expert)[: rows.shape[0]]
+        weighted = outs.view(num_rows, top_k, -1).float() * top_k_weights.unsqueeze(-1).float()
+        return weighted.sum(dim=1).to(hidden.dtype)
+
+    def _expert(self, module: Any, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        if self._activation is not None:
+            inner = self._operations.gated_linear(rows, self._up[expert], activation=self._activation)
+        else:
+            up = self._operations.linear(rows, self._up[expert], self._bias(module, self._up_name, expert))
+            inner = (module._apply_gate(up) if module.has_gate else module.act_fn(up)).contiguous()
+        out = self._operations.linear(inner, self._down[expert], self._bias(module, "down_proj", expert))
+        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+
+    @staticmethod
+    def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
+        return getattr(module, f"{name}_bias")[expert].contiguous() if module.has_bias else None
+
+
+def _experts_forward(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    experts: PackedExperts = module.baton_experts
+    return experts.compute(module, hidden, top_k_index, top_k_weights)
+
+
+def register() -> None:
+    """Make our experts known to transformers under EXPERTS_NAME."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts_forward)
+
+
+def replace_products(
+    module: nn.Module, operations: Operations, row_quantum: int, release: Callable[[nn.Module], None]
+) -> None:
+    """Replace every product in place; `release` gets each module whose weights are packed now.
+
+    An embedding that shares its weight with the head is read out of the head's packed form.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    embeddings = {
+        part.weight.data_ptr(): (parent, name)
+        for parent in module.modules()
+        for name, part in parent.named_children()
+        if type(part) is nn.Embedding
+    }
+    for parent, name, child in children_of(module):
+        if not isinstance(child, nn.Linear | Conv1D):
+            continue
+        weight = child.weight.detach().T.contiguous() if isinstance(child, Conv1D) else child.weight
+        packed = PackedLinear(operations, weight, child.bias, weight.dtype)
+        setattr(parent, name, packed)
+        if (tied := embeddings.get(child.weight.data_ptr())) is not None:
+            setattr(tied[0], tied[1], PackedEmbedding(packed))
+        release(child)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            continue
+        # What transformers' decorator leaves on every experts class it lets others compute.
+        if getattr(part, "_is_expert_parallel", None) is not None:
+            object.__setattr__(part, "baton_experts", PackedExperts(operations, part, row_quantum, release))
+            release(part)
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.dim() == 2:
+                delattr(part, name)
+                object.__setattr__(part, name, CaughtWeight.of(parameter, operations))
+    # What is left (embeddings, norms) lies in the mapped file: a copy lets go of the file, and of its pages.
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
+class ProductWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, collects torch's own products: `missed` names each. Outer products (inner width 1) sum nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.missed: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if "convolution" in name or "scaled_dot_product" in name:
+            self.missed.add(name)
+        elif name in _PRODUCTS:
+            matrices = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+            if matrices[0].shape[-1] != 1:
+                self.missed.add(name)
+        return func(*args, **(kwargs or {}))

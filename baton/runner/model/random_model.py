@@ -1,0 +1,45 @@
+"""Model directories with seeded random weights: for benchmarks of a shape, and for tests of an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.runner.model.weights import DTYPES
+
+
+def write_random_model(directory: Path, config: Mapping[str, Any], seed: int, dtype: str = "float32") -> None:
+    """Write a complete model directory: config.json, model.safetensors, tokenizer.json.
+
+    `config` is what a config.json holds, `model_type` included. The same arguments give the same bytes. There is no
+    end-of-sequence token unless `config` names one, so that benchmarks run to their full length.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **config}
+    model_type = fields.pop("model_type")
+    settings = AutoConfig.for_model(model_type, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[dtype])
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    _write_tokenizer(directory, settings.get_text_config().vocab_size)
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer: one token a byte, and every further id a made-up word, so that any id has a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{token_id}" for token_id in range(len(alphabet), vocab_size)]
+    vocabulary = {token: token_id for token_id, token in enumerate((alphabet + words)[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))

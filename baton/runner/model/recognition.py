@@ -1,0 +1,228 @@
+"""Finds the parts of a transformers model that our fused layers can compute, by what they compute.
+
+A candidate has the children that such a part has; the fused layer is built from them, both run on the same random
+input, and only when they agree within rounding does the fused one take the place. What doesn't agree stays as it is,
+and its products are replaced one by one (layers.py). No class name is looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.runner.backends.operations import Activation, Operations
+from baton.runner.backends.torch_operations import activate, rms_norm
+from baton.runner.model.attention import AttentionParameters, EchoAttention
+from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm, whole_angles
+
+_ROWS = 5
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu")
+_TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
+"""Of the largest number: a few roundings apart, in another order, is equal; another function is not."""
+
+Release = Callable[[nn.Module], None]
+
+
+def fuse(module: nn.Module, operations: Operations, release: Release) -> str:
+    """Replace in place what is recognised; `release` gets every module that was replaced.
+
+    Returns why the last attention that was not recognised was not; empty when all that looked like one was.
+    """
+    why_not = ""
+    generator = torch.Generator().manual_seed(0)
+    widths = _angle_widths(module)
+    with torch.inference_mode():
+        for parent, name, child in children_of(module):
+            norm = _fused_norm(child, operations, generator)
+            if norm is not None:
+                setattr(parent, name, norm)
+        for parent, name, child in children_of(module):
+            try:
+                fused = _fused_mlp(child, operations, generator) or _fused_attention(
+                    child, operations, generator, widths
+                )
+            except _NotRecognised as reason:
+                why_not = f"{type(child).__name__}: {reason}"
+                continue
+            if fused is not None:
+                setattr(parent, name, fused)
+                release(child)
+    return why_not
+
+
+def gated_activation(apply_gate: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
+    """The activation with which [T, 2 N] becomes act(first half) * second half, if that is what is computed."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)) * 3
+    gate, up = x.chunk(2, dim=-1)
+    out = apply_gate(x)
+    return next((name for name in _ACTIVATIONS if torch.allclose(out, activate(gate, name) * up, atol=1e-5)), None)
+
+
+class _NotRecognised(Exception):
+    """A module looks like attention, and our own does not compute what it does; the message says what differs."""
+
+
+def children_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every parent below `module`, and a child with its name; whoever asks may replace the child meanwhile.
+
+    Parents are remembered by their paths: a list of modules would keep what was replaced, and its weights.
+    """
+    for path in [path for path, _ in module.named_modules()]:
+        try:
+            parent = module.get_submodule(path)
+        except AttributeError:
+            continue  # it went with what was replaced
+        for name in [name for name, _ in parent.named_children()]:
+            yield parent, name, parent.get_submodule(name)
+
+
+def _fused_norm(child: nn.Module, operations: Operations, generator: torch.Generator) -> FusedNorm | None:
+    weight = getattr(child, "weight", None)
+    eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+    if list(child.children()) or not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not eps:
+        return None
+    if len(list(child.parameters(recurse=False))) != 1:
+        return None
+    # Small, middling and large rows: the first shows where eps goes.
+    x = torch.randn(_ROWS, weight.shape[0], generator=generator) * torch.tensor([1e-3, 1e-2, 1.0, 3.0, 50.0])[:, None]
+    x = x.to(weight.device)
+    out = copy.deepcopy(child).float()(x)
+    for plus_one in (False, True):
+        if _agree(out, rms_norm(x, weight.float(), eps, plus_one)):
+            return FusedNorm(operations, weight, eps, plus_one)
+    return None
+
+
+def _fused_mlp(child: Any, operations: Operations, generator: torch.Generator) -> FusedMlp | None:
+    down, act = getattr(child, "down_proj", None), getattr(child, "act_fn", getattr(child, "activation_fn", None))
+    if not isinstance(down, nn.Linear) or not callable(act):
+        return None
+    activation = _activation(act)
+    gate_and_up = _gate_and_up(child)
+    if activation is None or gate_and_up is None:
+        return None
+    x = torch.randn(1, _ROWS, gate_and_up[0].shape[1], generator=generator).to(down.weight)
+    fused = FusedMlp(operations, *gate_and_up, down.weight, down.bias, activation)
+    return fused if _agree(child(x), fused(x)) else None
+
+
+def _activation(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation | None:
+    x = torch.linspace(-9, 9, 256)
+    return next((name for name in _ACTIVATIONS if torch.allclose(function(x), activate(x, name), atol=1e-6)), None)
+
+
+def _gate_and_up(child: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    gate, up, both = (getattr(child, name, None) for name in ("gate_proj", "up_proj", "gate_up_proj"))
+    if isinstance(both, nn.Linear) and both.bias is None:
+        first, second = both.weight.chunk(2)
+        return first, second
+    if not isinstance(gate, nn.Linear) or not isinstance(up, nn.Linear):
+        return None
+    return (gate.weight, up.weight) if gate.bias is None and up.bias is None else None
+
+
+def _fused_attention(
+    child: Any, operations: Operations, generator: torch.Generator, widths: list[int]
+) -> FusedAttention | None:
+    """None for what is no attention; raises _NotRecognised for one that ours does not compute."""
+    projections = _projections(child)
+    if projections is None or getattr(child, "layer_idx", None) is None:
+        return None
+    why = "it takes no rotary angles"
+    first = projections[0].weight
+    x = torch.randn(1, _ROWS, first.shape[1], generator=generator).to(first)
+    for width in widths:
+        angles = torch.rand(1, _ROWS, width, generator=generator) * 6
+        cos, sin = angles.cos().to(x), angles.sin().to(x)
+        echo = EchoAttention()
+        object.__setattr__(child, "baton_attend", echo)
+        try:
+            child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            # It doesn't take angles of this width, or not like this at all.
+            why = f"called with {width} angles it raised {type(error).__name__}: {error}"
+            continue
+        if echo.how is None:
+            why = "it calls attention in a way that is not known"
+            continue
+        query, key, value = echo.seen[0]
+        heads = (query.shape[1], key.shape[1], key.shape[2])
+        if value.shape != key.shape or query.shape[2] != key.shape[2]:
+            raise _NotRecognised("keys and values have different shapes")
+        for half in (False, True):
+            # Both halves of real angles are equal.
+            halves = width if half else width // 2
+            angles = torch.cat([torch.rand(1, _ROWS, halves, generator=generator) * 6] * (1 if half else 2), dim=-1)
+            cos, sin = angles.cos().to(x), angles.sin().to(x)
+            if half and 2 * width > heads[2]:
+                continue
+            fused = _build_attention(child, projections, operations, heads, echo.how, half)
+            if fused is not None and _same_attention(child, fused, x, cos, sin):
+                return fused
+        why = "no kind of rotation gives what it computes"
+    raise _NotRecognised(why)
+
+
+def _projections(child: Any) -> tuple[nn.Linear, ...] | None:
+    if not isinstance(getattr(child, "o_proj", None), nn.Linear):
+        return None
+    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
+        found = tuple(getattr(child, name, None) for name in names)
+        if all(isinstance(part, nn.Linear) for part in found):
+            return found  # type: ignore[return-value]
+    return None
+
+
+def _build_attention(
+    child: Any,
+    projections: tuple[nn.Linear, ...],
+    operations: Operations,
+    heads: tuple[int, int, int],
+    how: AttentionParameters,
+    half_angles: bool,
+) -> FusedAttention | None:
+    norms = (getattr(child, "q_norm", None), getattr(child, "k_norm", None))
+    for norm in norms:
+        if norm is not None and not (isinstance(norm, FusedNorm) and norm.rms_weight.shape[0] == heads[2]):
+            return None
+    return FusedAttention(
+        operations,
+        child.layer_idx,
+        tuple(part.weight for part in projections),
+        tuple(part.bias for part in projections),
+        (child.o_proj.weight, child.o_proj.bias),
+        heads,
+        norms,
+        how,
+        half_angles,
+    )
+
+
+def _same_attention(
+    child: nn.Module, fused: FusedAttention, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> bool:
+    """Whether both hand the same rows to attention and make the same of its answer."""
+    theirs, ours = EchoAttention(), EchoAttention()
+    object.__setattr__(child, "baton_attend", theirs)
+    object.__setattr__(fused, "baton_attend", ours)
+    expected = child(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
+    out = fused.rows(x[0], whole_angles(cos[0], fused.half_angles), whole_angles(sin[0], fused.half_angles))
+    pairs = zip(theirs.seen[0], ours.seen[0], strict=True)
+    return _agree(expected[0], out) and all(_agree(theirs, ours) for theirs, ours in pairs)
+
+
+def _agree(expected: torch.Tensor, out: torch.Tensor) -> bool:
+    if expected.shape != out.shape or expected.dtype != out.dtype:
+        return False
+    difference = (expected.float() - out.float()).abs().max()
+    return bool(difference <= _TOLERANCE[expected.dtype] * expected.float().abs().max())
+
+
+def _angle_widths(module: nn.Module) -> list[int]:
+    """How many angles a position may have: two for every inverse frequency, or one."""
+    sizes = {buffer.numel() for name, buffer in module.named_buffers() if name.endswith("inv_freq")}
+    return [2 * size for size in sorted(sizes)] + sorted(sizes)

@@ -1,0 +1,290 @@
+"""A loaded model with its products and attention replaced, and the cache it computes on: rows in, logits out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.runner import KVLayout
+from baton.errors import ConfigError
+from baton.runner.backends.cpu.kernels.huge_pages import zeros_for_reading
+from baton.runner.backends.cpu.kernels.step_layout import StepLayout
+from baton.runner.backends.cuda.cuda_operations import CudaOperations
+from baton.runner.backends.operations import Operations
+from baton.runner.blocks.host_blocks import HostBlocks
+from baton.runner.execution.input_batch import FlatBatch
+from baton.runner.model.attention import (
+    EchoAttention,
+    PagedAttention,
+    ProbeAttention,
+    UnsupportedAttention,
+    bind,
+)
+from baton.runner.model.decode_graphs import DecodeGraphs
+from baton.runner.model.decoder import Decoder, Ends, NotAPlainDecoder
+from baton.runner.model.layer_groups import group_layers
+from baton.runner.model.layers import ProductWatch, replace_products
+from baton.runner.model.mapped_files import MappedFiles
+from baton.runner.model.recognition import fuse
+from baton.runner.model.weights import DTYPES, LoadedModel
+
+_VECTOR = 64
+"""Elements that an elementwise kernel of torch treats as one piece, at most (AVX-512: two registers of bfloat16)."""
+_MAX_ELEMENTWISE_THREADS = 2
+_PROBE_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """Exactly one of the two is set."""
+
+    num_blocks: int | None = None
+    cache_bytes: int | None = None
+
+    def blocks(self, block_bytes: int) -> int:
+        """How many blocks; raises ConfigError when that is not at least two (the first is the null block)."""
+        if (self.num_blocks is None) == (self.cache_bytes is None):
+            raise ConfigError("set exactly one of the number of KV blocks and the bytes for them")
+        blocks = self.num_blocks if self.num_blocks is not None else (self.cache_bytes or 0) // block_bytes
+        if blocks < 2:
+            raise ConfigError(f"room for {blocks} KV blocks of {block_bytes} bytes is too little; give at least 2")
+        return blocks
+
+
+def row_quantum(widths: list[int], num_threads: int) -> int:
+    """Rows to pad to, so that no element of a real row is ever in the tail of an elementwise kernel.
+
+    torch's vectorised functions (silu, gelu, tanh, cos) round differently in the scalar tail that follows the last full
+    vector of a tensor, or of a thread's share of it. If rows x width is a multiple of the vector for every width, and
+    splits evenly over the threads, there is no tail.
+    """
+    common = math.gcd(*widths)
+    return _VECTOR // math.gcd(common, _VECTOR) * elementwise_threads(num_threads)
+
+
+def elementwise_threads(num_threads: int) -> int:
+    """torch's own threads: one or two, since shares of three or more can't be kept aligned by padding."""
+    return max(1, min(num_threads, _MAX_ELEMENTWISE_THREADS))
+
+
+class Computed(NamedTuple):
+    """What a step gave for the rows that sample, or that were asked for: float32."""
+
+    hidden: npt.NDArray[np.float32]
+    """What the layers and the last norm gave, [rows, hidden size]."""
+    logits: npt.NDArray[np.float32]
+    """[rows, vocabulary]"""
+
+
+class Transformer:
+    """One model and one cache. Called from one thread."""
+
+    def __init__(
+        self, model: LoadedModel, operations: Operations, block_size: int, cache_size: CacheSize, num_threads: int
+    ) -> None:
+        self._module: Any = model.module
+        self.device = model.device
+        self.row_quantum = row_quantum(_widths(model), num_threads)
+        mapped = MappedFiles(model.checkpoint.weight_files)
+        self._why_not_fused = fuse(model.module, operations, mapped.release)
+        replace_products(model.module, operations, self.row_quantum, mapped.release)
+        self._last_hidden: torch.Tensor | None = None
+        """What transformers' own loop gave the head last, [1, rows, hidden size]."""
+        head = _head_of(model.module)
+        if head is not None:
+            head.register_forward_pre_hook(self._keep_hidden)
+        probe = ProbeAttention()
+        watch = ProductWatch()
+        bind(model.module, probe)
+        with watch:
+            self.hidden_size: int = self._probe().hidden.shape[1]
+            """0: it is not seen what the head is given."""
+        if sorted(probe.layers) != list(range(model.config.num_hidden_layers)):
+            raise UnsupportedAttention(
+                f"{model.architecture} has {model.config.num_hidden_layers} layers, {len(probe.layers)} with "
+                "attention; layers without attention are not supported"
+            )
+        self.missed_products = frozenset(watch.missed)
+        layers = tuple(probe.layers[layer] for layer in sorted(probe.layers))
+        self.layout = KVLayout(block_size, layers, model.dtype, group_layers(layers, probe.windows))
+        self.num_blocks = cache_size.blocks(self.layout.block_bytes)
+        self.kv_cache = _cache_memory(self.num_blocks * self.layout.block_elements, DTYPES[model.dtype], self.device)
+        self._why_no_own_loop = ""
+        self._decoder = self._own_loop(DTYPES[model.dtype])
+        self._attention = PagedAttention(operations, self.kv_cache, self.layout)
+        bind(model.module, self._attention)
+        if self._decoder is not None and self._decoder.is_fused:
+            self.row_quantum = 1
+            self._decoder.record(operations, self._attention)
+        self.decode_graphs = self._graphs_of(operations, model.config.max_position_embeddings)
+        """None where a step's kernels are started one by one."""
+
+    @property
+    def why_no_own_loop(self) -> str:
+        """Why transformers' loop over the layers runs; empty when ours replaces it."""
+        return self._why_no_own_loop
+
+    @property
+    def why_no_programs(self) -> str:
+        """Why a step's layers are not computed in one call; empty when they are."""
+        return "transformers' loop runs" if self._decoder is None else self._decoder.why_no_programs
+
+    @property
+    def has_own_loop(self) -> bool:
+        """Whether transformers' loop over the layers is replaced too."""
+        return not self.why_no_own_loop
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether a step's layers are computed in one call."""
+        return not self.why_no_programs
+
+    def compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float32]:
+        """Compute a step: stores its keys and values, returns float32 logits [rows, vocabulary].
+
+        The rows are those that sample, or `logits_rows` when given.
+        """
+        wanted = batch.logits_rows if logits_rows is None else logits_rows
+        with torch.inference_mode():
+            recorded = self._compute_recorded(batch, wanted)
+            if recorded is None:
+                return _on_host(self._compute(batch, wanted, logits_rows is None).logits)
+            # A copy also where they are on the host: the next replay, of any size, writes over them.
+            copied: npt.NDArray[np.float32] = recorded.to("cpu", torch.float32, copy=True).numpy()
+            return copied
+
+    def compute_with_hidden(self, batch: FlatBatch) -> Computed:
+        """As `compute`, for the rows that sample, with what their logits were made of."""
+        with torch.inference_mode():
+            ends = self._compute(batch, batch.logits_rows, sampling=True)
+            return Computed(_on_host(ends.hidden), _on_host(ends.logits))
+
+    def _compute(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64], sampling: bool) -> Ends:
+        self._attention.layout = StepLayout(
+            query_start=self._tensor(batch.query_start),
+            seq_lens=self._tensor(batch.seq_lens),
+            block_tables=[self._tensor(tables) for tables in batch.block_tables],
+            slots=[self._tensor(slots) for slots in batch.slots],
+            sample_start=self._tensor(batch.sample_start),
+        )
+        rows = self._tensor(logits_rows)
+        try:
+            if self._decoder is None:
+                return self._forward(batch.token_ids, batch.positions, rows)
+            return self._decoder.compute(batch.token_ids, batch.positions, rows, sampling)
+        finally:
+            self._attention.layout = None
+
+    def _compute_recorded(self, batch: FlatBatch, logits_rows: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Logits of a step that is started as one, None for any other."""
+        graphs, decoder = self.decode_graphs, self._decoder
+        if graphs is None or decoder is None or not graphs.fits(batch, logits_rows):
+            return None
+        return graphs.compute(*decoder.embedded(batch.token_ids, batch.positions), batch)
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy whole blocks within the cache."""
+        with torch.inference_mode():
+            blocks = self.kv_cache.view(self.num_blocks, -1)
+            blocks[destinations] = blocks[sources]
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def host_blocks(self, num_blocks: int) -> HostBlocks:
+        """A host tier of so many blocks; ConfigError when there is no memory for it."""
+        shape = (num_blocks, self.layout.block_elements)
+        try:
+            blocks = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            size = num_blocks * self.layout.block_bytes
+            raise ConfigError(f"this machine has no room for a host tier of {size} bytes") from error
+        return HostBlocks(self.kv_cache.view(self.num_blocks, -1), blocks)
+
+    def _probe(self) -> Ends:
+        token_ids, positions, rows = self._probe_rows()
+        with torch.inference_mode():
+            return self._forward(token_ids, positions, rows)
+
+    def _probe_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], torch.Tensor]:
+        positions = np.arange(_PROBE_ROWS * self.row_quantum)
+        return (
+            (positions * 7919) % self._module.config.vocab_size,
+            positions,
+            torch.arange(positions.size, device=self.device),
+        )
+
+    def _own_loop(self, dtype: torch.dtype) -> Decoder | None:
+        """Our loop over the layers, if the model has the parts and transformers' loop gives the same bits."""
+        try:
+            decoder = Decoder(self._module, dtype, self.device)
+        except NotAPlainDecoder as reason:
+            self._why_no_own_loop = "; ".join(filter(None, (str(reason), self._why_not_fused)))
+            return None
+        bind(self._module, EchoAttention())
+        token_ids, positions, rows = self._probe_rows()
+        with torch.inference_mode():
+            expected = self._forward(token_ids, positions, rows).logits
+            logits = decoder.compute(token_ids, positions, rows, False).logits
+        # As bytes: NaN must equal NaN here.
+        if torch.equal(expected.contiguous().view(torch.uint8), logits.contiguous().view(torch.uint8)):
+            return decoder
+        self._why_no_own_loop = "its logits are not those of transformers' loop, bit for bit"
+        return None
+
+    def _graphs_of(self, operations: Operations, max_model_len: int) -> DecodeGraphs | None:
+        if self._decoder is None or not isinstance(operations, CudaOperations) or operations.record is None:
+            return None
+        return DecodeGraphs(operations, self._attention, self._decoder.forward, max_model_len, self.layout.block_size)
+
+    def _forward(
+        self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], logits_rows: torch.Tensor
+    ) -> Ends:
+        out = self._module(
+            input_ids=self._tensor(token_ids).unsqueeze(0),
+            position_ids=self._tensor(positions).unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_rows,
+        )
+        logits: torch.Tensor = out.logits[0]
+        hidden, self._last_hidden = self._last_hidden, None
+        return Ends(logits.new_empty(logits.shape[0], 0) if hidden is None else hidden[0], logits)
+
+    def _keep_hidden(self, _head: Any, given: Any) -> None:
+        self._last_hidden = given[0]
+
+
+def _head_of(module: Any) -> torch.nn.Module | None:
+    head = module.get_output_embeddings()
+    return head if isinstance(head, torch.nn.Module) else None
+
+
+def _on_host(rows: torch.Tensor) -> npt.NDArray[np.float32]:
+    wide: npt.NDArray[np.float32] = rows.float().cpu().numpy()
+    return wide
+
+
+def _cache_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        try:
+            return torch.zeros(elements, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            size = elements * dtype.itemsize
+            raise ConfigError(f"{device} has no room for a KV cache of {size} bytes beside the weights") from error
+    # Written once, so that the first prompts don't wait for pages: they would be 5 % slower.
+    return zeros_for_reading(elements, dtype).zero_()
+
+
+def _widths(model: LoadedModel) -> list[int]:
+    """Every row width that an elementwise function may see."""
+    config = model.config
+    widths = {parameter.shape[-2] for parameter in model.module.parameters() if parameter.dim() >= 2}
+    widths |= {parameter.shape[-1] for parameter in model.module.parameters()}
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return [*widths, head_dim]

@@ -1,0 +1,213 @@
+"""Executes steps on a transformers model: the torch implementation of `ModelRunner`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo
+from baton.errors import ConfigError, InvalidRequest
+from baton.runner.backends.cpu.kernels import KernelArgumentError
+from baton.runner.backends.device import resolve_device
+from baton.runner.backends.kernel_choice import choose_operations
+from baton.runner.backends.operations import Operations
+from baton.runner.backends.torch_operations import TorchOperations
+from baton.runner.blocks.host_blocks import host_blocks_in
+from baton.runner.compute_paths import compute_paths
+from baton.runner.execution.embedding import embedding_of
+from baton.runner.execution.input_batch import FlatBatch, RequestState, RequestTable, flatten
+from baton.runner.execution.sampler import SamplingState, sample
+from baton.runner.execution.token_masks import TokenMasks
+from baton.runner.model import attention, layers
+from baton.runner.model.attention import UnsupportedAttention
+from baton.runner.model.transformer import CacheSize, Transformer, elementwise_threads
+from baton.runner.model.weights import LoadedModel, load_model
+from baton.runner.self_check import why_not_bit_exact
+
+
+class TorchModelRunner:
+    """One model with its KV cache on one device of this machine. Called from one thread."""
+
+    def __init__(self, model: ModelInfo, transformer: Transformer, host_cache_bytes: int = 0) -> None:
+        self._model = model
+        self._transformer = transformer
+        cache = transformer.kv_cache
+        self._memory = KVMemory(
+            base_address=cache.data_ptr(),
+            num_blocks=transformer.num_blocks,
+            block_bytes=transformer.layout.block_bytes,
+            kind="DRAM" if cache.device.type == "cpu" else "VRAM",
+            device_id=cache.device.index or 0,
+            owner=cache,
+        )
+        self._host = transformer.host_blocks(host_blocks_in(host_cache_bytes, transformer.layout.block_bytes))
+        self._masks = TokenMasks(model.vocab_size)
+        self._requests = RequestTable(transformer.layout, transformer.num_blocks, model.vocab_size, model.max_model_len)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._transformer.layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._requests)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        started = time.perf_counter()
+        num_copied = self._host.execute(scheduler_output)
+        copied = time.perf_counter()
+        copy_seconds = copied - started if num_copied else 0.0
+        scheduled, failed = self._requests.update(scheduler_output)
+        if scheduler_output.blocks_to_copy:
+            self._transformer.copy_blocks(
+                [copy.source for copy in scheduler_output.blocks_to_copy],
+                [copy.destination for copy in scheduler_output.blocks_to_copy],
+            )
+        if not scheduled:
+            return ModelRunnerOutput({}, failed=failed, copy_seconds=copy_seconds)
+        batch = flatten(scheduled, self.layout, self._transformer.row_quantum)
+        samplers = [share.state for share in scheduled if share.samples]
+        embeddings: dict[str, bytes] = {}
+        if any(state.embeds for state in samplers):
+            logits, samplers = self._take_embeddings(batch, samplers, embeddings, failed)
+        else:
+            logits = self._transformer.compute(batch)
+        masks, unmasked = self._masks.fill(samplers)
+        results = sample(
+            logits,
+            [
+                SamplingState(
+                    state.sampling_params,
+                    state.token_ids,
+                    state.num_prompt_tokens,
+                    self._model.eos_token_ids,
+                    masks.get(state.request_id) if masks else None,
+                    state.counts,
+                )
+                for state in samplers
+            ],
+        )
+        tokens: dict[str, int] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        for state, result in zip(samplers, results, strict=True):
+            error = result.error or unmasked.get(state.request_id)
+            if error is not None:
+                failed[state.request_id] = str(error)
+                continue
+            tokens[state.request_id] = result.token_id
+            if result.logprobs is not None:
+                logprobs[state.request_id] = [result.logprobs]
+        self._requests.commit(scheduled, tokens)
+        return ModelRunnerOutput(
+            {name: [token] for name, token in tokens.items()},
+            logprobs,
+            failed,
+            frozenset(name for name, error in unmasked.items() if isinstance(error, InvalidRequest)),
+            embeddings,
+            copy_seconds=copy_seconds,
+            compute_seconds=time.perf_counter() - copied,
+        )
+
+    def _take_embeddings(
+        self,
+        batch: FlatBatch,
+        states: Sequence[RequestState],
+        embeddings: dict[str, bytes],
+        failed: dict[str, str],
+    ) -> tuple[npt.NDArray[np.float32], list[RequestState]]:
+        """Compute a step of which some requests are embedded; returns the logits of the others, and those."""
+        computed = self._transformer.compute_with_hidden(batch)
+        others = [row for row, state in enumerate(states) if not state.embeds]
+        for state, hidden in zip(states, computed.hidden, strict=True):
+            if state.embeds:
+                try:
+                    embeddings[state.request_id] = embedding_of(hidden)
+                except ArithmeticError as error:
+                    failed[state.request_id] = str(error)
+        return computed.logits[others], [states[row] for row in others]
+
+
+def load_runner(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    cache_bytes: int | None = None,
+    host_cache_bytes: int = 0,
+    num_threads: int = 1,
+    name: str = "",
+    device: str = "cpu",
+    operations: Operations | None = None,
+) -> TorchModelRunner:
+    """Load a model directory with a cache of `num_blocks` blocks or `cache_bytes` bytes (exactly one of them).
+
+    `device` is auto, cpu, cuda or cuda:N. `num_threads` is set for the whole process. `operations` replaces the
+    machine's kernels (tests). Raises ConfigError.
+    """
+    torch.set_num_threads(elementwise_threads(num_threads))
+    attention.register()
+    layers.register()
+    where = resolve_device(device)
+    chosen = choose_operations(num_threads, where) if operations is None else operations
+    loaded = load_model(model_dir, dtype, where)
+    try:
+        transformer = Transformer(loaded, chosen, block_size, CacheSize(num_blocks, cache_bytes), num_threads)
+        info = _model_info(loaded, transformer, chosen, name or model_dir.resolve().name)
+    except UnsupportedAttention as error:
+        raise UnsupportedAttention(f"{model_dir} can't be served: {error}; choose another model") from error
+    except KernelArgumentError as error:
+        raise ConfigError(f"{model_dir} has a shape that Baton's kernels can't compute ({error})") from error
+    return TorchModelRunner(info, transformer, host_cache_bytes)
+
+
+def _settle(loaded: LoadedModel, transformer: Transformer, operations: Operations) -> str | None:
+    """Find the fewest rows a call with which torch's products are bit-exact here; returns why nothing is, if so."""
+    if not isinstance(operations, TorchOperations):
+        return why_not_bit_exact(loaded, transformer)
+    reason: str | None = None
+    for rows in operations.rows_to_try:
+        operations.rows_per_call = rows
+        reason = why_not_bit_exact(loaded, transformer)
+        if reason is None:
+            break
+    return reason
+
+
+def _model_info(loaded: LoadedModel, transformer: Transformer, operations: Operations, name: str) -> ModelInfo:
+    config = loaded.config
+    reason = _settle(loaded, transformer, operations)
+    return ModelInfo(
+        name=name,
+        fingerprint=loaded.checkpoint.fingerprint,
+        architecture=loaded.architecture,
+        dtype=loaded.dtype,
+        numerics=f"{operations.numerics()}/torch-{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}",
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_position_embeddings,
+        eos_token_ids=loaded.checkpoint.eos_token_ids,
+        bit_exact=reason is None,
+        bit_exact_reason=reason or "",
+        embedding_size=transformer.hidden_size,
+        compute_paths=compute_paths(operations, transformer),
+    )

@@ -1,0 +1,91 @@
+"""A node's own word on whether its bits depend on the batch, found out at start in well under a second.
+
+One sequence is computed at once, and again in chunks beside another one, on the node's own weights, shapes and threads;
+keys, values and logits must be the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.batch import NewRequestData
+from baton.engine.request import SamplingParams
+from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
+from baton.runner.model.transformer import Transformer
+from baton.runner.model.weights import LoadedModel
+
+_CHUNKS = (1, 9, 1, 6, 1, 1)
+_MATE_CHUNKS = (5, 1, 11, 1, 1, 1)
+"""Beside each other; the last steps decode."""
+_BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings that look at the longest sequence of the batch."""
+
+
+def why_not_bit_exact(loaded: LoadedModel, transformer: Transformer) -> str | None:
+    """None when the model computes a row from that row's history alone, else what speaks against it."""
+    if transformer.missed_products:
+        return f"computes {', '.join(sorted(transformer.missed_products))} outside of Baton's kernels"
+    rope = _rope_types(getattr(loaded.config, "rope_parameters", None))
+    if rope & _BATCH_DEPENDENT_ROPE:
+        return f"its rotary embedding ({', '.join(sorted(rope & _BATCH_DEPENDENT_ROPE))}) looks at the whole batch"
+    return _compare(transformer, loaded.config.vocab_size, loaded.config.max_position_embeddings)
+
+
+def _rope_types(parameters: object) -> set[str]:
+    """Every rope_type in a configuration's parameters, which may be one set or one per kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [_rope_types(value) for value in parameters.values()]
+    return set().union(*nested) | {str(parameters.get("rope_type", "default"))}
+
+
+def _compare(transformer: Transformer, vocab_size: int, max_model_len: int) -> str | None:
+    block_size = transformer.layout.block_size
+    length, mate_length = min(sum(_CHUNKS), max_model_len), min(sum(_MATE_CHUNKS), max_model_len)
+    groups = len(transformer.layout.groups)
+    blocks = -(-length // block_size) * groups
+    mate_blocks = -(-mate_length // block_size) * groups
+    if transformer.num_blocks < 1 + 2 * blocks + mate_blocks:
+        return "the cache is too small for the check at start"
+    tokens = [(7919 * (position + 1)) % vocab_size for position in range(length)]
+    mate_tokens = [(104729 * (position + 1)) % vocab_size for position in range(mate_length)]
+    whole = _state("whole", tokens, 1, blocks)
+    parts = _state("parts", tokens, 1 + blocks, blocks)
+    mate = _state("mate", mate_tokens, 1 + 2 * blocks, mate_blocks)
+    expected = _advance(transformer, [(whole, length)])[0]
+    logits = expected
+    for count, mate_count in zip(_CHUNKS, _MATE_CHUNKS, strict=True):
+        shares = [(mate, mate_count), (parts, count)]
+        # Chunks are cut to what a tiny model's length leaves.
+        fitting = [(state, min(n, len(state.token_ids) - state.num_computed_tokens)) for state, n in shares]
+        logits = _advance(transformer, [share for share in fitting if share[1] > 0])[-1]
+        if parts.num_computed_tokens == length:
+            break
+    same_kv = bool((_kv(transformer, whole) == _kv(transformer, parts)).all())
+    transformer.kv_cache.view(transformer.num_blocks, -1)[: 1 + 2 * blocks + mate_blocks].zero_()
+    if not same_kv or not np.array_equal(expected.view(np.uint32), logits.view(np.uint32)):
+        return "the check at start found different bits for a sequence computed at once and in chunks"
+    return None
+
+
+def _state(name: str, tokens: list[int], first_block: int, blocks: int) -> RequestState:
+    block_ids = range(first_block, first_block + blocks)
+    return RequestState(NewRequestData(name, tokens, (), SamplingParams(), block_ids, 0))
+
+
+def _advance(transformer: Transformer, shares: list[tuple[RequestState, int]]) -> list[npt.NDArray[np.float32]]:
+    """Compute one step; returns the last row's logits of every share."""
+    scheduled = [Scheduled(state, count) for state, count in shares]
+    batch = flatten(scheduled, transformer.layout, transformer.row_quantum)
+    logits = transformer.compute(batch, batch.query_start[1:].astype(np.int64) - 1)
+    for share in scheduled:
+        share.state.num_computed_tokens = share.stop
+    return list(logits)
+
+
+def _kv(transformer: Transformer, state: RequestState) -> npt.NDArray[np.uint8]:
+    import torch
+
+    blocks = transformer.kv_cache.view(transformer.num_blocks, -1)[state.block_table.tolist()]
+    return blocks.view(torch.uint8).cpu().numpy()

@@ -1,0 +1,253 @@
+"""A runner without a model: its tokens and its KV bytes are hashes of everything before them.
+
+Each token's slot holds bytes that follow from its token id, its position and the slot before it *as it lies in the
+cache*; the next token follows from all KV bytes of the request's history. So a block with somebody else's KV, a block
+missed by a transfer or a stale table gives other tokens than `expected_tokens`, which needs no engine. numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.engine.runner import KVLayout, KVMemory, ModelInfo
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.runner.blocks.host_blocks import HostBlocks
+from baton.runner.execution.embedding import embedding_of_number
+from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled
+from baton.runner.execution.philox import uniform
+from baton.runner.spec import SimulatedSpec
+
+Bytes = npt.NDArray[np.uint8]
+
+_ROOT = b"baton simulated root"
+_EMBEDDING_SIZE = 8
+
+
+def token_bytes(layout: KVLayout) -> int:
+    """KV bytes of one token over all layers."""
+    return layout.block_bytes // layout.block_size
+
+
+def expected_kv(token_ids: Sequence[int], layout: KVLayout) -> Bytes:
+    """KV of a whole sequence as uint8 [tokens, num_layers, 2, num_kv_heads, head bytes]."""
+    rows = _head_rows(layout)
+    out = np.empty((len(token_ids), *rows), dtype=np.uint8)
+    chain = _ROOT
+    for position, token_id in enumerate(token_ids):
+        out[position] = _slot(chain, token_id, position, rows)
+        chain = out[position].tobytes()
+    return out
+
+
+def expected_tokens(prompt: Sequence[int], params: SamplingParams, spec: SimulatedSpec) -> list[int]:
+    """What a request must generate: `max_tokens` tokens, or fewer when a stop id or the model's length ends it."""
+    layout = layout_of(spec)
+    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    tokens, rows = list(prompt), _head_rows(layout)
+    kv = expected_kv(tokens, layout)
+    output: list[int] = []
+    while len(output) < params.max_tokens and len(tokens) < spec.max_model_len:
+        token_id = _next_token(kv, params, len(output), spec)
+        output.append(token_id)
+        if token_id in stops and len(output) > params.min_tokens:
+            break
+        slot = _slot(kv[-1].tobytes(), token_id, len(tokens), rows)
+        kv = np.concatenate((kv, slot[np.newaxis]))
+        tokens.append(token_id)
+    return output
+
+
+def expected_embedding(prompt: Sequence[int], spec: SimulatedSpec) -> bytes:
+    """A prompt's, computed without any cache."""
+    return embedding_of_number(_digest(expected_kv(prompt, layout_of(spec))), _EMBEDDING_SIZE)
+
+
+def likeliest_tokens(kv: Bytes, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """What the runner says may follow the history kv [tokens, ...]: tokens and log-probabilities, best first.
+
+    The best is what it draws when it is greedy and may draw anything; otherwise they have nothing to do with that.
+    """
+    found: dict[int, float] = {}
+    logprob, number = 0.0, _digest(kv)
+    while len(found) < min(count, vocab_size):
+        logprob -= 0.01 + number % 997 / 1000
+        found.setdefault(number % vocab_size, logprob)
+        number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), seed=len(found))
+    return list(found.items())
+
+
+def expected_beams(prompt: Sequence[int], search: BeamSearch, spec: SimulatedSpec) -> list[list[int]]:
+    """What a beam search must find, best first."""
+    layout = layout_of(spec)
+    while not search.is_over:
+        histories = [expected_kv([*prompt, *beam.token_ids], layout) for beam in search.running]
+        search.advance([likeliest_tokens(kv, search.num_candidates, spec.vocab_size) for kv in histories])
+    return [list(beam.token_ids) for beam in search.finished]
+
+
+def layout_of(spec: SimulatedSpec) -> KVLayout:
+    """The block layout that a specification gives."""
+    return KVLayout.uniform(spec.block_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.dtype)
+
+
+def _head_rows(layout: KVLayout) -> tuple[int, int, int, int]:
+    num_kv_heads = layout.layers[0].num_kv_heads
+    return layout.num_layers, 2, num_kv_heads, token_bytes(layout) // (layout.num_layers * 2 * num_kv_heads)
+
+
+def _slot(before: bytes, token_id: int, position: int, rows: tuple[int, int, int, int]) -> Bytes:
+    """One token's KV: a 64-bit chain value, stretched to the token's bytes so that no two heads look alike."""
+    chain = xxhash.xxh3_64_intdigest(
+        before + token_id.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+    )
+    size = int(np.prod(rows))
+    words = np.arange(1, -(-size // 8) + 1, dtype=np.uint64)
+    # Weyl sequence and multiply-xorshift (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators").
+    words = words * np.uint64(0x9E3779B97F4A7C15) + np.uint64(chain)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    return words.view(np.uint8)[:size].reshape(rows)
+
+
+def _digest(kv: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(kv).data)
+
+
+def _next_token(kv: Bytes, params: SamplingParams, index: int, spec: SimulatedSpec) -> int:
+    """Output token `index` after the history kv [tokens, ...]; greedy ignores the seed, anything else follows it."""
+    digest = _digest(kv)
+    if not params.is_greedy:
+        digest ^= int(uniform(params.seed, index) * 2**53) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    token_id = digest % spec.vocab_size
+    stops = params.stop_token_ids | (frozenset() if params.ignore_eos else spec.eos_token_ids)
+    while index < params.min_tokens and token_id in stops and len(stops) < spec.vocab_size:
+        token_id = (token_id + 1) % spec.vocab_size
+    return token_id
+
+
+class SimulatedRunner:
+    """A `ModelRunner` for tests and for clusters larger than the machine. Called from one thread."""
+
+    def __init__(self, spec: SimulatedSpec) -> None:
+        self._spec = spec
+        self._layout = layout_of(spec)
+        layers, two, heads, row = _head_rows(self._layout)
+        self._cache: Bytes = np.zeros((spec.num_blocks, layers, two, heads, spec.block_size, row), dtype=np.uint8)
+        host = np.empty((spec.num_host_blocks, *self._cache.shape[1:]), dtype=np.uint8)
+        self._host = HostBlocks(self._cache, host)
+        self._memory = KVMemory(
+            base_address=self._cache.ctypes.data,
+            num_blocks=spec.num_blocks,
+            block_bytes=self._layout.block_bytes,
+            kind="DRAM",
+            device_id=0,
+            owner=self._cache,
+        )
+        fields = f"{spec.vocab_size}/{spec.max_model_len}/{sorted(spec.eos_token_ids)}/{spec.name}"
+        self._model = ModelInfo(
+            name=spec.name,
+            fingerprint=xxhash.xxh3_128_hexdigest(fields.encode()),
+            architecture="Simulated",
+            dtype=spec.dtype,
+            numerics="simulated-1",
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            bit_exact=True,
+            embedding_size=_EMBEDDING_SIZE,
+        )
+        self._requests = RequestTable(self._layout, spec.num_blocks, spec.vocab_size, spec.max_model_len)
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._requests)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step. A failure of one request is reported in `failed`, never raised."""
+        num_copied = self._host.execute(scheduler_output)
+        scheduled, failed = self._requests.update(scheduler_output)
+        for copy in scheduler_output.blocks_to_copy:
+            self._cache[copy.destination] = self._cache[copy.source]
+        copy_seconds, compute_seconds = self._seconds(scheduled, num_copied)
+        if self._spec.sleep is not None and (scheduled or num_copied):
+            self._spec.sleep(copy_seconds + compute_seconds)
+        tokens: dict[str, int] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        embeddings: dict[str, bytes] = {}
+        for share in scheduled:
+            self._store(share)
+            if not share.samples:
+                continue
+            state = share.state
+            kv = self.read(state.block_table, share.stop)
+            if state.embeds:
+                embeddings[state.request_id] = embedding_of_number(_digest(kv), _EMBEDDING_SIZE)
+                continue
+            token_id = _next_token(kv, state.sampling_params, state.num_output_tokens, self._spec)
+            tokens[state.request_id] = token_id
+            top = state.sampling_params.logprobs
+            if top is not None:
+                likeliest = likeliest_tokens(kv, max(top, 1), self._spec.vocab_size)
+                logprobs[state.request_id] = [TokenLogprobs(token_id, likeliest[0][1], 1, likeliest[:top])]
+        self._requests.commit(scheduled, tokens)
+        return ModelRunnerOutput(
+            {name: [token] for name, token in tokens.items()},
+            logprobs,
+            failed,
+            embeddings=embeddings,
+            copy_seconds=copy_seconds,
+            compute_seconds=compute_seconds,
+        )
+
+    def read(self, block_ids: Sequence[int] | npt.NDArray[np.int32], num_tokens: int) -> Bytes:
+        """KV of the first `num_tokens` tokens in these blocks, shaped like `expected_kv`'s."""
+        blocks = self._cache[np.asarray(block_ids, dtype=np.int64)[: -(-num_tokens // self._spec.block_size)]]
+        by_token = blocks.transpose(0, 4, 1, 2, 3, 5)
+        return by_token.reshape(-1, *by_token.shape[2:])[:num_tokens]
+
+    def _store(self, share: Scheduled) -> None:
+        state, start = share.state, share.state.num_computed_tokens
+        rows = _head_rows(self._layout)
+        before = self._slot_at(state, start - 1).tobytes() if start else _ROOT
+        for position in range(start, share.stop):
+            slot = _slot(before, int(state.token_ids[position]), position, rows)
+            self._slot_at(state, position)[...] = slot
+            before = slot.tobytes()
+
+    def _slot_at(self, state: RequestState, position: int) -> Bytes:
+        block, offset = divmod(position, self._spec.block_size)
+        view: Bytes = self._cache[int(state.block_table[block]), :, :, :, offset]
+        return view
+
+    def _seconds(self, scheduled: Sequence[Scheduled], num_copied: int) -> tuple[float, float]:
+        """What a step is said to take: its copies from and to the host tier, and everything else."""
+        time = self._spec.step_time
+        if not scheduled:
+            return num_copied * time.per_copied_block, 0.0
+        decoding = sum(share.count == 1 and share.samples for share in scheduled)
+        prefilling = sum(share.count for share in scheduled) - decoding
+        computing = time.per_step + prefilling * time.per_prefill_token + decoding * time.per_decode_seq
+        return num_copied * time.per_copied_block, computing

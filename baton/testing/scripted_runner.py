@@ -1,0 +1,307 @@
+"""A runner without a model whose tokens betray any wrong KV.
+
+Each slot of its cache holds 8 bytes: a digest of the slot before it (read through the block table, as attention would)
+and of the token there. The token drawn is a function of the last slot, so one lost, stale, overwritten or foreign block
+anywhere in a request's history changes its tokens. `expected_tokens` is the oracle. The cache is real memory, so KV can
+be moved between processes as with any runner. Of several groups of layers each has slots of its own, and all that its
+window shows is looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.request import SamplingParams
+from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
+from baton.engine.sequences.beam_search import BeamSearch
+from baton.runner.blocks.host_blocks import HostBlocks
+from baton.runner.execution.embedding import embedding_of_number
+
+_MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
+_EMBEDDING_SIZE = 4
+
+
+def _mix(before: int, token_id: int) -> int:
+    value = (before ^ (token_id + 1) * 0xBF58476D1CE4E5B9) & _MASK
+    value = (value ^ value >> 31) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 29
+
+
+def _draw(slot: int, seed: int, vocab_size: int) -> int:
+    return _mix(slot, seed) % vocab_size
+
+
+def likeliest_tokens(slot: int, count: int, vocab_size: int) -> list[tuple[int, float]]:
+    """What the runner says may follow a history whose last slot this is: tokens and log-probabilities, best first.
+
+    They have nothing to do with the tokens it draws.
+    """
+    found: dict[int, float] = {}
+    logprob, number = 0.0, slot
+    while len(found) < min(count, vocab_size):
+        number = _mix(number, len(found))
+        logprob -= 0.01 + number % 997 / 1000
+        found.setdefault(number % vocab_size, logprob)
+    return list(found.items())
+
+
+def prompt_slots(token_ids: Sequence[int], group: int = 0) -> list[int]:
+    """What a correct cache holds after these tokens for one group of layers, one number a slot."""
+    slots, before = [], _START
+    for token_id in token_ids:
+        before = _mix(before, token_id)
+        slots.append(_of_group(before, group))
+    return slots
+
+
+def _of_group(slot: int, group: int) -> int:
+    return slot ^ group * _START & _MASK
+
+
+def expected_tokens(prompt_token_ids: Sequence[int], num_tokens: int, *, seed: int, vocab_size: int) -> list[int]:
+    """The first `num_tokens` output tokens of a request, computed without any cache; stops don't apply."""
+    slot = prompt_slots(prompt_token_ids)[-1]
+    tokens: list[int] = []
+    for _ in range(num_tokens):
+        tokens.append(_draw(slot, seed, vocab_size))
+        slot = _mix(slot, tokens[-1])
+    return tokens
+
+
+def expected_embedding(prompt_token_ids: Sequence[int]) -> bytes:
+    """A prompt's, computed without any cache."""
+    return embedding_of_number(prompt_slots(prompt_token_ids)[-1], _EMBEDDING_SIZE)
+
+
+def expected_beams(prompt_token_ids: Sequence[int], search: BeamSearch, *, vocab_size: int) -> list[list[int]]:
+    """What a beam search finds, best first, computed without any cache."""
+    while not search.is_over:
+        slots = [prompt_slots([*prompt_token_ids, *beam.token_ids])[-1] for beam in search.running]
+        search.advance([likeliest_tokens(slot, search.num_candidates, vocab_size) for slot in slots])
+    return [list(beam.token_ids) for beam in search.finished]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the runner remembers of a request."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    num_computed_tokens: int
+    failure: str = ""
+    """Why it can't go on; empty while it can."""
+    embeds: bool = False
+
+
+class ScriptedRunner:
+    """Deterministic tokens on a cache of `num_blocks` blocks. Raises RuntimeError when it is told inconsistent things.
+
+    `failures`: request id -> reason, reported in `failed` at its next step. `raise_next`: raised by the next step that
+    computes anything, `raise_first` by the next step before it does anything. `seconds_per_copy`, `seconds_per_token`:
+    what its copies of blocks and its tokens are said to take.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        vocab_size: int = 1000,
+        max_model_len: int = 4096,
+        num_host_blocks: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        windows: Sequence[int | None] = (None,),
+        name: str = "scripted",
+    ) -> None:
+        """`windows`: one for each group of layers, at least 2 keys."""
+        groups = tuple(LayerGroup((layer,), window) for layer, window in enumerate(windows))
+        self._layout = KVLayout(block_size, (LayerGeometry(1, 1, 1),) * len(groups), "float32", groups)
+        self._model = ModelInfo(
+            name=name,
+            fingerprint=f"scripted-{vocab_size}",
+            architecture="Scripted",
+            dtype="float32",
+            numerics="scripted",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            bit_exact=True,
+            embedding_size=_EMBEDDING_SIZE,
+        )
+        self._slots = (ctypes.c_uint64 * (num_blocks * block_size))()
+        self._memory = KVMemory(
+            base_address=ctypes.addressof(self._slots),
+            num_blocks=num_blocks,
+            block_bytes=self._layout.block_bytes,
+            kind="DRAM",
+            device_id=0,
+            owner=self._slots,
+        )
+        cache = np.ctypeslib.as_array(self._slots).reshape(num_blocks, block_size)
+        self._host = HostBlocks(cache, np.zeros((num_host_blocks, block_size), dtype=np.uint64))
+        self._known: dict[str, _Known] = {}
+        self.failures: dict[str, str] = {}
+        self.raise_next: Exception | None = None
+        self.raise_first: Exception | None = None
+        self.seconds_per_copy = 0.0
+        self.seconds_per_token = 0.0
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._model
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that the runner has not forgotten."""
+        return len(self._known)
+
+    def read_slots(self, block_ids: Sequence[int], num_tokens: int, group: int = 0) -> list[int]:
+        """What the first `num_tokens` slots of these blocks hold, 0 where a group has none."""
+        places = [self._slot(block_ids, position, group) for position in range(num_tokens)]
+        return [self._slots[place] if place >= self._layout.block_size else 0 for place in places]
+
+    def write_slots(self, block_ids: Sequence[int], slots: Sequence[int], start: int = 0, group: int = 0) -> None:
+        """Overwrite the slots from position `start` on, as a transfer would; those in the null block are skipped."""
+        for position, value in enumerate(slots, start):
+            place = self._slot(block_ids, position, group)
+            if place >= self._layout.block_size:
+                self._slots[place] = value
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step."""
+        if self.raise_first is not None:
+            error, self.raise_first = self.raise_first, None
+            self._lose(scheduler_output)
+            raise error
+        num_copied = self._host.execute(scheduler_output)
+        self._take_in(scheduler_output)
+        if self.raise_next is not None and not scheduler_output.is_empty:
+            error, self.raise_next = self.raise_next, None
+            self._lose(scheduler_output)
+            raise error
+        size = self._layout.block_size
+        for copy in scheduler_output.blocks_to_copy:
+            for offset in range(size):
+                self._slots[copy.destination * size + offset] = self._slots[copy.source * size + offset]
+        sampled: dict[str, list[int]] = {}
+        logprobs: dict[str, list[TokenLogprobs]] = {}
+        failed: dict[str, str] = {}
+        embeddings: dict[str, bytes] = {}
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            known = self._known[request_id]
+            if known.failure:
+                failed[request_id] = known.failure
+                continue
+            last_slot = self._compute(request_id, known, num_tokens)
+            if request_id in self.failures:
+                failed[request_id] = known.failure = self.failures.pop(request_id)
+            elif known.num_computed_tokens < len(known.token_ids):
+                continue
+            elif known.embeds:
+                embeddings[request_id] = embedding_of_number(last_slot, _EMBEDDING_SIZE)
+            else:
+                top = known.sampling_params.logprobs
+                if top is not None:
+                    likeliest = likeliest_tokens(last_slot, max(top, 1), self._model.vocab_size)
+                    logprobs[request_id] = [TokenLogprobs(*likeliest[0], 1, likeliest[:top])]
+                token_id = _draw(last_slot, known.sampling_params.seed, self._model.vocab_size)
+                known.token_ids.append(token_id)
+                sampled[request_id] = [token_id]
+        return ModelRunnerOutput(
+            sampled_token_ids=sampled,
+            logprobs=logprobs,
+            failed=failed,
+            embeddings=embeddings,
+            copy_seconds=self.seconds_per_copy * num_copied,
+            compute_seconds=self.seconds_per_token * scheduler_output.total_num_scheduled_tokens,
+        )
+
+    def _take_in(self, scheduler_output: SchedulerOutput) -> None:
+        forks = {data.request_id: self._fork(data) for data in scheduler_output.scheduled_forked_reqs}
+        for request_id in scheduler_output.finished_req_ids:
+            self._known.pop(request_id, None)
+        self._known.update(forks)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._known[new.request_id] = _Known(
+                [*new.prompt_token_ids, *new.output_token_ids],
+                list(new.block_ids),
+                new.sampling_params,
+                new.num_computed_tokens,
+                embeds=new.embeds,
+            )
+        for changed in scheduler_output.scheduled_cached_reqs:
+            known = self._known[changed.request_id]
+            if known.failure:
+                continue
+            if changed.resumed:
+                known.block_ids = list(changed.new_block_ids)
+                known.num_computed_tokens = changed.num_computed_tokens
+            else:
+                known.block_ids += changed.new_block_ids
+            if known.num_computed_tokens != changed.num_computed_tokens:
+                raise RuntimeError(f"{changed.request_id}: {changed} but {known.num_computed_tokens} are computed")
+            if changed.last_token_id is not None:
+                known.token_ids[-1] = changed.last_token_id
+
+    def _fork(self, data: ForkedRequestData) -> _Known:
+        parent = self._known[data.parent_id]
+        if data.num_shared_tokens > parent.num_computed_tokens:
+            raise RuntimeError(f"{data} but {parent.num_computed_tokens} are computed")
+        return _Known(
+            [*parent.token_ids[: data.num_shared_tokens], data.last_token_id],
+            list(data.block_ids),
+            parent.sampling_params,
+            data.num_computed_tokens,
+        )
+
+    def _lose(self, scheduler_output: SchedulerOutput) -> None:
+        """Nothing of a step is there: its requests have failed, also in a step that was decided before it broke."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._known[request_id] = _Known([], [], SamplingParams(), 0, "lost with an earlier step")
+
+    def _compute(self, request_id: str, known: _Known, num_tokens: int) -> int:
+        start, stop = known.num_computed_tokens, known.num_computed_tokens + num_tokens
+        num_groups = len(self._layout.groups)
+        if stop > len(known.token_ids) or stop > len(known.block_ids) // num_groups * self._layout.block_size:
+            raise RuntimeError(f"{request_id}: no token or no slot at position {stop - 1}")
+        before = self._slots[self._slot(known.block_ids, start - 1)] if start else _START
+        if num_groups > 1 and not self._sees_its_history(known, start):
+            before ^= _MASK
+        for position in range(start, stop):
+            before = _mix(before, known.token_ids[position])
+            for group in range(num_groups):
+                self._slots[self._slot(known.block_ids, position, group)] = _of_group(before, group)
+        known.num_computed_tokens = stop
+        return before
+
+    def _sees_its_history(self, known: _Known, position: int) -> bool:
+        """Whether all that a query at `position` sees in its groups' slots is right."""
+        for group, window in enumerate(self._layout.windows):
+            first = max(0, position - window + 1) if window else 0
+            expected = prompt_slots(known.token_ids[:position], group)[first:]
+            if self.read_slots(known.block_ids, position, group)[first:] != expected:
+                return False
+        return True
+
+    def _slot(self, block_ids: Sequence[int], position: int, group: int = 0) -> int:
+        block, offset = divmod(position, self._layout.block_size)
+        return block_ids[block * len(self._layout.groups) + group] * self._layout.block_size + offset

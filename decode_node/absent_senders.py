@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from baton.background import OnFault, current_watch
 from baton.engine.request import KVSource
-from kv_transfer.liveness import LOOK_AFTER_S, Port
+from kv_transfer.link.liveness import LOOK_AFTER_S, Port
 
 LOOK_EVERY_S = 60.0
 MAX_SILENT_LOOKS = 15

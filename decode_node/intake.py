@@ -39,12 +39,13 @@ from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import PickedUp
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
-from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_client import LinkClient
-from kv_transfer.link_messages import LinkWelcome, PartConfirmed, ReadConfirmed, SenderMessage, request_of
-from kv_transfer.liveness import IsRunning, Port, is_running, look_at
-from kv_transfer.mover import Mover
-from kv_transfer.mover_events import (
+from kv_transfer.link.link import HEARTBEAT_S
+from kv_transfer.link.link_client import LinkClient
+from kv_transfer.link.link_messages import LinkWelcome, PartConfirmed, ReadConfirmed, SenderMessage, request_of
+from kv_transfer.link.liveness import IsRunning, Port, is_running, look_at
+from kv_transfer.link.refused_links import RefusedLinks
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import (
     BlocksDigested,
     Connected,
     ConnectFailed,
@@ -55,8 +56,7 @@ from kv_transfer.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.refused_links import RefusedLinks
-from kv_transfer.transfer import (
+from kv_transfer.receiver.transfer import (
     Arrived,
     CancelRead,
     CutLink,

@@ -17,9 +17,9 @@ from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.digests import digest_every
 from kv_transfer.figures import lease_figures, refusal_figures
 from kv_transfer.layout import PROTOCOL_VERSION, LayoutFingerprint, LinkIdentity
-from kv_transfer.liveness import is_running
-from kv_transfer.mover import Mover
-from kv_transfer.mover_events import MoverEvent
+from kv_transfer.link.liveness import is_running
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import MoverEvent
 from prefill_node.handoff import HandOff, OfferConnector
 
 

@@ -30,15 +30,15 @@ from kv_transfer.backends.base import PeerMemory
 from kv_transfer.digests import BlockName, OfferedDigests, block_names
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.layout import LinkIdentity
-from kv_transfer.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
-from kv_transfer.link import HEARTBEAT_S
-from kv_transfer.link_messages import Closing, ReaderMessage, request_of
-from kv_transfer.link_server import LinkServer
-from kv_transfer.liveness import IsRunning, is_gone, is_running, nobody_listens
-from kv_transfer.mover import Mover
-from kv_transfer.mover_events import MoverEvent
-from kv_transfer.refused_links import RefusedLinks
+from kv_transfer.link.link import HEARTBEAT_S
+from kv_transfer.link.link_messages import Closing, ReaderMessage, request_of
+from kv_transfer.link.link_server import LinkServer
+from kv_transfer.link.liveness import IsRunning, is_gone, is_running, nobody_listens
+from kv_transfer.link.refused_links import RefusedLinks
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import MoverEvent
 from kv_transfer.sampling import is_digested
+from kv_transfer.sender.lease import CutLink, LeaseBook, LeaseEffect, LeaseStats, LeaseTimes, OpenLeases, TellReader
 
 _log = logging.getLogger(__name__)
 _COMPUTED = frozenset({RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED})

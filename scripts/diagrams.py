@@ -10,8 +10,8 @@ from baton.cli.supervisor.restart import CHILD_TABLE, ChildState
 from baton.machine import render_mermaid
 from baton.node.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
-from kv_transfer.lease_machine import LEASE_TABLE, LeaseState
-from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferState
+from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
+from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState
 from router.placement.breaker import BREAKER_TABLE, BreakerState
 

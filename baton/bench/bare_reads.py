@@ -24,8 +24,8 @@ from baton.errors import BatonError
 from baton.runner.blocks.block_digests import block_digests
 from kv_transfer.backends.base import PeerMemory, ReadRange, ReadState
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover import Mover
-from kv_transfer.mover_events import BlocksDigested, MoverEvent, ReadDone
+from kv_transfer.mover.mover import Mover
+from kv_transfer.mover.mover_events import BlocksDigested, MoverEvent, ReadDone
 
 _COLD_BYTES = 256 << 20
 """Of memory on each side: several times what the last cache of any processor holds for one core."""

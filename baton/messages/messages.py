@@ -314,7 +314,7 @@ class OpenHandoff:
     attempt: AttemptKey
     side: HandoffSide
     state: str
-    """The state's name in `kv_transfer.lease_machine` or `kv_transfer.transfer_machine`."""
+    """The state's name in `kv_transfer.sender.lease_machine` or `kv_transfer.receiver.transfer_machine`."""
     peer: str
     """The other node; empty while nobody reads."""
     peer_incarnation: str

@@ -22,11 +22,9 @@ from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
-from kv_transfer.lease import LeaseTimes
-from kv_transfer.lease_machine import LeaseState
-from kv_transfer.link import MISSED_HEARTBEATS, PATIENCE
-from kv_transfer.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
-from kv_transfer.link_messages import (
+from kv_transfer.link.link import MISSED_HEARTBEATS, PATIENCE
+from kv_transfer.link.link_codec import write_hello, write_reader_message, write_sender_message, write_welcome
+from kv_transfer.link.link_messages import (
     Closing,
     ConfirmRead,
     LinkHello,
@@ -36,7 +34,9 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
-from kv_transfer.transfer_machine import TransferState
+from kv_transfer.receiver.transfer_machine import TransferState
+from kv_transfer.sender.lease import LeaseTimes
+from kv_transfer.sender.lease_machine import LeaseState
 from tests.support.handoff_rig import (
     BLOCK_BYTES,
     LAYOUT,

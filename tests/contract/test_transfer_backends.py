@@ -35,8 +35,8 @@ from kv_transfer.backends.base import (
 from kv_transfer.backends.faulty import FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.backends.nixl import NixlBackend
-from kv_transfer.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
-from kv_transfer.window import WindowLimits
+from kv_transfer.mover.mover import Connected, Mover, MoverEvent, ReadDone, ReadFailed
+from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import Sender, fill, new_memory, pattern
 
 NUM_BLOCKS = 96

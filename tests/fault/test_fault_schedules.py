@@ -22,7 +22,7 @@ from baton.errors import BatonError, Cancelled, DeadlineExceeded
 from baton.messages.messages import GenerateRequest
 from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
-from kv_transfer.window import WindowLimits
+from kv_transfer.mover.window import WindowLimits
 from tests.support.simulated_cluster import (
     Answer,
     SimulatedCluster,

@@ -15,8 +15,8 @@ from baton.messages.messages import GenerateRequest
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.backends.faulty import Faults
-from kv_transfer.lease_machine import LeaseEvent
-from kv_transfer.link_messages import ReadConfirmed, SenderMessage
+from kv_transfer.link.link_messages import ReadConfirmed, SenderMessage
+from kv_transfer.sender.lease_machine import LeaseEvent
 from prefill_node.handoff import HandOff
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster
 from tests.support.virtual_time import run_virtually

@@ -22,8 +22,8 @@ from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
-from kv_transfer.link_messages import ConfirmRead, Heartbeat, ReaderMessage
-from kv_transfer.mover import Mover
+from kv_transfer.link.link_messages import ConfirmRead, Heartbeat, ReaderMessage
+from kv_transfer.mover.mover import Mover
 from prefill_node.handoff import HandOff, OfferConnector
 
 BLOCK_SIZE = 4

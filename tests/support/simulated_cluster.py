@@ -48,16 +48,16 @@ from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.simulated import SimulatedRunner
+from baton.testing.manual_mover import ManualMover
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend
 from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
 from kv_transfer.layout import LayoutFingerprint, LinkIdentity
-from kv_transfer.lease import LeaseTimes
-from kv_transfer.liveness import Port
-from kv_transfer.manual_mover import ManualMover
-from kv_transfer.mover_events import MoverEvent
-from kv_transfer.window import WindowLimits
+from kv_transfer.link.liveness import Port
+from kv_transfer.mover.mover_events import MoverEvent
+from kv_transfer.mover.window import WindowLimits
+from kv_transfer.sender.lease import LeaseTimes
 from prefill_node.handoff import HandOff, OfferConnector
 from router.dispatcher import Dispatcher
 from router.limits import DispatchLimits

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from baton.engine.request import KVSource
 from decode_node.absent_senders import AbsentSenders
-from kv_transfer.liveness import Port
+from kv_transfer.link.liveness import Port
 from tests.support.virtual_time import run_virtually
 
 FIRST = KVSource("p0", "p0.first", "host:1")

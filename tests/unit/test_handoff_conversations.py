@@ -34,9 +34,7 @@ from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from kv_transfer.effects import Recorded, Released
-from kv_transfer.lease import CutLink as CutReader
-from kv_transfer.lease import LeaseBook, LeaseTimes, OpenLeases, TellReader
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
     Closing,
@@ -49,7 +47,7 @@ from kv_transfer.link_messages import (
     ReadProgress,
     Subscribe,
 )
-from kv_transfer.transfer import (
+from kv_transfer.receiver.transfer import (
     Arrived,
     CancelRead,
     CutLink,
@@ -62,6 +60,8 @@ from kv_transfer.transfer import (
     TellSender,
     TransferBook,
 )
+from kv_transfer.sender.lease import CutLink as CutReader
+from kv_transfer.sender.lease import LeaseBook, LeaseTimes, OpenLeases, TellReader
 
 CONVERSATIONS = sorted((Path(__file__).parent / "handoff_conversations").glob("*.txt"))
 ATTEMPT = AttemptKey("r", 1)

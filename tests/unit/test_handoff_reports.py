@@ -14,11 +14,11 @@ from baton.ids import AttemptKey
 from baton.messages.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure
 from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
-from kv_transfer.lease import LeaseBook, LeaseTimes
-from kv_transfer.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
-from kv_transfer.read_histograms import ReadHistograms
-from kv_transfer.refused_links import RefusedLinks
-from kv_transfer.transfer import Plan, TransferBook
+from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe
+from kv_transfer.link.refused_links import RefusedLinks
+from kv_transfer.receiver.read_histograms import ReadHistograms
+from kv_transfer.receiver.transfer import Plan, TransferBook
+from kv_transfer.sender.lease import LeaseBook, LeaseTimes
 
 A, B, C = AttemptKey("a", 1, 9), AttemptKey("b", 2), AttemptKey("c", 1)
 SOURCE = KVSource("p0", "p0.x", "host:1")

@@ -11,9 +11,7 @@ from baton.clock import ManualClock
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine, render_mermaid
-from kv_transfer.lease import LeaseBook, LeaseEffect, LeaseTimes, TellReader
-from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Abandon,
     Closing,
     ConfirmPart,
@@ -24,6 +22,8 @@ from kv_transfer.link_messages import (
     ReadProgress,
     Subscribe,
 )
+from kv_transfer.sender.lease import LeaseBook, LeaseEffect, LeaseTimes, TellReader
+from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)

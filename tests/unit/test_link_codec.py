@@ -8,9 +8,9 @@ from baton.engine.batch import TokenLogprobs
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.v1 import kv_link_pb2
-from kv_transfer import link_codec
 from kv_transfer.layout import LayoutFingerprint
-from kv_transfer.link_messages import (
+from kv_transfer.link.link import link_codec
+from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
     Closing,

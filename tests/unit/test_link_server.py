@@ -10,9 +10,9 @@ import pytest
 from baton.errors import TransferCause
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import PROTOCOL_VERSION, LinkIdentity
-from kv_transfer.link_codec import write_hello
-from kv_transfer.link_messages import LinkHello, ReaderMessage
-from kv_transfer.link_server import LinkServer
+from kv_transfer.link.link_codec import write_hello
+from kv_transfer.link.link_messages import LinkHello, ReaderMessage
+from kv_transfer.link.link_server import LinkServer
 from tests.support.handoff_rig import LAYOUT
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from kv_transfer.liveness import Port, is_running, look_at, nobody_listens
+from kv_transfer.link.liveness import Port, is_running, look_at, nobody_listens
 
 
 async def test_a_port_is_refused_when_its_process_has_let_go_of_it() -> None:

@@ -14,11 +14,11 @@ import pytest
 from baton.background import BackgroundWatch, current_watch
 from baton.clock import ManualClock, SystemClock
 from baton.errors import BackgroundFault, ConfigError, EngineFault, TransferCause
+from baton.testing.manual_mover import ManualMover
 from kv_transfer.backends.base import BadRange, PeerGone, PeerMemory, ReadHandle, ReadRange, ReadState, ReadStuck
 from kv_transfer.backends.faulty import Faults, FaultyBackend
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric
-from kv_transfer.manual_mover import ManualMover
-from kv_transfer.mover import (
+from kv_transfer.mover.mover import (
     LEASE_PUMP_S,
     LONGEST_PAUSE_S,
     SHORTEST_PAUSE_S,
@@ -33,9 +33,9 @@ from kv_transfer.mover import (
     ReadStalled,
     pause,
 )
-from kv_transfer.mover_events import BlocksDigested, NotDigested
-from kv_transfer.stuck_reads import LONGEST_PROBE_S
-from kv_transfer.window import WindowLimits
+from kv_transfer.mover.mover_events import BlocksDigested, NotDigested
+from kv_transfer.mover.stuck_reads import LONGEST_PROBE_S
+from kv_transfer.mover.window import WindowLimits
 from tests.support.transfer_sender import fill, new_memory, pattern
 from tests.support.virtual_time import run_virtually
 

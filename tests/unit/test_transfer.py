@@ -15,7 +15,7 @@ from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
 from kv_transfer.backends.base import check_ranges
 from kv_transfer.effects import Recorded
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Begun,
     Closing,
     Heartbeat,
@@ -25,8 +25,8 @@ from kv_transfer.link_messages import (
     ReadConfirmed,
     SenderMessage,
 )
-from kv_transfer.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
-from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
+from kv_transfer.receiver.transfer import Arrived, Failed, Plan, StartRead, TransferBook, TransferEffect
+from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from tests.support.conversation import lines, names
 
 A = AttemptKey("a", 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.backends.base import ReadRange, coalesce
-from kv_transfer.window import FairWindow, Piece, WindowLimits
+from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
 
 BLOCK = 1000
 

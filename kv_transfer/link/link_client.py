@@ -16,10 +16,10 @@ from baton.errors import TransferCause, TransferFailed
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAIN
 from kv_transfer.layout import LinkIdentity, refusal
-from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
-from kv_transfer.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
-from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
-from kv_transfer.liveness import IsRunning, is_running
+from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
+from kv_transfer.link.link_codec import read_sender_message, read_welcome, write_hello, write_reader_message
+from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+from kv_transfer.link.liveness import IsRunning, is_running
 
 _log = logging.getLogger(__name__)
 _Call = grpc.aio.StreamStreamCall[kv_link_pb2.OpenRequest, kv_link_pb2.OpenResponse]

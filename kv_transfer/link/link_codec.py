@@ -8,7 +8,7 @@ from baton.v1 import kv_link_pb2
 from baton.wire.codec.node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb
 from kv_transfer.layout import LayoutFingerprint
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
     Closing,

@@ -37,7 +37,7 @@ from baton.machine import Machine
 from baton.messages.messages import EndedHandoffs, HandoffSide, OpenHandoff
 from kv_transfer.backends.base import ReadRange, coalesce
 from kv_transfer.effects import Recorded, Released
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
     Closing,
@@ -54,9 +54,9 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
-from kv_transfer.read_histograms import ReadHistograms
+from kv_transfer.receiver.read_histograms import ReadHistograms
+from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 from kv_transfer.sampling import is_digested
-from kv_transfer.transfer_machine import TRANSFER_TABLE, TransferEvent, TransferState
 
 _UNPROMISED = (TransferState.PLANNED, TransferState.QUARANTINED)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.mover import Mover
+from kv_transfer.mover.mover import Mover
 
 
 class ManualMover(Mover):

@@ -47,7 +47,7 @@ from kv_transfer.backends.base import (
     check_ranges,
     let_go,
 )
-from kv_transfer.mover_events import (
+from kv_transfer.mover.mover_events import (
     BlocksDigested,
     Connected,
     ConnectFailed,
@@ -57,8 +57,8 @@ from kv_transfer.mover_events import (
     ReadFailed,
     ReadStalled,
 )
-from kv_transfer.stuck_reads import StuckReads
-from kv_transfer.window import FairWindow, Piece, WindowLimits
+from kv_transfer.mover.stuck_reads import StuckReads
+from kv_transfer.mover.window import FairWindow, Piece, WindowLimits
 
 __all__ = [
     "ConnectFailed",

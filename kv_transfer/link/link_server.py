@@ -14,10 +14,10 @@ from baton.errors import TransferCause
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from kv_transfer.backends.base import PeerMemory
 from kv_transfer.layout import LinkIdentity, refusal
-from kv_transfer.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
-from kv_transfer.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
-from kv_transfer.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
-from kv_transfer.liveness import IsRunning, is_running
+from kv_transfer.link.link import CAUSE_KEY, HANDSHAKE_S, HEARTBEAT_S, LinkStream
+from kv_transfer.link.link_codec import read_hello, read_reader_message, write_sender_message, write_welcome
+from kv_transfer.link.link_messages import LinkHello, LinkWelcome, ReaderMessage, SenderMessage
+from kv_transfer.link.liveness import IsRunning, is_running
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _STOPS = "the node stops"

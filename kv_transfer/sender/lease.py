@@ -34,8 +34,7 @@ from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.messages.messages import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
-from kv_transfer.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
-from kv_transfer.link_messages import (
+from kv_transfer.link.link_messages import (
     Abandon,
     Begun,
     Closing,
@@ -52,6 +51,7 @@ from kv_transfer.link_messages import (
     SenderMessage,
     Subscribe,
 )
+from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseEvent, LeaseState
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from kv_transfer.link_messages import Heartbeat
+from kv_transfer.link.link_messages import Heartbeat
 
 HEARTBEAT_S = 1.0
 MISSED_HEARTBEATS = 3

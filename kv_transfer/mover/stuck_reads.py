@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.backends.base import PeerGone, ReadHandle, ReadRange, ReadState, ReadStuck, TransferBackend, let_go
-from kv_transfer.window import Piece
+from kv_transfer.mover.window import Piece
 
 PROBE_S = 1.0
 LONGEST_PROBE_S = 60.0

@@ -1,0 +1,1 @@
+"""The connection between two nodes: its messages and their codec, both ends, and whether the peer is alive."""

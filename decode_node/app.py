@@ -7,8 +7,8 @@ from functools import partial
 
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
-from baton.node.attempt_clock import TransferFigures
-from baton.node.figures import KV_FETCH_HELP
+from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.reports.figures import KV_FETCH_HELP
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Distribution, Figure, by_label
 from baton.runner.blocks.block_digests import block_digests

@@ -8,7 +8,7 @@ from functools import partial
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
-from baton.node.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure
 from baton.runner.blocks.block_digests import block_digests

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.cli.supervisor.restart import CHILD_TABLE, ChildState
 from baton.machine import render_mermaid
-from baton.node.attempts import ATTEMPT_TABLE, AttemptState
+from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState
 from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState

@@ -43,7 +43,7 @@ from baton.messages.messages import (
     StageTimings,
     Submit,
 )
-from baton.node.reports import node_record
+from baton.node.reports.reports import node_record
 from baton.observe.loop_probe import ProbedEventLoop
 from baton.observe.metrics import Figure
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore

@@ -34,7 +34,7 @@ from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, NodeDescription, StepFigures, StepReport
-from baton.node.reports import node_record
+from baton.node.reports.reports import node_record
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
 from baton.wire.server.event_loop import RpcEventLoop

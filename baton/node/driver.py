@@ -26,7 +26,7 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
-from baton.node.grammars import NO_GRAMMARS, GrammarCompiler
+from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
-from baton.node.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.credentials import PLAIN, Dialer
 

@@ -23,15 +23,15 @@ from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.ids import new_incarnation
 from baton.messages.messages import NodeDescription, OpenHandoff, Role
-from baton.node.attempt_spans import AttemptSpans
+from baton.node.attempts.attempt_spans import AttemptSpans
+from baton.node.attempts.grammars import load_compiler
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.event_log import EventLog
-from baton.node.figures import ComputedTotals, engine_figures
-from baton.node.grammars import load_compiler
 from baton.node.lifecycle import NodeEvent, NodeState, node_lifecycle
 from baton.node.name_claim import Asks, require_first, start_number
 from baton.node.outbox import Outbox
-from baton.node.reports import node_record
+from baton.node.reports.event_log import EventLog
+from baton.node.reports.figures import ComputedTotals, engine_figures
+from baton.node.reports.reports import node_record
 from baton.node.role import NodeRole, RoleContext
 from baton.node.runner_spec import scheduler_config
 from baton.node.service import NodeService

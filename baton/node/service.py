@@ -48,18 +48,18 @@ from baton.messages.messages import (
     TraceStep,
     WatchKVCache,
 )
-from baton.node.attempt_clock import AttemptClock
-from baton.node.attempt_spans import AttemptSpans
-from baton.node.attempts import Attempt, AttemptBook
+from baton.node.attempts.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_spans import AttemptSpans
+from baton.node.attempts.attempts import Attempt, AttemptBook
+from baton.node.attempts.submit_check import objection
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.event_log import EventLog
-from baton.node.kv_cache_updates import kv_cache_updates
 from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
 from baton.node.port import Port
-from baton.node.reports import load_report, outcome_of, step_figures
+from baton.node.reports.event_log import EventLog
+from baton.node.reports.kv_cache_updates import kv_cache_updates
+from baton.node.reports.reports import load_report, outcome_of, step_figures
+from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
-from baton.node.step_log import StepLog
-from baton.node.submit_check import objection
 from baton.observe.logs import of_attempt
 
 _log = logging.getLogger(__name__)

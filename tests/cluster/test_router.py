@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
 from baton.messages.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.runner import SimulatedSpec
+from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.clients.operator_client import OperatorStub
 from router.app import RouterAddresses, RouterConfig, run_router

@@ -16,10 +16,10 @@ from redis.exceptions import OutOfMemoryError
 
 from baton.errors import ConfigError, Unreachable
 from baton.registry.embedded import embedded_redis
-from baton.registry.memory import MemoryLease, MemoryRegistry, MemoryStore
 from baton.registry.records import NodeRecord, Snapshot
 from baton.registry.registry import RESERVES, RedisLease, Registry
 from baton.registry.server_memory import server_memory
+from baton.testing.memory_registry import MemoryLease, MemoryRegistry, MemoryStore
 from tests.support.redis_server import RedisProcess
 
 AnyRegistry = Registry | MemoryRegistry

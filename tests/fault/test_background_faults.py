@@ -18,10 +18,10 @@ import pytest
 
 from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.registry.records import NodeRecord
 from baton.registry.registry import RedisLease, Registry
 from baton.runner import SimulatedSpec
+from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from router.app import RouterAddresses, RouterConfig, _Router, run_router
 from router.http.client import Client
 from router.http.server import _Server

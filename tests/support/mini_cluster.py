@@ -20,8 +20,8 @@ from baton.messages.messages import NodeDescription, Role, TraceEvent
 from baton.node.serve import Node
 from baton.node.stop import NodeStop
 from baton.registry import Membership
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.runner import ModelRunner, SimulatedSpec
+from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.services.operator_service import status_from_pb

@@ -14,11 +14,11 @@ from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.messages.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
-from baton.node.event_log import EventLog
-from baton.node.fake_role import FakeRole
-from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
+from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
+from baton.testing.fake_role import FakeRole
+from baton.testing.manual_driver import ManualDriver
 from baton.testing.scripted_runner import ScriptedRunner, prompt_slots
 
 VOCAB = 1000

@@ -8,7 +8,7 @@ from functools import cache
 from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import NodeDescription, Role
-from baton.node.reports import node_record
+from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
 

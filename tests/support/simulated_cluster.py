@@ -39,15 +39,15 @@ from baton.messages.messages import (
     RouterMessage,
     StepReport,
 )
-from baton.node.attempt_clock import TransferFigures
-from baton.node.event_log import EventLog
-from baton.node.manual_driver import ManualDriver
+from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox
+from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService
 from baton.registry import NodeRecord
 from baton.runner import SimulatedSpec
 from baton.runner.blocks.block_digests import block_digests
 from baton.runner.simulated import SimulatedRunner
+from baton.testing.manual_driver import ManualDriver
 from baton.testing.manual_mover import ManualMover
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import TransferBackend

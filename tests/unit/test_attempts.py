@@ -20,8 +20,8 @@ from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent
 from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta
-from baton.node.attempt_clock import AttemptClock
-from baton.node.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
+from baton.node.attempts.attempt_clock import AttemptClock
+from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port
 from baton.testing.scripted_runner import expected_tokens
 from tests.support.node_rig import PROMPT, VOCAB, NodeRig, heard, submit

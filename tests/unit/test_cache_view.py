@@ -19,7 +19,7 @@ from baton.engine.kv_cache.events import (
     Tier,
 )
 from baton.messages.messages import KVCacheUpdate, NodeDescription
-from baton.node.kv_cache_updates import kv_cache_updates
+from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode
 

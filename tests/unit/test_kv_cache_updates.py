@@ -23,12 +23,12 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
 from baton.messages.messages import KVCacheUpdate, Submit, WatchKVCache
 from baton.node.driver import StepNews
-from baton.node.event_log import EventLog
-from baton.node.fake_role import FakeRole
-from baton.node.kv_cache_updates import kv_cache_updates
-from baton.node.manual_driver import ManualDriver
 from baton.node.port import Port
+from baton.node.reports.event_log import EventLog
+from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.service import NodeService
+from baton.testing.fake_role import FakeRole
+from baton.testing.manual_driver import ManualDriver
 from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.engine_rig import prompt_of
 from tests.support.router_parts import decode

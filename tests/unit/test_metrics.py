@@ -17,7 +17,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
 from baton.engine.request import Leg, Request
 from baton.errors import ConfigError
-from baton.node.figures import engine_figures
+from baton.node.reports.figures import engine_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys

@@ -17,8 +17,8 @@ from baton.engine.request import FinishReason, Leg, Request, SamplingParams
 from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
+from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
-from baton.node.grammars import GrammarCompiler, load_compiler
 from baton.testing.fake_grammar import ScriptedMatcher
 from baton.text.schema_sandbox import SchemaSandbox
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of

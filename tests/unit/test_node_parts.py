@@ -10,9 +10,9 @@ import pytest
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.ids import AttemptKey
 from baton.messages.messages import Abort, LoadReport, RouterMessage, StageTimings, StepReport
-from baton.node.attempt_clock import AttemptClock, TransferFigures
-from baton.node.event_log import EventLog
+from baton.node.attempts.attempt_clock import AttemptClock, TransferFigures
 from baton.node.port import Port
+from baton.node.reports.event_log import EventLog
 
 KEY = AttemptKey("r", 1)
 T = EngineCoreEventType

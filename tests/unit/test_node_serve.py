@@ -30,14 +30,14 @@ from baton.messages.messages import (
     Role,
     Submit,
 )
-from baton.node.fake_role import FakeRole
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
 from baton.node.service import NodeService
 from baton.node.stop import NodeStop
 from baton.observe.metrics import Figure
-from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.testing.fake_role import FakeRole
+from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.testing.scripted_runner import ScriptedRunner, expected_tokens
 from baton.wire.clients.node_client import NodeClient
 from kv_transfer.backends.memory import MemoryBackend, MemoryFabric

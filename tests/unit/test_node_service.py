@@ -33,13 +33,13 @@ from baton.messages.messages import (
     Submit,
     TraceStep,
 )
-from baton.node.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_clock import TransferFigures
+from baton.node.attempts.submit_check import objection
 from baton.node.driver import StepNews
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.node.port import MAX_QUEUED_REPORTS, Port
+from baton.node.reports.step_log import StepLog
 from baton.node.service import LOAD_EVERY_S
-from baton.node.step_log import StepLog
-from baton.node.submit_check import objection
 from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens
 from baton.wire.channel import MAX_MESSAGE_BYTES
 from tests.support.node_rig import DESCRIPTION, KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, heard, submit, tokens

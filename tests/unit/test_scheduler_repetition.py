@@ -12,7 +12,7 @@ from baton.engine.request import FinishReason, Leg, Request, RequestStatus, Samp
 from baton.engine.sampling.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
 from baton.errors import InvalidRequest
 from baton.messages.messages import Outcome
-from baton.node.reports import outcome_of
+from baton.node.reports.reports import outcome_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
 RULE = RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.batch import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import Leg, RequestStatus
-from baton.node.reports import load_of, load_report
+from baton.node.reports.reports import load_of, load_report
 from tests.support.engine_rig import EngineRig, prompt_of
 
 

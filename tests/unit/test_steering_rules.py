@@ -17,7 +17,7 @@ from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, No
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, NodeDescription, NodeStatus, Role
 from baton.node.leftovers import GIVE_UP_AFTER_S
-from baton.registry.memory import MemoryRegistry, MemoryStore
+from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.wire.codec.steering import ClusterEvent, DrainProgress
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering

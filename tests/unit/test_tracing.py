@@ -11,10 +11,10 @@ from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import ModelCard, Outcome, Submit
-from baton.node.attempt_clock import AttemptClock
-from baton.node.attempt_spans import AttemptSpans, Stage, stages
+from baton.node.attempts.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.tracing import is_asked_for, start_tracing
-from baton.observe.tracing_fake import FakeTracer
+from baton.testing.fake_tracing import FakeTracer
 from router.flight.request_spans import RequestSpans
 from router.placement.placement import Placement
 from tests.support.router_parts import MODEL, decode, prefill

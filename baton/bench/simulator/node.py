@@ -47,8 +47,8 @@ from baton.messages.messages import (
     StepReport,
     Submit,
 )
-from baton.node.kv_cache_updates import kv_cache_updates
-from baton.node.reports import load_of, outcome_of
+from baton.node.reports.kv_cache_updates import kv_cache_updates
+from baton.node.reports.reports import load_of, outcome_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})

@@ -22,7 +22,7 @@ from baton.bench.workloads import WorkloadRequest
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError
 from baton.messages.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
-from baton.node.reports import node_record
+from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.engine.request import Leg
 from baton.ids import AttemptKey
 from baton.messages.messages import Submit
-from baton.node.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_clock import AttemptClock
 from baton.observe.tracing import Attributes, Tracer
 
 

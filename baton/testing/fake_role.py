@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, RefusedLink
-from baton.node.attempt_clock import TransferFigures
+from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure
 from baton.testing.fake_connector import FakeConnector

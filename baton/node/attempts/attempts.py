@@ -17,7 +17,7 @@ from baton.engine.batch import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.messages.messages import Outcome, RequestDelta, StageTimings
-from baton.node.attempt_clock import AttemptClock
+from baton.node.attempts.attempt_clock import AttemptClock
 
 MAX_ENDED = 4096
 """So many attempts that have ended are kept at most..."""

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from baton.bench.host import processor, usable_cores  # noqa: E402
-from baton.bench.spread import Spread  # noqa: E402
+from baton.bench.results.host import processor, usable_cores  # noqa: E402
+from baton.bench.results.spread import Spread  # noqa: E402
 
 BUILD = ROOT / "build" / "compare-engines"
 THEIR_PYTHON = BUILD / "venv" / "bin" / "python"
@@ -154,7 +154,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
     """What every engine is told: the same model, prompts and threads."""
     model = BUILD / f"model-{options.shape}"
     if not (model / "model.safetensors").exists():
-        from baton.bench.shapes import write_shape
+        from baton.bench.micro.shapes import write_shape
 
         note(f"writing random weights of the shape {options.shape}")
         write_shape(model, options.shape)

@@ -12,7 +12,7 @@ from typing import Any
 def measure(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Seconds of each prompt and of each decode step by batch."""
     import baton
-    from baton.bench.engine_drive import EngineDrive
+    from baton.bench.micro.engine_drive import EngineDrive
     from baton.runner import TorchSpec, load
 
     most, block = max(plan["batches"]), 16

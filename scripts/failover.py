@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from baton.bench.host import processor
-from baton.bench.relay_nodes import MAX_MODEL_LEN, bench_description
-from baton.bench.spread import Spread
+from baton.bench.micro.relay_nodes import MAX_MODEL_LEN, bench_description
+from baton.bench.results.host import processor
+from baton.bench.results.spread import Spread
 from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import (

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from core_speed import described, watched
 
-from baton.bench.host import processor, usable_cores
+from baton.bench.results.host import processor, usable_cores
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "performance.md"

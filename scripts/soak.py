@@ -38,7 +38,7 @@ from soak_judge import COUNTS, Line, Reading, judged, least_counts, lives_of
 from soak_load import Routers, SoakLoad, Tenant, Told, summary
 from soak_plot import Panel, drawn
 
-from baton.bench.host import processor, usable_cores
+from baton.bench.results.host import processor, usable_cores
 from baton.cli.run_dir import RunDir
 from baton.cli.state import ClusterState, ProcessState
 from baton.registry.embedded import embedded_redis

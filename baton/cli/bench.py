@@ -64,12 +64,12 @@ def handoff(
     """Measure a hand-off beside one engine alone and bare NIXL reads."""
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench.host import pinned_threads
-    from baton.bench.shapes import shape_dir
+    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.results.host import pinned_threads
 
     pinned_threads(threads)
     with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
-        from baton.bench import handoff as bench
+        from baton.bench.micro import handoff as bench
 
         report = bench.run(
             bench.HandoffBenchConfig(
@@ -98,7 +98,7 @@ def scheduler(
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
     """Measure what deciding and committing a step costs, in microseconds, without any model."""
-    from baton.bench.scheduler import SchedulerBenchConfig, run
+    from baton.bench.micro.scheduler import SchedulerBenchConfig, run
 
     values = asdict(run(SchedulerBenchConfig(prompt_tokens=prompt_tokens, rounds=rounds)))
     if output is Format.JSON:

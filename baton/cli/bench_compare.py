@@ -72,7 +72,7 @@ def compare(
     from baton.bench.arrangement import chosen
     from baton.bench.compare.run import compare as run_comparison
     from baton.bench.compare.turns import CompareConfig
-    from baton.bench.shapes import shape_dir
+    from baton.bench.micro.shapes import shape_dir
     from baton.bench.workloads.spec import WorkloadSpec
 
     slo = slo_of(goodput, more_goodput)
@@ -111,7 +111,7 @@ def _finish(
     config: CompareConfig, comparison: Comparison, model: str, path: Path | None, report: Path | None, output: Format
 ) -> None:
     from baton.bench.compare.report import compare_result, rows, verdict
-    from baton.bench.result_file import without_outcomes
+    from baton.bench.results.result_file import without_outcomes
 
     result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
     if output is Format.JSON:

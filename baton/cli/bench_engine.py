@@ -14,7 +14,7 @@ from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
 
 if TYPE_CHECKING:
-    from baton.bench.engine import EngineReport
+    from baton.bench.micro.engine import EngineReport
 
 
 def engine(
@@ -35,13 +35,13 @@ def engine(
     """
     if model is not None and shape:
         raise ClientUsageError("--model and --shape exclude each other")
-    from baton.bench.host import pinned_threads, usable_cores
-    from baton.bench.shapes import shape_dir
+    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.results.host import pinned_threads, usable_cores
 
     count = threads or usable_cores()
     pinned_threads(count)
     with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
-        from baton.bench.engine import EngineBenchConfig, run
+        from baton.bench.micro.engine import EngineBenchConfig, run
 
         config = EngineBenchConfig(
             model_dir, shape or model_dir.resolve().name, dtype, context_tokens, steps, threads=count

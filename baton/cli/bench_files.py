@@ -19,7 +19,7 @@ ReportOption = Annotated[
 def write_files(result: Mapping[str, Any], result_file: Path | None, report: Path | None) -> None:
     """Write those that are wanted, and say where; raises OSError."""
     from baton.bench.report.write import write_report
-    from baton.bench.result_file import write_result
+    from baton.bench.results.result_file import write_result
 
     sys.stdout.flush()  # what was measured is told also where a file can't be written
     if result_file is not None:

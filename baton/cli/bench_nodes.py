@@ -63,13 +63,13 @@ def nodes(
     The cluster is started here (--start), or is the one of a run directory or of a registry. Latencies are measured by
     the generator's clock alone, samples of nodes by this command's; no node's clock is read.
     """
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.probe import probe
+    from baton.bench.load.report import remarks, rows
+    from baton.bench.load.run import LoadPlan
     from baton.bench.nodes.run import nodes_result, run_watched
     from baton.bench.nodes.samples import peak_rows
-    from baton.bench.result_file import without_outcomes
-    from baton.bench.serve.endpoint import Target
-    from baton.bench.serve.probe import probe
-    from baton.bench.serve.report import remarks, rows
-    from baton.bench.serve.run import LoadPlan
+    from baton.bench.results.result_file import without_outcomes
     from baton.bench.workloads.spec import WorkloadSpec
 
     _check(start, shape, model, registry, run_dir)
@@ -138,9 +138,9 @@ def _cluster(
     name: str,
 ) -> Iterator[FoundCluster]:
     from baton.bench.arrangement import chosen
+    from baton.bench.micro.shapes import shape_dir
     from baton.bench.nodes.find import find_by_operator, find_in_registry
     from baton.bench.nodes.run import started
-    from baton.bench.shapes import shape_dir
 
     if start:
         # What is started here is in clear text, and for everybody on this machine.

@@ -12,7 +12,7 @@ from baton.cli.output import Format, note, print_json, print_table, print_yaml, 
 from baton.errors import ExitCode
 
 if TYPE_CHECKING:
-    from baton.bench.overload import OverloadReport
+    from baton.bench.overload.overload import OverloadReport
 
 
 class Front(enum.StrEnum):
@@ -39,7 +39,7 @@ def overload(
     the load in an open loop: the greedy one nine tenths of it, with a quota of half of what runs at once. A probe of a
     tenth of the capacity runs from before until well after. Exits with 1 where a promise is not kept.
     """
-    from baton.bench.overload import OverloadConfig, run
+    from baton.bench.overload.overload import OverloadConfig, run
 
     config = OverloadConfig(
         backend="baton" if front is Front.GRPC else "openai",
@@ -97,8 +97,8 @@ def _print(report: OverloadReport) -> None:
 def _write(report: OverloadReport, folder: Path) -> None:
     import json
 
-    from baton.bench.overload_plot import drawn
-    from baton.bench.result_file import write_text
+    from baton.bench.overload.overload_plot import drawn
+    from baton.bench.results.result_file import write_text
 
     write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", folder / "overload.json")
     write_text(drawn(report), folder / "overload.svg")

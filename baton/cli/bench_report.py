@@ -40,7 +40,7 @@ def report(
     from baton.bench.report.measured import read
     from baton.bench.report.page import page
     from baton.bench.report.tabular import to_csv, to_json
-    from baton.bench.result_file import read_result, write_text
+    from baton.bench.results.result_file import read_result, write_text
 
     measured = read(read_result(result))
     if output is ReportFormat.HTML:

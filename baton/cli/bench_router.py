@@ -12,8 +12,8 @@ from baton.cli.output import Format, note, print_json, print_table, print_yaml, 
 from baton.config import bundled_model_dir
 
 if TYPE_CHECKING:
-    from baton.bench.router import RouterReport
-    from baton.bench.spread import Spread
+    from baton.bench.micro.router import RouterReport
+    from baton.bench.results.spread import Spread
 
 
 class Front(enum.StrEnum):
@@ -42,7 +42,7 @@ def router(
     share of each one's core: where LOAD is near 1, nodes and clients are the bottleneck. Run it on an otherwise idle
     machine of two cores or more.
     """
-    from baton.bench.router import RouterBenchConfig, run
+    from baton.bench.micro.router import RouterBenchConfig, run
 
     reports = []
     for count in streams or [1000]:

@@ -21,10 +21,10 @@ from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable
 from baton.security.access import default_access
 
 if TYPE_CHECKING:
-    from baton.bench.serve.endpoint import Target
-    from baton.bench.serve.generator import Progress
-    from baton.bench.serve.run import LoadPlan, LoadRun
-    from baton.bench.slo import Slo
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.generator import Progress
+    from baton.bench.load.run import LoadPlan, LoadRun
+    from baton.bench.results.slo import Slo
     from baton.bench.workloads.spec import WorkloadSpec
 
 _WIDTH = 60
@@ -125,8 +125,8 @@ def serve(
     Requests are sent when they are planned, whatever became of those before (open loop), and latencies count from
     then; with --max-concurrency and no rate, when a place is free (closed loop). Ctrl-C keeps what there is.
     """
-    from baton.bench.serve.endpoint import Target
-    from baton.bench.serve.run import LoadPlan, run_load
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.run import LoadPlan, run_load
     from baton.bench.workloads.spec import WorkloadSpec
 
     slo = slo_of(goodput, more_goodput)
@@ -198,8 +198,8 @@ def _finish(
     path: Path | None,
     report: Path | None,
 ) -> None:
-    from baton.bench.result_file import without_outcomes
-    from baton.bench.serve.report import remarks, rows, serve_result
+    from baton.bench.load.report import remarks, rows, serve_result
+    from baton.bench.results.result_file import without_outcomes
 
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = serve_result(plan, run, slo, percentiles, label, created)
@@ -276,7 +276,7 @@ def _where(
 
 def _served(target: Target, workload: WorkloadSpec) -> Target:
     """The target as it is served; raises Unreachable, and a usage error for prompts that it can't take."""
-    from baton.bench.serve.probe import probe
+    from baton.bench.load.probe import probe
 
     served = probe(target)
     most = served.max_model_len
@@ -300,7 +300,7 @@ def count_requests(workload: WorkloadSpec) -> int:
 
 def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
     """Of --goodput's words, and of those that follow it on the command line; raises a usage error."""
-    from baton.bench.slo import Slo
+    from baton.bench.results.slo import Slo
 
     if more and not goodput:
         raise ClientUsageError(f"what is {more[0]!r}?")

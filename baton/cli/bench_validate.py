@@ -51,7 +51,7 @@ def validate(
     that other processes had. Run it on an otherwise idle machine with a core for every node.
     """
     from baton.bench.arrangement import Arrangement
-    from baton.bench.result_file import without_outcomes
+    from baton.bench.results.result_file import without_outcomes
     from baton.bench.validate.report import COLUMNS, rows, validation_result, verdict
     from baton.bench.validate.run import ValidateConfig, Validated
     from baton.bench.validate.run import validate as run_validation
@@ -107,7 +107,7 @@ def validate(
 
 @contextmanager
 def _model_dir(name: str) -> Iterator[Path]:
-    from baton.bench.shapes import shape_dir
+    from baton.bench.micro.shapes import shape_dir
 
     if name in _SHAPES:
         with shape_dir(name) as place:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import baton
-from baton.bench.host import available_memory, usable_cores
+from baton.bench.results.host import available_memory, usable_cores
 from baton.cli.doctor_checks import Facts, ModelFacts
 from baton.cli.run_dir import default_run_dir
 from baton.config import UpConfig
@@ -33,7 +33,7 @@ _CHECK_BLOCKS = 64
 _NIXL_S = 60.0
 _TRY_NIXL = """
 import sys
-from baton.bench.bare_reads import host_memory
+from baton.bench.micro.bare_reads import host_memory
 from baton.errors import BatonError
 from kv_transfer.backends.nixl import NixlBackend
 try:
@@ -86,7 +86,7 @@ def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
 
 
 def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
-    from baton.bench.engine_work import read_work
+    from baton.bench.micro.engine_work import read_work
     from baton.runner import TorchSpec, load
     from baton.runner.model.weights import resolve_dtype
 

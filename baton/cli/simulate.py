@@ -115,7 +115,7 @@ def simulate(
     What a step takes comes from published coefficients or from what `baton bench engine` measured; bytes share each
     node's network card. The same seed gives the same figures. The result file is that of `baton bench`.
     """
-    from baton.bench.result_file import without_outcomes
+    from baton.bench.results.result_file import without_outcomes
     from baton.bench.simulator.plan import run_plan
 
     slo = slo_of(goodput, more_goodput)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from baton.bench.router import RouterBenchConfig, run
+from baton.bench.micro.router import RouterBenchConfig, run
 from baton.config import bundled_model_dir
 
 

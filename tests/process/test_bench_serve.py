@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.result_file import read_result
+from baton.bench.results.result_file import read_result
 from tests.support.process_cluster import ProcessCluster
 
 SMALL = ("--random-input-len", "24", "--random-output-len", "6", "--no-progress")

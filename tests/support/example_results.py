@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.result_file import SCHEMA
-from baton.bench.slo import Slo
-from baton.bench.summary import distributions, summarize
+from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.results.result_file import SCHEMA
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import distributions, summarize
 
 SLO = Slo(ttft_ms=250.0, tpot_ms=100.0)
 _PREFILL_S = 0.06

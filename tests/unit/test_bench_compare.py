@@ -12,14 +12,14 @@ from baton.bench.arrangement import Arrangement, chosen
 from baton.bench.compare.report import compare_result, ratios, verdict
 from baton.bench.compare.run import Comparison
 from baton.bench.compare.turns import CompareConfig, Measured, RateRun, common_rate, seed_of
-from baton.bench.goodput import GoodputSearch
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.load.run import LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.samples import impossible_spans
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.serve.load import GeneratorLoad
-from baton.bench.serve.run import LoadRun
-from baton.bench.slo import Slo
-from baton.bench.summary import summarize
+from baton.bench.results.goodput import GoodputSearch
+from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import InvalidRequest
 

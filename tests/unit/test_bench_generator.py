@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.result_file import read_result
-from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
-from baton.bench.serve.generator import Generator, sessions, share_of
-from baton.bench.serve.grpc_endpoint import GrpcEndpoint
-from baton.bench.serve.http_endpoint import HttpEndpoint
-from baton.bench.serve.load import GeneratorLoad
-from baton.bench.serve.report import remarks
-from baton.bench.serve.run import LoadPlan, run_load, shares, with_own_ids
-from baton.bench.summary import summarize
+from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
+from baton.bench.load.generator import Generator, sessions, share_of
+from baton.bench.load.grpc_endpoint import GrpcEndpoint
+from baton.bench.load.http_endpoint import HttpEndpoint
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.load.report import remarks
+from baton.bench.load.run import LoadPlan, run_load, shares, with_own_ids
+from baton.bench.results.outcome import Outcome, Outcomes
+from baton.bench.results.result_file import read_result
+from baton.bench.results.summary import summarize
 from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
 from baton.bench.workloads.multi_turn import MultiTurn
 from baton.bench.workloads.spec import WorkloadSpec

@@ -6,8 +6,17 @@ import math
 
 import numpy as np
 
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.overload import GREEDY, MODEST, PROBE, OverloadConfig, OverloadReport, Shifted, measured, recovery_s
+from baton.bench.overload.overload import (
+    GREEDY,
+    MODEST,
+    PROBE,
+    OverloadConfig,
+    OverloadReport,
+    Shifted,
+    measured,
+    recovery_s,
+)
+from baton.bench.results.outcome import Outcome, Outcomes
 
 CONFIG = OverloadConfig(overload_s=20.0, before_s=10.0, after_s=10.0)
 

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.gaps import Gaps
 from baton.bench.report import axis, work
 from baton.bench.report.comparison import answer, compared
 from baton.bench.report.distribution import Distribution, of_histogram
@@ -29,7 +28,8 @@ from baton.bench.report.measured import Interval, read
 from baton.bench.report.page import page
 from baton.bench.report.tabular import to_csv, to_json
 from baton.bench.report.write import write_report
-from baton.bench.result_file import read_result
+from baton.bench.results.gaps import Gaps
+from baton.bench.results.result_file import read_result
 from baton.cli.bench_files import write_files
 from baton.cli.main import main
 from baton.errors import InvalidRequest

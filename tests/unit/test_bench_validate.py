@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from baton.bench.arrangement import Arrangement
+from baton.bench.load.endpoint import Target
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
 from baton.bench.nodes.timeline import NodeStep, NodeTimeline
-from baton.bench.outcome import Outcome, Outcomes
 from baton.bench.report.comparison import answer
 from baton.bench.report.measured import read
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.load import GeneratorLoad
-from baton.bench.serve.run import LoadPlan, LoadRun
+from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.shared_host import Contention
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig, simulate

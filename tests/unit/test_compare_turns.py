@@ -16,11 +16,11 @@ from baton.bench.compare.pace import AROUND_S, Pace
 from baton.bench.compare.report import compare_result, verdict
 from baton.bench.compare.run import Comparison
 from baton.bench.compare.turns import CompareConfig, Measured, Turns, default_slo
+from baton.bench.load.endpoint import Target
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.load import GeneratorLoad
-from baton.bench.serve.run import LoadPlan, LoadRun
+from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import ManualClock
 from baton.errors import BatonError, DeadlineExceeded, ExitCode, Unreachable

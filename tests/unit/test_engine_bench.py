@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from baton.bench.engine_drive import EngineDrive
-from baton.bench.engine_work import attention_operations, read_work, work_of
-from baton.bench.host import available_memory, last_level_cache, processor
-from baton.bench.spread import Spread
+from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.micro.engine_work import attention_operations, read_work, work_of
+from baton.bench.results.host import available_memory, last_level_cache, processor
+from baton.bench.results.spread import Spread
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends import reference

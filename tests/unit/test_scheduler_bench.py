@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.bench.scheduler import SchedulerBenchConfig, run
+from baton.bench.micro.scheduler import SchedulerBenchConfig, run
 
 
 def test_every_figure_is_measured() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.goodput import find_goodput
+from baton.bench.results.goodput import find_goodput
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.network import Network
 from baton.bench.simulator.prompt import SimulatedPrompt

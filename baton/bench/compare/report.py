@@ -10,10 +10,10 @@ from typing import Any
 
 from baton.bench.compare.run import Comparison
 from baton.bench.compare.turns import CompareConfig, Measured, RateRun
-from baton.bench.result_file import Result, new_result
-from baton.bench.slo import Slo
-from baton.bench.spread import Spread
-from baton.bench.summary import distributions, ttft_parts
+from baton.bench.results.result_file import Result, new_result
+from baton.bench.results.slo import Slo
+from baton.bench.results.spread import Spread
+from baton.bench.results.summary import distributions, ttft_parts
 
 _P99_GAP = "p99_largest_gap_ms"
 

@@ -12,15 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.pinning import pin_nodes
 from baton.bench.compare.turns import CompareConfig, Measured, Note, Turns, default_slo
 from baton.bench.live_cluster import LiveCluster, arrangement_flags, live_cluster, model_flags
+from baton.bench.load.endpoint import Target
+from baton.bench.load.probe import probe
 from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import run_watched
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.probe import probe
-from baton.bench.slo import Slo
-from baton.bench.summary import Summary
+from baton.bench.pinning import pin_nodes
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Summary
 from baton.clock import SystemClock
 from baton.errors import BatonError
 

@@ -13,12 +13,12 @@ from statistics import median
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.compare.pace import Pace, RunLength
-from baton.bench.goodput import GoodputSearch
+from baton.bench.load.endpoint import Target
+from baton.bench.load.run import LoadPlan, LoadRun
 from baton.bench.nodes.run import NodesRun
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.run import LoadPlan, LoadRun
-from baton.bench.slo import Slo
-from baton.bench.summary import Summary, summarize
+from baton.bench.results.goodput import GoodputSearch
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Summary, summarize
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.pinning import pin_nodes
 from baton.bench.live_cluster import arrangement_flags, live_cluster
+from baton.bench.load.report import serve_result
+from baton.bench.load.run import LoadPlan, LoadRun, OnProgress, run_load
 from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.samples import NodeSamples, impossible_spans
 from baton.bench.nodes.timeline import NodeTimeline
 from baton.bench.nodes.watch import NodeWatch
-from baton.bench.result_file import Result
-from baton.bench.serve.report import serve_result
-from baton.bench.serve.run import LoadPlan, LoadRun, OnProgress, run_load
-from baton.bench.slo import Slo
+from baton.bench.pinning import pin_nodes
+from baton.bench.results.result_file import Result
+from baton.bench.results.slo import Slo
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.bench.outcome import Outcomes
+from baton.bench.results.outcome import Outcomes
 from baton.messages.messages import NodeReport
 
 _TOLERANCE_S = 0.002

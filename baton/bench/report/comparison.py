@@ -9,8 +9,8 @@ from statistics import median
 
 from baton.bench.report.figures import milliseconds, number, per_second, percent, plural
 from baton.bench.report.measured import Arrangement, Measured, Measurement
-from baton.bench.slo import Slo
-from baton.bench.spread import Spread
+from baton.bench.results.slo import Slo
+from baton.bench.results.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)

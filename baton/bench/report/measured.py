@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.bench.report.distribution import Distribution, of_histogram
-from baton.bench.result_file import SCHEMA
-from baton.bench.slo import Slo
-from baton.bench.spread import Spread
+from baton.bench.results.result_file import SCHEMA
+from baton.bench.results.slo import Slo
+from baton.bench.results.spread import Spread
 from baton.errors import InvalidRequest
 
 Values = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from baton.bench.report.figures import NOTHING, milliseconds, number, percent, p
 from baton.bench.report.markup import Markup, join, tag
 from baton.bench.report.measured import Arrangement, Measured, Measurement
 from baton.bench.report.section import Section, table
-from baton.bench.summary import SLO_SCALES
+from baton.bench.results.summary import SLO_SCALES
 
 _HISTOGRAM_BARS = 48
 _MOST_SERIES = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.bench.report.measured import read
 from baton.bench.report.page import page
-from baton.bench.result_file import write_text
+from baton.bench.results.result_file import write_text
 
 
 def write_report(result: Mapping[str, Any], path: Path) -> None:

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.host import usable_cores
-from baton.bench.outcome import Outcomes
+from baton.bench.results.host import usable_cores
+from baton.bench.results.outcome import Outcomes
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.router import FirstTokenParts
 from baton.bench.simulator.simulation import Failure, Simulated, SimulationConfig, duration_s, simulate

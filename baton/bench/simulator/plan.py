@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.goodput import Goodput, find_goodput
-from baton.bench.result_file import Result, new_result
+from baton.bench.results.goodput import Goodput, find_goodput
+from baton.bench.results.result_file import Result, new_result
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import distributions, summarize
 from baton.bench.simulator.cells import simulate_cells
 from baton.bench.simulator.node import TimelineEntry
 from baton.bench.simulator.simulation import Simulated, SimulationConfig
-from baton.bench.slo import Slo
-from baton.bench.summary import distributions, summarize
 from baton.bench.workloads.spec import WorkloadSpec
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from baton.bench.arrangement import Arrangement
+from baton.bench.results.slo import Slo
 from baton.bench.simulator.plan import SimulationPlan
 from baton.bench.simulator.simulation import NodeSizes, SimulationConfig
 from baton.bench.simulator.step_times import FormulaTimes
-from baton.bench.slo import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 
 PRESETS = ("distserve", "mooncake", "fleet")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from operator import sub
 from random import Random
 
-from baton.bench.outcome import Outcome
+from baton.bench.results.outcome import Outcome
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.network import Network
 from baton.bench.simulator.node import SimulatedNode, TokenTimes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.outcome import Outcome, Outcomes
+from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.simulator.events import Timeline
 from baton.bench.simulator.handoff import HandOffs
 from baton.bench.simulator.network import Network

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from baton.bench.arrangement import Arrangement
 from baton.bench.nodes.run import NodesRun
-from baton.bench.outcome import Column, Outcomes
+from baton.bench.results.outcome import Column, Outcomes
 from baton.bench.simulator.simulation import NodeSizes, Simulated, SimulationConfig, simulate
 from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.validate.fit import Fitted, StepCost, costs_of, fitted

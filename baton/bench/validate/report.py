@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from baton.bench.outcome import Outcomes
-from baton.bench.result_file import Result, new_result
+from baton.bench.results.outcome import Outcomes
+from baton.bench.results.result_file import Result, new_result
+from baton.bench.results.summary import distributions, summarize, ttft_parts
 from baton.bench.simulator.plan import timeline_rows
 from baton.bench.simulator.router import FirstTokenParts
-from baton.bench.summary import distributions, summarize, ttft_parts
 from baton.bench.validate.predict import QUIET, LoadPair, Means
 from baton.bench.validate.run import Validated
 from baton.errors import BatonError

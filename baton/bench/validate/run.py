@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from baton.bench.arrangement import Arrangement
-from baton.bench.compare.pinning import pin_nodes
 from baton.bench.live_cluster import arrangement_flags, live_cluster, model_flags
+from baton.bench.load.endpoint import Target
+from baton.bench.load.probe import probe
+from baton.bench.load.run import LoadPlan
 from baton.bench.nodes.find import FoundCluster
 from baton.bench.nodes.run import NodesRun, run_watched
-from baton.bench.outcome import Outcomes
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.probe import probe
-from baton.bench.serve.run import LoadPlan
+from baton.bench.pinning import pin_nodes
+from baton.bench.results.outcome import Outcomes
 from baton.bench.validate.fit import Fitted
 from baton.bench.validate.predict import QUIET, LoadPair, Means, Predictor, Stretch
 from baton.bench.validate.strangers import ProcStrangers, Strangers

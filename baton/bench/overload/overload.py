@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.bench.live_cluster import LiveCluster, live_cluster
-from baton.bench.outcome import Outcomes
-from baton.bench.result_file import machine, versions
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.probe import probe
-from baton.bench.serve.run import LoadPlan, LoadRun, run_beside, run_load
-from baton.bench.slo import Slo
+from baton.bench.load.endpoint import Target
+from baton.bench.load.probe import probe
+from baton.bench.load.run import LoadPlan, LoadRun, run_beside, run_load
+from baton.bench.results.outcome import Outcomes
+from baton.bench.results.result_file import machine, versions
+from baton.bench.results.slo import Slo
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
 from baton.security.keys import new_key, write_keys

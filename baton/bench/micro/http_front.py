@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import Callable
 
-from baton.bench.relay_clients import OnEnd, OnTokens
+from baton.bench.micro.relay_clients import OnEnd, OnTokens
 from baton.messages.messages import GenerateRequest
 
 
 class HttpFront:
-    """`POST /v1/completions` with `stream`; see `baton.bench.relay_clients.Front`."""
+    """`POST /v1/completions` with `stream`; see `baton.bench.micro.relay_clients.Front`."""
 
     def __init__(self) -> None:
         self._address = ("", 0)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.bench.gaps import Gaps
-from baton.bench.outcome import Outcomes
-from baton.bench.slo import Slo
+from baton.bench.results.gaps import Gaps
+from baton.bench.results.outcome import Outcomes
+from baton.bench.results.slo import Slo
 
 Summary = dict[str, Any]
 """JSON values by vLLM's keys."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.outcome import Outcomes
+from baton.bench.results.outcome import Outcomes
 
 _LATE_MS = 10.0
 _LATE_SHARE = 0.1

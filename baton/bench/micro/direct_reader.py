@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from baton.bench.relay_nodes import RelayNodes, RelayStream
+from baton.bench.micro.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError, NodeLost
 from baton.ids import AttemptKey
 from baton.messages.messages import StepReport

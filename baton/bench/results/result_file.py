@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from baton.bench.host import processor, usable_cores
+from baton.bench.results.host import processor, usable_cores
 from baton.errors import InvalidRequest
 
 SCHEMA = "baton.bench/1"

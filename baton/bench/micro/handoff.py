@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from baton.bench.bare_reads import bare_sender, read_times
 from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
-from baton.bench.solo import SoloEngine, SoloRun
+from baton.bench.micro.bare_reads import bare_sender, read_times
+from baton.bench.micro.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
 from baton.engine.request import SamplingParams
 from baton.errors import BatonError, ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
+from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
 from baton.messages.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
@@ -20,7 +20,7 @@ _PUSHBACK = "grpc-retry-pushback-ms"
 
 
 class GrpcEndpoint:
-    """See `baton.bench.serve.endpoint.Endpoint`."""
+    """See `baton.bench.load.endpoint.Endpoint`."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

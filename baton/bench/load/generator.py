@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.bench.outcome import Outcome, Outcomes
-from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Endpoint, Usage
+from baton.bench.load.endpoint import UNREACHABLE, Cancel, Endpoint, Usage
+from baton.bench.results.outcome import Outcome, Outcomes
 from baton.bench.workloads import WorkloadRequest
 
 Session = list[WorkloadRequest]
@@ -206,7 +206,7 @@ class Generator:
 
 
 class _Open:
-    """A request under way; see `baton.bench.serve.endpoint.Listener`."""
+    """A request under way; see `baton.bench.load.endpoint.Listener`."""
 
     __slots__ = (
         *("_generator", "_is_over", "cancel", "first_s", "gaps", "latest_s", "num_messages", "num_tokens", "planned_s"),

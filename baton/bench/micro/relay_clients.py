@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.bench.relay_nodes import RelayNodes, RelayStream
+from baton.bench.micro.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError
 from baton.messages.messages import GenerateRequest
 from baton.wire.codec.generation import request_to_pb, response_from_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from baton.bench.result_file import Result, new_result
-from baton.bench.serve.run import LoadPlan, LoadRun
-from baton.bench.slo import Slo
-from baton.bench.summary import Summary, distributions, summarize, ttft_parts
+from baton.bench.load.run import LoadPlan, LoadRun
+from baton.bench.results.result_file import Result, new_result
+from baton.bench.results.slo import Slo
+from baton.bench.results.summary import Summary, distributions, summarize, ttft_parts
 
 METRICS = {
     "ttft": "Time to first token",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from baton.bench.serve.endpoint import Target
+from baton.bench.load.endpoint import Target
 from baton.client import Access, GenerationClient
 from baton.errors import BatonError, ConfigError, Unreachable
 from baton.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.bench.gaps import Gaps
+from baton.bench.results.gaps import Gaps
 
 Column = NDArray[np.float64]
 

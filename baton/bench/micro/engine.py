@@ -16,10 +16,10 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from baton.bench.engine_drive import EngineDrive
-from baton.bench.engine_work import ModelWork, attention_operations, read_work
-from baton.bench.host import available_memory, last_level_cache, processor
-from baton.bench.spread import Spread
+from baton.bench.micro.engine_drive import EngineDrive
+from baton.bench.micro.engine_work import ModelWork, attention_operations, read_work
+from baton.bench.results.host import available_memory, last_level_cache, processor
+from baton.bench.results.spread import Spread
 from baton.engine.runner import ModelInfo
 from baton.errors import ConfigError
 from baton.runner import TorchSpec

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton.bench.serve.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
+from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
 from baton.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ _WORDS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 
 
 class HttpEndpoint:
-    """See `baton.bench.serve.endpoint.Endpoint`."""
+    """See `baton.bench.load.endpoint.Endpoint`."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -14,14 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from baton.bench.outcome import Outcomes
-from baton.bench.serve.endpoint import Target
-from baton.bench.serve.generator import Progress
-from baton.bench.serve.load import GeneratorLoad
+from baton.bench.load.endpoint import Target
+from baton.bench.load.generator import Progress
+from baton.bench.load.load import GeneratorLoad
+from baton.bench.results.outcome import Outcomes
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError, Unreachable
 
-_MODULE = "baton.bench.serve.generator_process"
+_MODULE = "baton.bench.load.generator_process"
 _MOST_LINE = 1 << 20
 _STOP_S = 20.0
 """So long a generator may take to hand over what it has."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.bench.outcome import Outcomes
+from baton.bench.results.outcome import Outcomes
 from baton.errors import InvalidRequest
 
 _NAMES = ("ttft", "tpot", "e2el")

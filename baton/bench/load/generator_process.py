@@ -1,4 +1,4 @@
-"""One process of the load generator: `python -m baton.bench.serve.generator_process`.
+"""One process of the load generator: `python -m baton.bench.load.generator_process`.
 
 Over stdin come a line of JSON (what to send, and which share of it), then `go`, then maybe `stop`. Over stdout go
 `ready`, lines of JSON (how far it is), and at the end a line that says how many bytes of outcomes follow. Stdin's end
@@ -18,9 +18,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from baton.bench.serve.endpoint import Endpoint, Target
-from baton.bench.serve.generator import Generator, sessions, share_of
-from baton.bench.serve.grpc_endpoint import GrpcEndpoint
+from baton.bench.load.endpoint import Endpoint, Target
+from baton.bench.load.generator import Generator, sessions, share_of
+from baton.bench.load.grpc_endpoint import GrpcEndpoint
 from baton.bench.workloads import WorkloadRequest, unique_piece
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
@@ -34,7 +34,7 @@ def endpoint_of(target: Target) -> Endpoint:
     """The way to a target."""
     if target.backend == "baton":
         return GrpcEndpoint(target)
-    from baton.bench.serve.http_endpoint import HttpEndpoint
+    from baton.bench.load.http_endpoint import HttpEndpoint
 
     return HttpEndpoint(target)
 

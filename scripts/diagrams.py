@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from baton.cli.supervisor.restart import CHILD_TABLE, ChildState
+from baton.cli.cluster.supervisor.restart import CHILD_TABLE, ChildState
 from baton.machine import render_mermaid
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState

@@ -39,8 +39,8 @@ from soak_load import Routers, SoakLoad, Tenant, Told, summary
 from soak_plot import Panel, drawn
 
 from baton.bench.results.host import processor, usable_cores
-from baton.cli.run_dir import RunDir
-from baton.cli.state import ClusterState, ProcessState
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.registry.embedded import embedded_redis
 from baton.registry.flights import ENDED_S
 from baton.security.keys import new_key, write_keys

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from baton.cli.access import use_certificates
-from baton.cli.run_dir import RunDir, default_run_dir
-from baton.cli.state import ClusterState
+from baton.cli.cluster.run_dir import RunDir, default_run_dir
+from baton.cli.cluster.state import ClusterState
 from baton.errors import Unreachable
 
 

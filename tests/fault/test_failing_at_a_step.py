@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.state import ProcessState
+from baton.cli.cluster.state import ProcessState
 from baton.messages.messages import GenerateRequest
 from tests.support.caller import Answer
 from tests.support.drill import Drill

@@ -16,7 +16,7 @@ from random import Random
 
 import pytest
 
-from baton.cli.state import ProcessState
+from baton.cli.cluster.state import ProcessState
 from baton.errors import BatonError
 from baton.messages.messages import GenerateRequest
 from tests.support.drill import Drill

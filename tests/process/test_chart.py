@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.cli.emit.compose import compose_files
-from baton.cli.emit.helm import helm_files
-from baton.cli.emit.processes import emitted_processes
-from baton.cli.supervisor.plan import parse_flags
+from baton.cli.cluster.emit.compose import compose_files
+from baton.cli.cluster.emit.helm import helm_files
+from baton.cli.cluster.emit.processes import emitted_processes
+from baton.cli.cluster.supervisor.plan import parse_flags
 from baton.config import NodeConfig, RouterConfig, UpConfig
 from tests.process.shell import ROOT
 

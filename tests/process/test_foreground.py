@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 
-from baton.cli.run_dir import RunDir
+from baton.cli.cluster.run_dir import RunDir
 from baton.client import GenerationClient
 from baton.messages.messages import Accepted, Chunk, Finished
 from baton.v1 import generation_pb2

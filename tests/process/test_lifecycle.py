@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.run_dir import RunDir
-from baton.cli.state import ClusterState
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState
 from tests.process.shell import ROOT, Shell, ends, refusal
 from tests.support.slow_model import FLAGS, STEP_TIMES
 
@@ -229,7 +229,7 @@ def test_a_file_where_the_place_should_be(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_the_demo_of_the_bundled_model(shell: Shell) -> None:
-    done = shell.run([sys.executable, "-m", "baton.cli.demo"], cwd=ROOT)
+    done = shell.run([sys.executable, "-m", "baton.cli.commands.demo"], cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     table = next(number for number, line in enumerate(lines) if line.startswith("PROMPT"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.cli.run_dir import RunDir, default_run_dir
+from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from tests.process.shell import ROOT, Shell
 from tests.process.test_foreground import assert_grpcurl_works
 

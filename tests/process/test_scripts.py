@@ -93,7 +93,7 @@ def test_setup_says_what_it_needs(shell: Shell, copy: Path) -> None:
 
 
 def test_an_interrupted_demo_stops_what_it_started(shell: Shell) -> None:
-    command = [sys.executable, "-u", "-m", "baton.cli.demo"]
+    command = [sys.executable, "-u", "-m", "baton.cli.commands.demo"]
     with subprocess.Popen(
         command, cwd=ROOT, env=shell.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as demo:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from baton.cli.state import ProcessState
+from baton.cli.cluster.state import ProcessState
 from baton.client import AsyncGenerationClient
 from baton.engine.batch import TokenLogprobs
 from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished

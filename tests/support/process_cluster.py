@@ -14,8 +14,8 @@ from pathlib import Path
 
 import grpc
 
-from baton.cli.run_dir import RunDir
-from baton.cli.state import ClusterState, ProcessState
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.errors import NodeLost, Unreachable
 from baton.messages.messages import ClusterStatus, LoadReport, TraceEvent
 from baton.v1 import operator_pb2, operator_pb2_grpc

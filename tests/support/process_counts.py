@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.cli.state import ProcessState
+from baton.cli.cluster.state import ProcessState
 
 
 @dataclass(frozen=True, slots=True)

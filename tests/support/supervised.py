@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from baton.cli.supervisor.parent import end_with_parent
+from baton.cli.cluster.supervisor.parent import end_with_parent
 from baton.observe.ready import Failed, Ready, announce
 
 

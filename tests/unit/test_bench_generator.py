@@ -28,7 +28,7 @@ from baton.bench.results.summary import summarize
 from baton.bench.workloads import Piece, SteadyArrivals, WorkloadRequest
 from baton.bench.workloads.multi_turn import MultiTurn
 from baton.bench.workloads.spec import WorkloadSpec
-from baton.cli.bench_serve import result_path
+from baton.cli.bench.serve import result_path
 from baton.cli.main import main
 from baton.errors import Unreachable
 from tests.support.canned_endpoint import CannedEndpoint, canned_endpoint

@@ -30,7 +30,7 @@ from baton.bench.report.tabular import to_csv, to_json
 from baton.bench.report.write import write_report
 from baton.bench.results.gaps import Gaps
 from baton.bench.results.result_file import read_result
-from baton.cli.bench_files import write_files
+from baton.cli.bench.files import write_files
 from baton.cli.main import main
 from baton.errors import InvalidRequest
 from tests.support.example_results import (

@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from baton.cli.chat_stream import ChatClient, EventReader, Place, error_of, error_of_answer
+from baton.cli.commands.chat_stream import ChatClient, EventReader, Place, error_of, error_of_answer
 from baton.cli.main import main
 from baton.cli.usage import ClientUsageError
 from baton.errors import (

@@ -15,8 +15,8 @@ import pytest
 import structlog
 import typer
 
-from baton.cli.log_files import LogFile, LogLine, merged, parse_line
-from baton.cli.logs import begin_of, is_wanted, spelled
+from baton.cli.cluster.log_files import LogFile, LogLine, merged, parse_line
+from baton.cli.commands.logs import begin_of, is_wanted, spelled
 from baton.ids import AttemptKey
 from baton.observe.logs import configure_logging, log_also, of_attempt
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from baton.cli.cluster_view import combine
-from baton.cli.generate import Answer, summary
+from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.commands.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
-from baton.cli.state import ClusterState, ProcessState
+from baton.cli.views.cluster_view import combine
 from baton.errors import BatonError
 from baton.messages.messages import (
     Accepted,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.cluster_view import ClusterView
-from baton.cli.state import ClusterState, ProcessState
-from baton.cli.status_page import bar, overview, status_lines
+from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.views.cluster_view import ClusterView
+from baton.cli.views.status_page import bar, overview, status_lines
 from baton.ids import AttemptKey
 from baton.messages.messages import (
     HandoffReport,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.cli.cluster_view import ClusterView
-from baton.cli.top_page import Piece, Screen, plain, top_lines
+from baton.cli.views.cluster_view import ClusterView
+from baton.cli.views.top_page import Piece, Screen, plain, top_lines
 from baton.messages.messages import NodeStatus
 from baton.wire.codec.request_rows import RequestRow
 from baton.wire.codec.steering import ClusterEvent

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli import get, leases, requests
+from baton.cli.commands import get, leases, requests
 from baton.cli.main import main
-from baton.cli.watching import Rows, changed
+from baton.cli.views.watching import Rows, changed
 from baton.ids import AttemptKey
 from baton.messages.messages import HandoffReport, HandoffSide, LoadReport, NodeReport, NodeStatus, OpenHandoff
 from baton.wire.codec.request_rows import RequestRow

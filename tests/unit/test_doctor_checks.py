@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
+from baton.cli.views.doctor_checks import Facts, Finding, Level, ModelFacts, examine, worst
 from baton.registry.server_memory import ServerMemory
 
 FASTEST = [("products", "C kernels, avx512_bf16", ""), ("decoder", "Baton's loop over the layers", "")]

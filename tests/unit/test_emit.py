@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.cli.emit.compose import compose_files
-from baton.cli.emit.emission import Emission
-from baton.cli.emit.helm import helm_files
-from baton.cli.emit.processes import EmittedProcess, emitted_processes
-from baton.cli.emit.slurm import slurm_files
-from baton.cli.emit.systemd import systemd_files
-from baton.cli.emit.write import write
-from baton.cli.supervisor.plan import plan_nodes
+from baton.cli.cluster.emit.compose import compose_files
+from baton.cli.cluster.emit.emission import Emission
+from baton.cli.cluster.emit.helm import helm_files
+from baton.cli.cluster.emit.processes import EmittedProcess, emitted_processes
+from baton.cli.cluster.emit.slurm import slurm_files
+from baton.cli.cluster.emit.systemd import systemd_files
+from baton.cli.cluster.emit.write import write
+from baton.cli.cluster.supervisor.plan import plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, load
 from baton.errors import ConfigError, UsageError
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.cli.emit.helm import helm_files
-from baton.cli.emit.processes import emitted_processes, words
-from baton.cli.emit.slurm import slurm_files
-from baton.cli.emit.systemd import systemd_files
-from baton.cli.supervisor.plan import command_and_flags, flag_words, plan_nodes
+from baton.cli.cluster.emit.helm import helm_files
+from baton.cli.cluster.emit.processes import emitted_processes, words
+from baton.cli.cluster.emit.slurm import slurm_files
+from baton.cli.cluster.emit.systemd import systemd_files
+from baton.cli.cluster.supervisor.plan import command_and_flags, flag_words, plan_nodes
 from baton.clock import ManualClock
 from baton.config import NodeConfig, UpConfig
 from baton.config.load import view

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from baton.cli.followed_routers import follow
-from baton.cli.merged_events import SAME_S, Merge
+from baton.cli.views.followed_routers import follow
+from baton.cli.views.merged_events import SAME_S, Merge
 from baton.errors import Unreachable
 from baton.wire.codec.steering import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier

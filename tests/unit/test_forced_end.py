@@ -17,7 +17,7 @@ lock.acquire()
 _ENDS = "from baton.wire.forced_end import end_within; end_within(3600.0)"
 _LEAVES_CYCLES = """
 import sys
-from baton.cli.processes import _be
+from baton.cli.commands.processes import _be
 
 class Left:
     def __del__(self):

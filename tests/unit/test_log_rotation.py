@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from baton.cli.log_files import LogFile
-from baton.cli.log_rotation import LogRotation, older_parts
-from baton.cli.run_dir import RunDir
+from baton.cli.cluster.log_files import LogFile
+from baton.cli.cluster.log_rotation import LogRotation, older_parts
+from baton.cli.cluster.run_dir import RunDir
 
 MAX_BYTES = 1000
 NUM_KEPT = 3

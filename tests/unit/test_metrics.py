@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cli.supervisor.plan import plan_nodes
+from baton.cli.cluster.supervisor.plan import plan_nodes
 from baton.clock import ManualClock
 from baton.config import UpConfig
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.requests import page
+from baton.cli.commands.requests import page
 from baton.engine.request import Leg
 from baton.messages.messages import Outcome, StageTimings
 from baton.wire.codec.request_rows import RequestRow, row_from_pb, row_to_pb

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.run_dir import RunDir, default_run_dir
-from baton.cli.state import ClusterState, ProcessState, start_time
+from baton.cli.cluster.run_dir import RunDir, default_run_dir
+from baton.cli.cluster.state import ClusterState, ProcessState, start_time
 from baton.errors import ConfigError
 
 STATE = ClusterState(
@@ -97,7 +97,7 @@ def test_who_looks_for_a_holder_is_none(tmp_path: Path, monkeypatch: pytest.Monk
         waited.append(seconds)
         os.close(looking)
 
-    monkeypatch.setattr("baton.cli.run_dir.time.sleep", look_no_more)
+    monkeypatch.setattr("baton.cli.cluster.run_dir.time.sleep", look_no_more)
     place.take()
     assert len(waited) == 1
     place.release()
@@ -117,7 +117,7 @@ def test_the_next_holder_is_told_of_too(tmp_path: Path) -> None:
 
 def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     script = (
-        "import signal, sys; from pathlib import Path; from baton.cli.run_dir import RunDir; "
+        "import signal, sys; from pathlib import Path; from baton.cli.cluster.run_dir import RunDir; "
         "place = RunDir(Path(sys.argv[1])); place.create(); place.take(); print('taken', flush=True); signal.pause()"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE)

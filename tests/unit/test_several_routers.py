@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from baton.cli.cluster_view import combine
-from baton.cli.state import ClusterState, ProcessState
-from baton.cli.supervisor.plan import plan_nodes
+from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.cluster.supervisor.plan import plan_nodes
+from baton.cli.views.cluster_view import combine
 from baton.config import UpConfig
 from baton.messages.messages import ClusterStatus
 

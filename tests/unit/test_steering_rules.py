@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.drain import left
-from baton.cli.events import row
+from baton.cli.commands.drain import left
+from baton.cli.commands.events import row
+from baton.cli.commands.wait import chosen, parse_condition
 from baton.cli.usage import ClientUsageError
-from baton.cli.wait import chosen, parse_condition
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, NodeDescription, NodeStatus, Role

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.log_rotation import MAX_LOG_BYTES, older_parts
-from baton.cli.run_dir import RunDir
-from baton.cli.state import ClusterState, ProcessState, start_time
-from baton.cli.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
-from baton.cli.supervisor.plan import ChildSpec
+from baton.cli.cluster.log_rotation import MAX_LOG_BYTES, older_parts
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState, ProcessState, start_time
+from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor, StartFailed
+from baton.cli.cluster.supervisor.plan import ChildSpec
 from baton.clock import SystemClock
 from baton.errors import ExitCode
 
@@ -219,7 +219,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.unit.test_supervisor import Bench
 if sys.argv[3] == "serve":
-    from baton.cli.supervisor import child
+    from baton.cli.cluster.supervisor import child
     child._LIBC = None
 async def main():
     bench = Bench(Path(sys.argv[2]))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from baton.cli.supervisor.restart import (
+from baton.cli.cluster.supervisor.restart import (
     CHILD_TABLE,
     FIRST_DELAY_S,
     LONGEST_DELAY_S,

@@ -1,0 +1,115 @@
+"""`baton bench`: the group, `handoff` and `scheduler`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.access import with_access
+from baton.cli.bench.compare import compare
+from baton.cli.bench.engine import engine
+from baton.cli.bench.nodes import nodes
+from baton.cli.bench.overload import overload
+from baton.cli.bench.report import report
+from baton.cli.bench.router import router
+from baton.cli.bench.serve import serve
+from baton.cli.bench.validate import validate
+from baton.cli.output import Format, print_json, print_table, print_yaml
+from baton.cli.usage import ClientUsageError
+from baton.config import bundled_model_dir
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the commands."""
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+
+    @group.callback()
+    def bench() -> None:
+        """Measure this machine with real processes."""
+        # As for Ctrl-C: the processes that it started end with it.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    group.command("handoff")(handoff)
+    group.command("engine")(engine)
+    group.command("scheduler")(scheduler)
+    group.command("router")(router)
+    group.command("overload")(overload)
+    group.command("report")(report)
+    group.command("serve")(with_access(serve))
+    group.command("compare")(compare)
+    group.command("nodes")(with_access(nodes))
+    group.command("validate")(validate)
+    app.add_typer(group, name=name)
+
+
+def handoff(
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    shape: Annotated[
+        str, typer.Option(help="Random weights of a known shape instead: 0.5b, 0.5b-kv.", metavar="NAME")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    requests: Annotated[int, typer.Option(help="Requests to take the medians of.", min=1)] = 20,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 1024,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.", min=4)] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.", min=64)] = 512,
+    threads: Annotated[int, typer.Option(help="Threads of each node and of the engine alone.", min=1)] = 1,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure a hand-off beside one engine alone and bare NIXL reads."""
+    if model is not None and shape:
+        raise ClientUsageError("--model and --shape exclude each other")
+    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.results.host import pinned_threads
+
+    pinned_threads(threads)
+    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+        from baton.bench.micro import handoff as bench
+
+        report = bench.run(
+            bench.HandoffBenchConfig(
+                model_dir=model_dir,
+                dtype=dtype,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                requests=requests,
+                max_num_batched_tokens=max_num_batched_tokens,
+                threads=threads,
+            )
+        )
+    values = asdict(report)
+    if output is Format.JSON:
+        print_json(values)
+    elif output is Format.YAML:
+        print_yaml(values)
+    else:
+        rows = [[key, f"{value:.3f}" if isinstance(value, float) else str(value)] for key, value in values.items()]
+        print_table(["WHAT", "MEDIAN"], rows)
+
+
+def scheduler(
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.", min=64)] = 1024,
+    rounds: Annotated[int, typer.Option(help="Rounds of 32 steps to take the medians of.", min=1)] = 7,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Measure what deciding and committing a step costs, in microseconds, without any model."""
+    from baton.bench.micro.scheduler import SchedulerBenchConfig, run
+
+    values = asdict(run(SchedulerBenchConfig(prompt_tokens=prompt_tokens, rounds=rounds)))
+    if output is Format.JSON:
+        print_json(values)
+    elif output is Format.YAML:
+        print_yaml(values)
+    else:
+        steady = values.pop("steady_us")
+        rows = [[f"steady step, {running} running", f"{took:.1f}"] for running, took in steady.items()]
+        rows += [
+            [name.removesuffix("_us").replace("_us_", ", ").replace("_", " "), f"{took:.1f}"]
+            for name, took in values.items()
+        ]
+        print_table(["WHAT", "MICROSECONDS"], rows)

@@ -1,0 +1,140 @@
+"""`baton bench compare`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.serve import slo_of, usage_errors
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.usage import ClientUsageError
+from baton.config import bundled_model_dir
+from baton.errors import Cancelled, ExitCode
+
+if TYPE_CHECKING:
+    from baton.bench.compare.run import Comparison
+    from baton.bench.compare.turns import CompareConfig
+
+_QUICK_BUDGET_S = 470.0
+"""Of 8 minutes."""
+_QUICK_RUN_S = 30.0
+"""At most: each of its runs has its share of the time."""
+_QUICK_TRIES = 5
+
+
+def compare(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    arrangement: Annotated[
+        list[str] | None,
+        typer.Option(help="colocated, conditional or like 1p1d; may be repeated. Default: all; quick: no conditional."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of each arrangement, each with one thread on one core.")] = 2,
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 512,
+    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 64,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly.", min=0.01)] = 1.0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ttft:MS tpot:MS e2el:MS. Default: of single requests twice the TPOT, --ttft-factor times the TTFT.",
+            metavar="SLO ...",
+        ),
+    ] = None,
+    ttft_factor: Annotated[float, typer.Option(help="See --goodput.", min=1)] = 5.0,
+    attainment: Annotated[float, typer.Option(help="Share of requests that must keep it.", min=0.01, max=1)] = 0.9,
+    repeats: Annotated[int, typer.Option(help="Searches of each arrangement, in turn.", min=1)] = 3,
+    run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each rate.", min=1)] = 15.0,
+    tries: Annotated[int, typer.Option(help="Rates that a search may try.", min=2)] = 8,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter and fewer runs: an answer within 8 minutes.")] = False,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
+    kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
+    seed: Annotated[int, typer.Option(help="Of the load.", min=0)] = 0,
+    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    report: ReportOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Find out whether disaggregation is worth it: the same nodes, cores and load in several arrangements.
+
+    Colocated nodes each do both; in 1p1d one computes prompts and one generates; conditional lets the router choose.
+    All of them are started on the same cores and loaded in turn. Goodput is the highest rate of which enough requests
+    keep the SLO, found by bisection. Run it on an otherwise idle machine with a core for every node.
+    """
+    if model is not None and shape:
+        raise ClientUsageError("--model and --shape exclude each other")
+    from baton.bench.arrangement import chosen
+    from baton.bench.compare.run import compare as run_comparison
+    from baton.bench.compare.turns import CompareConfig
+    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.workloads.spec import WorkloadSpec
+
+    slo = slo_of(goodput, more_goodput)
+    with usage_errors():
+        arrangements = chosen(arrangement or (), nodes)
+    if quick and not arrangement:
+        arrangements = [one for one in arrangements if not one.is_conditional]
+    workload = WorkloadSpec(
+        random_input_len=random_input_len,
+        random_output_len=random_output_len,
+        random_range_ratio=random_range_ratio,
+        burstiness=burstiness,
+        seed=seed,
+    )
+    flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--kv-cache-memory", kv_cache_memory)
+    with shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir:
+        config = CompareConfig(
+            arrangements,
+            model_dir,
+            dtype,
+            workload,
+            slo if slo else None,
+            ttft_factor,
+            attainment,
+            repeats,
+            _QUICK_RUN_S if quick else run_s,
+            _QUICK_TRIES if quick else tries,
+            _QUICK_BUDGET_S if quick else float("inf"),
+            up_flags=flags,
+        )
+        comparison = run_comparison(config, note)
+    _finish(config, comparison, shape or model_dir.resolve().name, result_filename, report, output)
+
+
+def _finish(
+    config: CompareConfig, comparison: Comparison, model: str, path: Path | None, report: Path | None, output: Format
+) -> None:
+    from baton.bench.compare.report import compare_result, rows, verdict
+    from baton.bench.results.result_file import without_outcomes
+
+    result = compare_result(config, comparison, datetime.now(UTC).isoformat(timespec="seconds")) | {"model": model}
+    if output is Format.JSON:
+        print_json(without_outcomes(result))
+    elif output is Format.YAML:
+        print_yaml(without_outcomes(result))
+    else:
+        spec = config.workload
+        slo = ", ".join(f"{name.removesuffix('_ms').upper()} {ms:.1f} ms" for name, ms in result["slo"].items())
+        say(
+            f"{model} on {result['machine']['processor']}, {result['machine']['usable_cores']} cores: prompts of "
+            f"{spec.random_input_len} and outputs of {spec.random_output_len} tokens; SLO {slo}, kept by "
+            f"{config.attainment:.0%}; {result['repeats']} of {config.repeats} searches, "
+            f"up to {config.run_s:g} s of arrivals a rate\n"
+        )
+        at = f"{result['common_rate']:.2f}/S" if result["common_rate"] else "-"
+        columns = ["ARRANGEMENT", "GOODPUT/S", "PER NODE", f"P99 TTFT AT {at}", "P99 TPOT", "P99 LARGEST GAP MS"]
+        print_table(columns, rows(comparison))
+        say()
+        for line in verdict(result):
+            say(line)
+    write_files(result, path, report)
+    if isinstance(comparison.failure, Cancelled):
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if comparison.failure is not None:
+        raise comparison.failure

@@ -1,0 +1,162 @@
+"""`baton bench nodes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.serve import Dataset, count_requests, print_rows, raise_exit, show_progress, slo_of, usage_errors
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.cli.target import RunDirOption, local_cluster
+from baton.cli.usage import ClientUsageError
+from baton.config import bundled_model_dir
+from baton.errors import Unreachable
+from baton.security.access import Access, default_access
+
+if TYPE_CHECKING:
+    from baton.bench.nodes.find import FoundCluster
+
+_COLUMNS = ("NODE", "ROLE", "RUN", "WAIT", "WAIT REMOTE KV", "KV%", "LEASED", "SAMPLES", "MISSED")
+
+
+def nodes(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    start: Annotated[str, typer.Option(help="Start this here: colocated, conditional or like 1p1d.")] = "",
+    num_nodes: Annotated[int, typer.Option("--nodes", help="Nodes of what is started.", min=2)] = 2,
+    model: Annotated[Path | None, typer.Option(help="Its model directory. Default: the bundled model.")] = None,
+    shape: Annotated[str, typer.Option(help="Random weights of a known shape instead: 0.5b.", metavar="NAME")] = "",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    run_dir: RunDirOption = None,
+    registry: Annotated[str, typer.Option(help="Redis of a running cluster, on whatever hosts.", metavar="URL")] = "",
+    cluster: Annotated[str, typer.Option(help="Its name in the registry.")] = "default",
+    dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
+    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly.", min=0.01)] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once. Default: any.", min=1)] = None,
+    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 512,
+    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=1)] = 64,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
+    time_scale: Annotated[float, typer.Option(help="Replay a trace so many times as fast.", min=1e-6)] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Prompts and shared blocks so many times as long.", min=1e-6)] = 1,
+    output_scale: Annotated[float, typer.Option(help="Outputs so many times as long.", min=1e-6)] = 1.0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Generator processes.", min=1)] = 1,
+    num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    report: ReportOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Put a load on a cluster and watch each of its nodes meanwhile, on this machine or on several hosts.
+
+    The cluster is started here (--start), or is the one of a run directory or of a registry. Latencies are measured by
+    the generator's clock alone, samples of nodes by this command's; no node's clock is read.
+    """
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.probe import probe
+    from baton.bench.load.report import remarks, rows
+    from baton.bench.load.run import LoadPlan
+    from baton.bench.nodes.run import nodes_result, run_watched
+    from baton.bench.nodes.samples import peak_rows
+    from baton.bench.results.result_file import without_outcomes
+    from baton.bench.workloads.spec import WorkloadSpec
+
+    _check(start, shape, model, registry, run_dir)
+    slo = slo_of(goodput, more_goodput)
+    with usage_errors():
+        workload = WorkloadSpec(
+            dataset=dataset_name.value,
+            dataset_path=str(dataset_path or ""),
+            num_prompts=num_prompts,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            random_input_len=random_input_len,
+            random_output_len=random_output_len,
+            random_range_ratio=random_range_ratio,
+            time_scale=time_scale,
+            length_scale=length_scale,
+            output_scale=output_scale,
+            seed=seed,
+        )
+        total = count_requests(workload)
+    with _cluster(start, num_nodes, model, shape, dtype, run_dir, registry, cluster) as found:
+        access = default_access.get()
+        ca = access.tls_ca
+        asked = Target("baton", found.grpc_address, is_tls=ca is not None, api_key=access.api_key, tls_ca=str(ca or ""))
+        target = probe(asked).target
+        plan = LoadPlan(target, workload, processes, max_concurrency, num_warmups=num_warmups)
+        with show_progress(total, output is Format.TEXT) as on_progress:
+            ran = run_watched(found, plan, on_progress)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    result = nodes_result(plan, ran, slo, (99.0,), start or "running", created)
+    if output is Format.JSON:
+        print_json(without_outcomes(result))
+    elif output is Format.YAML:
+        print_yaml(without_outcomes(result))
+    else:
+        print_rows(rows(result, (99.0,)))
+        say("\nThe most of each node during the run:")
+        print_table(_COLUMNS, peak_rows(ran.samples))
+    for line in remarks(ran.run, result, slo):
+        note(line)
+    if ran.impossible_spans:
+        note(f"{ran.impossible_spans} requests took longer inside than their client waited: do hosts' clocks differ?")
+    write_files(result, result_filename, report)
+    raise_exit(ran.run, result)
+
+
+def _check(start: str, shape: str, model: Path | None, registry: str, run_dir: Path | None) -> None:
+    """Raises a usage error for flags that don't go together."""
+    if shape and model is not None:
+        raise ClientUsageError("--model and --shape exclude each other")
+    if (shape or model is not None) and not start:
+        raise ClientUsageError("--model and --shape are for what --start starts")
+    if sum(map(bool, (start, registry, run_dir))) > 1:
+        raise ClientUsageError("--start, --registry and --run-dir exclude each other")
+
+
+@contextmanager
+def _cluster(
+    start: str,
+    num_nodes: int,
+    model: Path | None,
+    shape: str,
+    dtype: str,
+    run_dir: Path | None,
+    registry: str,
+    name: str,
+) -> Iterator[FoundCluster]:
+    from baton.bench.arrangement import chosen
+    from baton.bench.micro.shapes import shape_dir
+    from baton.bench.nodes.find import find_by_operator, find_in_registry
+    from baton.bench.nodes.run import started
+
+    if start:
+        # What is started here is in clear text, and for everybody on this machine.
+        default_access.set(Access())
+        with usage_errors():
+            (arrangement,) = chosen([start], num_nodes)
+        with (
+            shape_dir(shape) if shape else nullcontext(model or bundled_model_dir()) as model_dir,
+            started(arrangement, model_dir, dtype) as found,
+        ):
+            yield found
+    elif registry:
+        default_access.set(replace(default_access.get(), cluster=name))
+        yield find_in_registry(registry, name)
+    else:
+        state = local_cluster(run_dir, "--registry").state
+        if not state.grpc_address or not state.operator_address:
+            raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
+        yield find_by_operator(state.grpc_address, state.operator_address)

@@ -1,0 +1,353 @@
+"""`baton bench serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from urllib.parse import urlsplit
+
+import typer
+
+from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.output import Format, note, print_json, print_yaml, say
+from baton.cli.target import RunDirOption, local_cluster
+from baton.cli.usage import ClientUsageError
+from baton.errors import BatonError, ExitCode, InvalidRequest, Unreachable
+from baton.security.access import default_access
+
+if TYPE_CHECKING:
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.generator import Progress
+    from baton.bench.load.run import LoadPlan, LoadRun
+    from baton.bench.results.slo import Slo
+    from baton.bench.workloads.spec import WorkloadSpec
+
+_WIDTH = 60
+
+
+class Backend(enum.StrEnum):
+    """Ways to spell a request."""
+
+    BATON = "baton"
+    OPENAI = "openai"
+    OPENAI_CHAT = "openai-chat"
+
+
+class Dataset(enum.StrEnum):
+    """What is asked."""
+
+    RANDOM = "random"
+    SHAREGPT_LIKE = "sharegpt-like"
+    PREFIX_REPETITION = "prefix_repetition"
+    MULTI_TURN = "multi_turn"
+    MOONCAKE = "mooncake"
+    AZURE = "azure"
+
+
+class RampUp(enum.StrEnum):
+    """How a rate changes."""
+
+    LINEAR = "linear"
+    EXPONENTIAL = "exponential"
+
+
+def serve(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    backend: Annotated[Backend, typer.Option(help="Baton's gRPC, or OpenAI's HTTP.")] = Backend.BATON,
+    base_url: Annotated[str, typer.Option(help="http://HOST:PORT of an OpenAI endpoint.", metavar="URL")] = "",
+    host: Annotated[str, typer.Option(help="Host of the endpoint. Default: the local cluster.")] = "",
+    port: Annotated[int, typer.Option(help="Port of the endpoint.", min=0, max=65535)] = 0,
+    endpoint: Annotated[str, typer.Option(help="Path of the HTTP endpoint. Default: the backend's.")] = "",
+    run_dir: RunDirOption = None,
+    model: Annotated[str, typer.Option(help="Model to ask for. Default: the first that is served.")] = "",
+    tokenizer: Annotated[Path | None, typer.Option(help="Model directory whose tokenizer writes prompts.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Token ids are below this. Default: asked, or 256.", min=0)] = 0,
+    api_key: Annotated[
+        str, typer.Option(help="Bearer token. Default: $BATON_API_KEY, of OpenAI's HTTP $OPENAI_API_KEY.")
+    ] = "",
+    dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
+    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: bursts; more: evenly; inf: equal gaps.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once. Default: any.", min=1)] = None,
+    ramp_up_strategy: Annotated[RampUp | None, typer.Option(help="How the rate changes over the run.")] = None,
+    ramp_up_start_rps: Annotated[float, typer.Option(help="Rate at the begin.", min=0)] = 0.0,
+    ramp_up_end_rps: Annotated[float, typer.Option(help="Rate at the end.", min=0)] = 0.0,
+    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt (of a first turn).", min=1)] = 1024,
+    random_output_len: Annotated[
+        int,
+        typer.Option(
+            "--random-output-len", "--prefix-repetition-output-len", help="Tokens to generate, of either kind.", min=1
+        ),
+    ] = 128,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.0,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.", min=1)] = 10,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens of each prefix.", min=1)] = 256,
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens behind it.", min=1)] = 256,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.", min=1)] = 4,
+    turn_len: Annotated[int, typer.Option(help="Tokens of a later turn's question.", min=1)] = 128,
+    think_s: Annotated[float, typer.Option(help="Mean pause between answer and question.", min=0)] = 0.0,
+    time_scale: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
+    length_scale: Annotated[float, typer.Option(help="Prompts and shared blocks so many times as long.")] = 1.0,
+    output_scale: Annotated[float, typer.Option(help="Outputs so many times as long.")] = 1.0,
+    max_input_len: Annotated[int | None, typer.Option(help="Cut a trace's longer prompts.", min=1)] = None,
+    max_output_len: Annotated[int | None, typer.Option(help="Cut a trace's longer outputs.", min=1)] = None,
+    skip_broken_lines: Annotated[bool, typer.Option(help="Leave out a trace's broken lines.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate the full length.")] = True,
+    temperature: Annotated[float, typer.Option(help="Of sampling.", min=0, max=2)] = 0.0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+    ] = None,
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report, with commas.")] = "99",
+    num_warmups: Annotated[int, typer.Option(help="Requests ahead of the run that are not counted.", min=0)] = 0,
+    request_timeout_s: Annotated[float, typer.Option(help="A request without its end by then failed.", min=1)] = 3600,
+    processes: Annotated[
+        int | None, typer.Option(help="Generator processes. Default: 1; 2 from 1000/s.", min=1)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    label: Annotated[str, typer.Option(help="What the result is called.")] = "",
+    save_result: Annotated[bool, typer.Option(help="Write the result to a file.")] = False,
+    save_detailed: Annotated[bool, typer.Option(help="As --save-result, whose file has every request.")] = False,
+    result_dir: Annotated[Path, typer.Option(help="Where to.")] = Path(),
+    result_filename: Annotated[str, typer.Option(help="Its name. Default: of backend, rate, model and time.")] = "",
+    report: ReportOption = None,
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", "--no-progress", help="No progress bar.")] = False,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Put a load on an endpoint and measure it, with the flags and the keys of `vllm bench serve`.
+
+    Requests are sent when they are planned, whatever became of those before (open loop), and latencies count from
+    then; with --max-concurrency and no rate, when a place is free (closed loop). Ctrl-C keeps what there is.
+    """
+    from baton.bench.load.endpoint import Target
+    from baton.bench.load.run import LoadPlan, run_load
+    from baton.bench.workloads.spec import WorkloadSpec
+
+    slo = slo_of(goodput, more_goodput)
+    with usage_errors():
+        percentiles = _percentiles(metric_percentiles)
+        workload = WorkloadSpec(
+            dataset=dataset_name.value,
+            dataset_path=str(dataset_path or ""),
+            num_prompts=num_prompts,
+            request_rate=request_rate,
+            burstiness=burstiness,
+            ramp_up_strategy=ramp_up_strategy.value if ramp_up_strategy else "",
+            ramp_up_start_rps=ramp_up_start_rps,
+            ramp_up_end_rps=ramp_up_end_rps,
+            random_input_len=random_input_len,
+            random_output_len=random_output_len,
+            random_range_ratio=random_range_ratio,
+            num_prefixes=prefix_repetition_num_prefixes,
+            prefix_len=prefix_repetition_prefix_len,
+            suffix_len=prefix_repetition_suffix_len,
+            turns=turns,
+            turn_len=turn_len,
+            think_s=think_s,
+            time_scale=time_scale,
+            length_scale=length_scale,
+            output_scale=output_scale,
+            max_input_len=max_input_len,
+            max_output_len=max_output_len,
+            skip_broken_lines=skip_broken_lines,
+            seed=seed,
+        )
+        total = count_requests(workload)
+    address, url_path, is_tls = _where(backend, base_url, host, port, endpoint, run_dir)
+    target = Target(
+        backend=backend.value,
+        address=address,
+        path=url_path,
+        is_tls=is_tls,
+        model=model,
+        vocab_size=vocab_size,
+        api_key=api_key or os.environ.get("BATON_API_KEY" if backend is Backend.BATON else "OPENAI_API_KEY", ""),
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        tokenizer=str(tokenizer or ""),
+        tls_ca=str(default_access.get().tls_ca or ""),
+    )
+    plan = LoadPlan(
+        _served(target, workload),
+        workload,
+        processes or (2 if 1000 <= request_rate < float("inf") else 1),
+        max_concurrency,
+        request_timeout_s,
+        num_warmups,
+    )
+    with show_progress(total, output is Format.TEXT and not disable_tqdm) as on_progress:
+        run = run_load(plan, on_progress)
+    is_kept = save_result or save_detailed or result_filename
+    path = result_path(result_dir, result_filename, plan, datetime.now(UTC)) if is_kept else None
+    _finish(plan, run, slo, percentiles, label, output, path, report)
+
+
+def _finish(
+    plan: LoadPlan,
+    run: LoadRun,
+    slo: Slo,
+    percentiles: Sequence[float],
+    label: str,
+    output: Format,
+    path: Path | None,
+    report: Path | None,
+) -> None:
+    from baton.bench.load.report import remarks, rows, serve_result
+    from baton.bench.results.result_file import without_outcomes
+
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    result = serve_result(plan, run, slo, percentiles, label, created)
+    if output is Format.JSON:
+        print_json(without_outcomes(result))
+    elif output is Format.YAML:
+        print_yaml(without_outcomes(result))
+    else:
+        print_rows(rows(result, percentiles))
+    for line in remarks(run, result, slo):
+        note(line)
+    write_files(result, path, report)
+    raise_exit(run, result)
+
+
+def raise_exit(run: LoadRun, result: dict[str, Any]) -> None:
+    """With what a run's end means to a script."""
+    if run.was_interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
+    if run.is_unreachable:
+        raise typer.Exit(ExitCode.UNREACHABLE)
+    if not result["completed"]:
+        raise BatonError("no request was answered")
+
+
+def result_path(folder: Path, name: str, plan: LoadPlan, now: datetime) -> Path:
+    """Where a result goes; without a name, one of backend, rate, model and time in the folder."""
+    path = folder / name
+    if name and not path.is_dir():
+        return path
+    rate = plan.workload.request_rate
+    model = plan.target.model.replace("/", "-")
+    return path / f"{plan.target.backend}-{rate:g}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
+
+
+def print_rows(lines: Sequence[tuple[str, str]]) -> None:
+    """As vLLM does."""
+    say(f"{' Serving Benchmark Result ':=^{_WIDTH}}")
+    for name, value in lines:
+        if value:
+            say(f"{name + ':':<{_WIDTH - 16}}{value:<16}".rstrip())
+        else:
+            say(f"{name:-^{_WIDTH}}")
+    say("=" * _WIDTH)
+
+
+def _where(
+    backend: Backend, base_url: str, host: str, port: int, endpoint: str, run_dir: Path | None
+) -> tuple[str, str, bool]:
+    """Address, path and whether it is TLS."""
+    default_path = {Backend.OPENAI: "/v1/completions", Backend.OPENAI_CHAT: "/v1/chat/completions"}.get(backend, "")
+    if base_url:
+        if backend is Backend.BATON:
+            raise ClientUsageError("--base-url is of an OpenAI endpoint: add --backend openai")
+        url = urlsplit(base_url if "//" in base_url else f"//{base_url}")
+        if url.path.strip("/") not in ("", "v1"):  # OpenAI's own clients want the v1 there
+            raise ClientUsageError(f"--base-url has the path {url.path!r}: only --endpoint may have one")
+        is_tls = url.scheme == "https"
+        try:
+            found = f"{url.hostname or '127.0.0.1'}:{url.port or (443 if is_tls else 80)}"
+        except ValueError as error:
+            raise ClientUsageError(f"--base-url: {error}") from None
+        return found, endpoint or default_path, is_tls
+    if host or port:
+        default_port = 50051 if backend is Backend.BATON else 8000
+        is_tls = default_access.get().tls_ca is not None
+        return f"{host or '127.0.0.1'}:{port or default_port}", endpoint or default_path, is_tls
+    state = local_cluster(run_dir, "--host and --port" if backend is Backend.BATON else "--base-url").state
+    address = state.grpc_address if backend is Backend.BATON else state.http_address
+    if not address:
+        raise Unreachable("no router of the local cluster is ready yet: see `baton status`")
+    return address, endpoint or default_path, bool(state.certs)
+
+
+def _served(target: Target, workload: WorkloadSpec) -> Target:
+    """The target as it is served; raises Unreachable, and a usage error for prompts that it can't take."""
+    from baton.bench.load.probe import probe
+
+    served = probe(target)
+    most = served.max_model_len
+    asked = workload.random_input_len + workload.random_output_len
+    if workload.dataset == "random" and most is not None and asked > most:
+        raise ClientUsageError(f"{target.address} takes {most} tokens, prompt and output together, not {asked}")
+    return served.target
+
+
+def count_requests(workload: WorkloadSpec) -> int:
+    """How many it has; raises InvalidRequest."""
+    built = workload.build()
+    count = len(built)  # reads a trace to its end, so that a broken line is found before anything runs
+    skipped = getattr(built, "num_skipped", 0)
+    if skipped:
+        note(f"{skipped} broken lines of {workload.dataset_path} are left out")
+    if not count:
+        raise InvalidRequest("--dataset-path", "there is no request in it")
+    return count
+
+
+def slo_of(goodput: Sequence[str] | None, more: Sequence[str] | None) -> Slo:
+    """Of --goodput's words, and of those that follow it on the command line; raises a usage error."""
+    from baton.bench.results.slo import Slo
+
+    if more and not goodput:
+        raise ClientUsageError(f"what is {more[0]!r}?")
+    with usage_errors():
+        return Slo.parse([word for words in (*(goodput or ()), *(more or ())) for word in words.split()])
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """What is wrong with the command line, or a file that it names, is bad usage."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ClientUsageError(str(error)) from None
+    except OSError as error:
+        raise ClientUsageError(f"{error.filename}: {error.strerror}") from None
+
+
+def _percentiles(text: str) -> list[float]:
+    def broken() -> NoReturn:
+        raise InvalidRequest("--metric-percentiles", f"{text!r} is not numbers from 0 to 100 with commas")
+
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        broken()
+    return found if all(0 <= one <= 100 for one in found) else broken()
+
+
+@contextlib.contextmanager
+def show_progress(total: int, is_wanted: bool) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr, where somebody looks."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not is_wanted or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns: list[Any] = [BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    words = "{task.fields[open]} open, {task.fields[failed]} failed, {task.fields[tokens]} tokens"
+    with Bar(*columns, TextColumn(words), console=console, transient=True) as bar:
+        task = bar.add_task("", total=total, open=0, failed=0, tokens=0)
+
+        def show(progress: Progress) -> None:
+            done = progress.completed + progress.failed
+            bar.update(task, completed=done, open=progress.open, failed=progress.failed, tokens=progress.tokens)
+
+        yield show

@@ -1,0 +1,116 @@
+"""`baton bench validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.serve import usage_errors
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.config import bundled_model_dir
+from baton.errors import BatonError, Cancelled, ExitCode, InvalidRequest
+
+BUNDLED = "bundled"
+_SHAPES = ("0.5b",)
+
+
+def validate(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help=f"bundled, 0.5b (random weights) or a directory; may be repeated. Default: {BUNDLED}, 0.5b."),
+    ] = None,
+    arrangement: Annotated[str, typer.Option(help="colocated:N or xPyD, a core for each node.")] = "1p1d",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    load: Annotated[
+        list[float] | None,
+        typer.Option(help="Share of what it can do, which is measured first; may be repeated. Default: 0.2, 0.4, 0.6."),
+    ] = None,
+    random_input_len: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 256,
+    random_output_len: Annotated[int, typer.Option(help="Tokens to generate.", min=2)] = 48,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)] = 0.5,
+    run_s: Annotated[float, typer.Option(help="Seconds of arrivals at each load, at most.", min=1)] = 90.0,
+    rounds: Annotated[int, typer.Option(help="Stretches of each load, which take turns.", min=1)] = 3,
+    budget_s: Annotated[float, typer.Option(help="Seconds that all of it may take.", min=30)] = 570.0,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.", min=16)] = 512,
+    kv_cache_memory: Annotated[str, typer.Option(help="KV cache of each node.")] = "256MiB",
+    seed: Annotated[int, typer.Option(help="Of the load.", min=0)] = 0,
+    result_filename: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    report: ReportOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Hold the simulator against real processes: the same requests at the same times, live and simulated.
+
+    Loads take turns in short stretches. What steps cost is fitted from what nodes measured at the other loads and in
+    single requests; OWN STEPS has the ratio if the load's own steps are known, OTHERS the largest share of the machine
+    that other processes had. Run it on an otherwise idle machine with a core for every node.
+    """
+    from baton.bench.arrangement import Arrangement
+    from baton.bench.results.result_file import without_outcomes
+    from baton.bench.validate.report import COLUMNS, rows, validation_result, verdict
+    from baton.bench.validate.run import ValidateConfig, Validated
+    from baton.bench.validate.run import validate as run_validation
+    from baton.bench.workloads.spec import WorkloadSpec
+    from baton.clock import SystemClock
+
+    with usage_errors():
+        nodes, loads = Arrangement.parse(arrangement), load or [0.2, 0.4, 0.6]
+        if any(not share > 0 for share in loads):
+            raise InvalidRequest("--load", "is not above 0")
+    workload = WorkloadSpec(
+        random_input_len=random_input_len,
+        random_output_len=random_output_len,
+        random_range_ratio=random_range_ratio,
+        seed=seed * 1000,
+    )
+    flags = ("--max-num-batched-tokens", str(max_num_batched_tokens), "--kv-cache-memory", kv_cache_memory)
+    names, clock = model or [BUNDLED, *_SHAPES], SystemClock()
+    end_s = clock.monotonic() + budget_s
+    validated: list[Validated] = []
+    failures: list[BatonError] = []
+    failed: dict[str, BatonError] = {}
+    for number, name in enumerate(names):
+        now_s = clock.monotonic()
+        with _model_dir(name) as model_dir:
+            config = ValidateConfig(name, model_dir, dtype, workload, nodes, loads, run_s, flags, rounds)
+            try:
+                one = run_validation(config, note, clock, now_s + (end_s - now_s) / (len(names) - number))
+            except BatonError as error:
+                failed[name] = error
+                if isinstance(error, Cancelled):
+                    break
+                continue
+        validated.append(one)
+        if one.failure is not None:
+            failures.append(one.failure)
+        if isinstance(one.failure, Cancelled):
+            break
+    result = validation_result(validated, seed, datetime.now(UTC).isoformat(timespec="seconds"), failed)
+    if output is Format.JSON:
+        print_json(without_outcomes(result))
+    elif output is Format.YAML:
+        print_yaml(without_outcomes(result))
+    else:
+        print_table(COLUMNS, rows(result))
+        say()
+        for line in verdict(result):
+            say(line)
+    write_files(result, result_filename, report)
+    for failure in (*failures, *failed.values()):
+        raise typer.Exit(ExitCode.INTERRUPTED) if isinstance(failure, Cancelled) else failure
+
+
+@contextmanager
+def _model_dir(name: str) -> Iterator[Path]:
+    from baton.bench.micro.shapes import shape_dir
+
+    if name in _SHAPES:
+        with shape_dir(name) as place:
+            yield place
+    else:
+        yield bundled_model_dir() if name == BUNDLED else Path(name)

@@ -1,0 +1,157 @@
+"""A cluster as a compose file: a container for each process, on a network of their own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from baton.cli.cluster.emit.processes import EmittedProcess, words
+from baton.cli.cluster.supervisor.plan import REGISTRY
+from baton.cli.output import yaml_text
+from baton.config import UpConfig
+from baton.security.redaction import has_password
+
+FILE = "compose.yaml"
+SETTINGS = "baton.toml"
+NODE_PORT = 50061
+OPERATOR_PORT = 50060
+GRPC_PORT = 50051
+HTTP_PORT = 8000
+METRICS_PORT = 9400
+STOP_GRACE_S = 15
+_INSIDE = "/etc/baton"
+_HEAD = """\
+# A Baton cluster: `docker compose up --wait`. Written by `baton up --emit compose`.
+# BATON_IMAGE names the image (deploy/Containerfile makes one), BATON_USER who owns the mounted files.
+"""
+
+
+def compose_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: str) -> dict[str, str]:
+    """The compose file by its name, and the configuration file that it mounts. `settings`: what that says."""
+    services = {process.name: _service(config, process, index) for index, process in _numbered(processes)}
+    if not config.registry:
+        services = {"redis": _redis(), **services}
+    name = "baton" if config.cluster == "default" else f"baton-{config.cluster.lower().replace('.', '-')}"
+    files = {FILE: _HEAD + yaml_text({"name": name, "services": services})}
+    return files | ({SETTINGS: settings} if settings else {})
+
+
+def _numbered(processes: Sequence[EmittedProcess]) -> list[tuple[int, EmittedProcess]]:
+    """Each with its place among those of its role."""
+    return [(int(process.name.rpartition("-")[2]), process) for process in processes]
+
+
+def _redis() -> dict[str, Any]:
+    return {
+        "image": "redis:7-alpine",
+        "command": ["redis-server", "--save", "", "--appendonly", "no", "--maxmemory", "256mb"],
+        **_confined(),
+        "healthcheck": {"test": ["CMD", "redis-cli", "ping"], "interval": "5s", "retries": 12},
+    }
+
+
+def _service(config: UpConfig, process: EmittedProcess, index: int) -> dict[str, Any]:
+    flags, mounts = _mounted(config, process.flags)
+    command = [process.command, *words({**_own_flags(config, process), **flags})]
+    service: dict[str, Any] = {
+        "image": "${BATON_IMAGE:-baton:latest}",
+        "user": "${BATON_USER:-10001:10001}",
+        # A dollar would begin the name of a variable.
+        "command": [word.replace("$", "$$") for word in command],
+        **_confined(),
+        "stop_signal": "SIGTERM",
+        "stop_grace_period": f"{config.drain_s + STOP_GRACE_S:g}s",
+        "healthcheck": _health(config, process),
+    }
+    environment = dict(process.environment)
+    if has_password(config.registry):
+        # Not among the words of a command, which everybody on the host can read.
+        environment[REGISTRY] = config.registry.replace("$", "$$")
+    if environment:
+        service["environment"] = environment
+    if mounts:
+        service["volumes"] = mounts
+    if process.command == "router":
+        service["ports"] = _published(config, index)
+    else:
+        # For transfers by RDMA and over shared memory.
+        service["ulimits"] = {"memlock": -1}
+        if config.device.startswith("cuda"):
+            service["deploy"] = {"resources": {"reservations": {"devices": [_one_gpu()]}}}
+    if not config.registry:
+        service["depends_on"] = {"redis": {"condition": "service_healthy"}}
+    return service
+
+
+def _own_flags(config: UpConfig, process: EmittedProcess) -> dict[str, str]:
+    own = {"--host": "0.0.0.0", "--registry": config.registry or "redis://redis:6379", "--cluster": config.cluster}
+    if has_password(config.registry):
+        del own["--registry"]
+    if process.command == "node":
+        ports = {"--port": str(NODE_PORT), "--metrics-port": str(METRICS_PORT)}
+        return own | ports | {"--advertise": f"{process.name}:{NODE_PORT}"}
+    return own | {
+        "--advertise-host": process.name,
+        "--grpc-port": str(GRPC_PORT),
+        "--operator-port": str(OPERATOR_PORT),
+    }
+
+
+def _mounted(config: UpConfig, flags: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The flags with the paths that their files have inside, and where those come from."""
+    inside, mounts = dict(flags), []
+    places = {
+        "--model": f"/models/{config.model.name}",
+        "--config": f"{_INSIDE}/{SETTINGS}",
+        "--tls-cert": f"{_INSIDE}/tls.crt",
+        "--tls-key": f"{_INSIDE}/tls.key",
+        "--tls-ca": f"{_INSIDE}/ca.crt",
+        "--api-keys": f"{_INSIDE}/keys",
+    }
+    for flag, place in places.items():
+        if flag in flags:
+            source = f"./{SETTINGS}" if flag == "--config" else flags[flag]
+            mounts.append(f"{source}:{place}:ro")
+            inside[flag] = place
+    for flag, port in (("--grpc-port", GRPC_PORT), ("--http-port", HTTP_PORT), ("--metrics-port", METRICS_PORT)):
+        # Each container has its own ports; what is published differs.
+        if flag in inside:
+            inside[flag] = str(port)
+    return inside, mounts
+
+
+def _published(config: UpConfig, index: int) -> list[str]:
+    """HOST:PORT of this machine to the container's; 0 lets the engine choose."""
+    return [
+        f"{config.host}:{port + index if port else 0}:{inside}"
+        for port, inside in ((config.grpc_port, GRPC_PORT), (config.http_port, HTTP_PORT))
+    ]
+
+
+def _health(config: UpConfig, process: EmittedProcess) -> dict[str, Any]:
+    # The page says so without a key; whose certificate it shows is nothing to find out here.
+    scheme = "https" if config.certs else "http"
+    page = f"{scheme}://localhost:{HTTP_PORT if process.command == 'router' else METRICS_PORT}/readyz"
+    ask = f"import ssl, urllib.request as u; u.urlopen('{page}', timeout=4, context=ssl._create_unverified_context())"
+    return {
+        "test": ["CMD", "python", "-c", ask],
+        "interval": "5s",
+        "timeout": "5s",
+        "retries": 3,
+        "start_period": f"{max(config.start_timeout_s, 10):g}s",
+    }
+
+
+def _one_gpu() -> dict[str, Any]:
+    return {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def _confined() -> dict[str, Any]:
+    return {
+        "restart": "unless-stopped",
+        "init": True,
+        "read_only": True,
+        "tmpfs": ["/tmp"],
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges:true"],
+    }

@@ -1,0 +1,84 @@
+"""A cluster as values of the chart deploy/helm/baton. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags
+from baton.cli.output import yaml_text
+from baton.config import UpConfig
+from baton.security.redaction import has_password
+
+FILE = "values.yaml"
+TLS_SECRET = "baton-tls"
+KEYS_SECRET = "baton-keys"
+REDIS_SECRET = "baton-redis"
+_OF_THE_CHART = frozenset(
+    {
+        *("--model", "--model-name", "--config", "--tls-cert", "--tls-key", "--tls-ca", "--api-keys", "--drain-s"),
+        *("--grpc-port", "--http-port", "--metrics-port", "--operator-port"),
+    }
+)
+"""Flags that the chart has values or fixed places of its own for."""
+_HEAD = """\
+# Written by `baton up --emit helm`: `helm install baton deploy/helm/baton -f values.yaml`.
+"""
+
+
+def helm_files(config: UpConfig, processes: Sequence[EmittedProcess], settings: str) -> dict[str, str]:
+    """The values by their file's name. `settings`: what the configuration file says."""
+    values: dict[str, Any] = {"cluster": config.cluster, "drainSeconds": config.drain_s}
+    if config.insecure:
+        values["insecure"] = True
+    if config.certs:
+        values["tls"] = {"existingSecret": TLS_SECRET}
+    if config.api_keys:
+        values["apiKeys"] = {"existingSecret": KEYS_SECRET}
+    if "--model" in processes[0].flags:
+        # Every machine of the cluster has it there, as this one has.
+        path = str(config.model.absolute())
+        values["model"] = {"path": f"/models/{config.model.name}", "volume": {"hostPath": {"path": path}}}
+    if config.model_name:
+        values.setdefault("model", {})["name"] = config.model_name
+    if has_password(config.registry):
+        values["redis"] = {"enabled": False, "urlSecret": {"name": REDIS_SECRET}}
+    elif config.registry:
+        values["redis"] = {"enabled": False, "url": config.registry}
+    if settings:
+        values["config"] = settings
+    for role, replicas in (("router", config.routers), ("prefill", config.prefill), ("decode", config.decode)):
+        values[role] = {"replicas": replicas} | _flags([each for each in processes if each.role == role])
+        if role != "router" and config.device.startswith("cuda"):
+            values[role]["gpus"] = 1
+    return {FILE: _HEAD + _comments(config) + yaml_text(values)}
+
+
+def _flags(processes: Sequence[EmittedProcess]) -> dict[str, Any]:
+    if not processes:
+        return {}
+    own = {
+        flag.removeprefix("--"): value or True
+        for flag, value in shared_flags(processes).items()
+        if flag not in _OF_THE_CHART
+    }
+    return {"flags": own} if own else {}
+
+
+def _from_files(certs: Path) -> str:
+    """Not the whole directory: the authority's own key stays where it is."""
+    names = ("ca.crt", "router.crt", "router.key", "node.crt", "node.key")
+    return " ".join(f"--from-file={certs / name}" for name in names)
+
+
+def _comments(config: UpConfig) -> str:
+    """How to bring the secrets along, which no values file should hold."""
+    lines = []
+    if config.certs:
+        lines.append(f"# kubectl create secret generic {TLS_SECRET} {_from_files(config.certs.absolute())}")
+    if config.api_keys:
+        lines.append(f"# kubectl create secret generic {KEYS_SECRET} --from-file=keys={config.api_keys.absolute()}")
+    if has_password(config.registry):
+        lines.append(f"# kubectl create secret generic {REDIS_SECRET} --from-file=url=FILE   # FILE: Redis' URL alone")
+    return "".join(line + "\n" for line in lines)

@@ -1,0 +1,48 @@
+"""A cluster as one Slurm job. Pure; the script itself is beside this file."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+
+from baton.cli.cluster.emit.processes import EmittedProcess, shared_flags, words
+from baton.config import UpConfig
+
+FILE = "baton.sbatch"
+DRAIN_S = 20.0
+"""Slurm kills what has not ended within its KillWait, 30 s unless the site says otherwise; so this much by default."""
+
+
+def slurm_files(config: UpConfig, processes: Sequence[EmittedProcess], baton: str) -> dict[str, str]:
+    """The batch script by its name. `baton`: the command on the job's hosts."""
+    nodes = [process for process in processes if process.command == "node"]
+    (router, *_) = (process for process in processes if process.command == "router")
+    drain = {"--drain-s": f"{min(config.drain_s, DRAIN_S):g}"}
+    # The nodes of one host would ask for one port.
+    node_flags = {flag: value for flag, value in shared_flags(nodes).items() if flag != "--metrics-port"}
+    return {
+        FILE: _fill(
+            files(__package__).joinpath(FILE).read_text("utf-8"),
+            {
+                "TASKS": str(len(nodes)),
+                "BATON": shlex.quote(baton),
+                "PREFILL": str(config.prefill),
+                "DECODE": str(config.decode),
+                "NODE_FLAGS": shlex.join(words(node_flags | drain)),
+                "ROUTER_FLAGS": shlex.join(words(_ports(config) | shared_flags([router]) | drain)),
+                "CLUSTER": shlex.quote(config.cluster),
+                "REGISTRY": shlex.quote(config.registry) if config.registry else "",
+                "INSECURE": "\nexport BATON_INSECURE=true" if config.insecure else "",
+            },
+        )
+    }
+
+
+def _ports(config: UpConfig) -> dict[str, str]:
+    return {"--grpc-port": str(config.grpc_port), "--http-port": str(config.http_port)}
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return re.sub("@([A-Z_]+)@", lambda found: values[found[1]], template)

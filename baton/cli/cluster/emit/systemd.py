@@ -1,0 +1,162 @@
+"""A cluster as systemd units of one machine: what `baton up` starts, kept running by systemd instead. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from baton.cli.cluster.emit.processes import EmittedProcess, words
+from baton.cli.cluster.supervisor.plan import REGISTRY
+from baton.config import UpConfig
+from baton.security.redaction import has_password
+
+SECRETS = "/etc/baton"
+"""Where root keeps what units must not say."""
+RUN_DIR = "/run/baton"
+"""Stands for the directory that systemd makes for the private Redis."""
+STOP_GRACE_S = 15
+"""What a process may take to end beyond its drain."""
+_HARDENING = """\
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=read-only
+ProtectProc=invisible
+PrivateTmp=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+UMask=0077
+"""
+
+
+def systemd_files(
+    config: UpConfig, processes: Sequence[EmittedProcess], baton: str, user: str, redis: Sequence[str]
+) -> dict[str, str]:
+    """Units by name, and a target that is all of them.
+
+    `redis`: the server's command with RUN_DIR for its directory; empty where one runs already.
+    """
+    prefix = "baton" if config.cluster == "default" else f"baton-{config.cluster}"
+    redis = [word.replace(RUN_DIR, f"%t/{prefix}") for word in redis]
+    units = {}
+    registry = config.registry
+    if redis:
+        units[f"{prefix}-redis.service"] = _redis_unit(prefix, redis, user)
+        registry = f"unix://%t/{prefix}/redis.sock"
+    own = {"--host": config.host, "--registry": registry, "--cluster": config.cluster}
+    secret, from_file = {}, ""
+    if has_password(registry):
+        # Everybody can read a command line, and what Environment= says by `systemctl show`.
+        del own["--registry"]
+        from_file = f"EnvironmentFile={SECRETS}/{prefix}.env\n"
+        secret = {f"{prefix}.env": _secret_file(prefix, registry)}
+    for process in processes:
+        command = [baton, process.command, *words({**own, **process.flags})]
+        after = f" {prefix}-redis.service" if redis else ""
+        units[f"{prefix}-{process.name}.service"] = _unit(
+            prefix, process, command, from_file + _environment(process.environment), after, user, config.drain_s
+        )
+    return {f"{prefix}.target": _target(config.cluster, list(units)), **units, **secret}
+
+
+def _secret_file(prefix: str, registry: str) -> str:
+    quoted = registry.replace("\\", "\\\\").replace('"', '\\"')
+    return f"""\
+# What only root may read: `install -D -m 600 {prefix}.env {SECRETS}/{prefix}.env`, then remove this file.
+{REGISTRY}="{quoted}"
+"""
+
+
+def _target(cluster: str, units: Sequence[str]) -> str:
+    return f"""\
+# Written by `baton up --emit systemd`. Copy all of these to /etc/systemd/system, then `systemctl daemon-reload` and
+# `systemctl enable --now` this one.
+[Unit]
+Description=The Baton cluster {cluster}
+Wants={" ".join(units)}
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+
+def _unit(
+    prefix: str,
+    process: EmittedProcess,
+    command: Sequence[str],
+    environment: str,
+    after: str,
+    user: str,
+    drain_s: float,
+) -> str:
+    return f"""\
+[Unit]
+Description=Baton {process.name}
+PartOf={prefix}.target
+Wants=network-online.target
+After=network-online.target{after}
+# Its Redis may be a while in coming.
+StartLimitIntervalSec=0
+
+[Service]
+# It says itself when it serves.
+Type=notify
+User={user}
+ExecStart={_line(command)}
+{environment}Restart=on-failure
+RestartSec=1
+# No such flag: to try again would not help.
+RestartPreventExitStatus=64
+# Loading a model takes what it takes.
+TimeoutStartSec=infinity
+# The first signal lets running requests end; what has not ended by then is killed.
+KillMode=mixed
+KillSignal=SIGTERM
+TimeoutStopSec={drain_s + STOP_GRACE_S:g}
+# Transfers pin memory, and read it from the processes of the same user.
+LimitMEMLOCK=infinity
+LimitNOFILE=65536
+{_HARDENING}"""
+
+
+def _redis_unit(prefix: str, command: Sequence[str], user: str) -> str:
+    return f"""\
+[Unit]
+Description=Redis of Baton: who is there, and where requests stand
+PartOf={prefix}.target
+
+[Service]
+Type=exec
+User={user}
+RuntimeDirectory={prefix}
+RuntimeDirectoryMode=0700
+ExecStart={_line(command)}
+Restart=always
+RestartSec=1
+{_HARDENING}"""
+
+
+def _environment(environment: Mapping[str, str]) -> str:
+    words = " ".join(_word(f"{name}={value}") for name, value in environment.items())
+    return f"Environment={words}\n" if words else ""
+
+
+def _line(command: Sequence[str]) -> str:
+    return " ".join(map(_word, command))
+
+
+def _word(word: str) -> str:
+    """One word of a unit's line. Of all that systemd would put something else for, only `%t/` is meant."""
+    escaped = (
+        word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$").replace("%", "%%").replace("%%t/", "%t/")
+    )
+    return escaped if escaped and not set(escaped) & set(" \t'\"\\;") else f'"{escaped}"'

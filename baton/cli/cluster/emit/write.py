@@ -1,0 +1,62 @@
+"""Writes a cluster down as files: the acting part of `baton up --emit`."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.cli.cluster.emit.compose import compose_files
+from baton.cli.cluster.emit.emission import Emission
+from baton.cli.cluster.emit.helm import helm_files
+from baton.cli.cluster.emit.processes import emitted_processes
+from baton.cli.cluster.emit.slurm import slurm_files
+from baton.cli.cluster.emit.systemd import RUN_DIR, systemd_files
+from baton.config import UpConfig
+from baton.errors import ConfigError, UsageError
+from baton.registry.embedded import embedded_redis
+
+
+def write(kind: Emission, config: UpConfig, file: Path | None, directory: Path) -> list[Path]:
+    """Write the cluster of a configuration for `kind` into `directory`; returns what was written.
+
+    Raises UsageError for a cluster that others reach and nothing protects, ConfigError when a file can't be written.
+    """
+    if kind is not Emission.SYSTEMD and not (config.insecure or (config.certs and config.api_keys)):
+        raise UsageError(
+            f"--emit {kind}: its processes reach each other over a network: give --certs DIR and --api-keys FILE "
+            "(`baton certs init` and `baton keys add` make them), or say --insecure if that network is trusted"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return [_write(directory / name, text) for name, text in _files(kind, config, file).items()]
+    except OSError as error:
+        raise ConfigError(f"can't write to {directory} ({error.strerror}): name another one with --emit-dir") from None
+
+
+def _files(kind: Emission, config: UpConfig, file: Path | None) -> Mapping[str, str]:
+    baton = str(Path(sys.executable).with_name("baton"))
+    if kind is Emission.SYSTEMD:
+        redis = () if config.registry else embedded_redis(Path(RUN_DIR)).command
+        cores = len(os.sched_getaffinity(0))
+        return systemd_files(
+            config, emitted_processes(config, file, cores), baton, pwd.getpwuid(os.getuid()).pw_name, redis
+        )
+    processes = emitted_processes(config, file)
+    if kind is Emission.SLURM:
+        return slurm_files(config, processes, baton)
+    settings = "" if file is None else file.read_text(encoding="utf-8")
+    if kind is Emission.COMPOSE:
+        return compose_files(config, processes, settings)
+    return helm_files(config, processes, settings)
+
+
+def _write(path: Path, text: str) -> Path:
+    # A registry's URL may have a password, and whoever may read the file decides that later.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(text)
+    return path

@@ -1,0 +1,121 @@
+"""The log files of a run directory as one stream of lines, by time. Reads; decides nothing about the processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from baton.cli.cluster.log_rotation import older_parts
+
+_REDIS = re.compile(r"\d+:[A-Z] (\d{2} [A-Z][a-z]{2} \d{4} \d{2}:\d{2}:\d{2}\.\d{3}) ([.\-*#]) (.*)\Z")
+_REDIS_LEVELS = {".": "debug", "-": "info", "*": "info", "#": "warning"}
+_ABOUT_A_LINE = frozenset({"timestamp", "level", "event", "node", "process"})
+"""What each line has, or what its file says; the rest is its own."""
+_MOST_READ = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line of one process."""
+
+    at: float
+    """Seconds since the epoch; of a line that says no time, that of the line before it."""
+    process: str
+    level: str
+    """Empty where the line says none."""
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else it says."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        stamp = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        said = {"timestamp": stamp, "process": self.process, "level": self.level, "event": self.event}
+        return {**said, **self.fields}
+
+
+def parse_line(text: str, process: str, before: float) -> LogLine:
+    """What a line says; `before`: when the line before it was written."""
+    if text.startswith("{"):
+        try:
+            said = json.loads(text)
+            at = datetime.fromisoformat(said["timestamp"]).timestamp()
+            rest = {key: value for key, value in said.items() if key not in _ABOUT_A_LINE}
+            return LogLine(at, process, str(said.get("level", "")), str(said["event"]), rest)
+        except (ValueError, KeyError, TypeError):
+            # Cut off, or of something else that writes JSON.
+            return LogLine(before, process, "", text)
+    if found := _REDIS.match(text):
+        # Redis writes the host's own time.
+        at = datetime.strptime(found[1], "%d %b %Y %H:%M:%S.%f").astimezone().timestamp()
+        return LogLine(at, process, _REDIS_LEVELS[found[2]], found[3])
+    return LogLine(before, process, "", text)
+
+
+class LogFile:
+    """One process's log, read as it grows and rotates (`baton.cli.cluster.log_rotation`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = path.stem
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self._at = 0.0
+        self._newest_part: int | None = None
+        """The inode of the newest part that the log had rotated to by the last call."""
+
+    def read(self) -> Sequence[LogLine]:
+        """The whole lines that were written since the last call; none when the file is gone."""
+        lines: list[LogLine] = []
+        for part in self._new_parts():
+            # What was read of the log before it rotated is in the oldest of them.
+            lines += self._read_to_end(part)
+            self._offset = 0
+        return lines + self._read_to_end(self._path)
+
+    def _new_parts(self) -> Sequence[Path]:
+        """The parts to which the log has rotated since the last call, the oldest first."""
+        new: list[Path] = []
+        inodes: list[int] = []
+        for part in older_parts(self._path):
+            with suppress(FileNotFoundError):
+                inodes.append(part.stat().st_ino)
+                if inodes[-1] == self._newest_part:
+                    break
+                new.append(part)
+        self._newest_part = inodes[0] if inodes else None
+        return new[::-1]
+
+    def _read_to_end(self, path: Path) -> list[LogLine]:
+        lines: list[LogLine] = []
+        while piece := self._read_piece(path):
+            *whole, self._rest = (self._rest + piece).split(b"\n")
+            for text in whole:
+                line = parse_line(text.decode(errors="replace"), self.process, self._at)
+                self._at = line.at
+                lines.append(line)
+        return lines
+
+    def _read_piece(self, path: Path) -> bytes:
+        try:
+            with path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    # Another cluster's: it begins again.
+                    self._offset, self._rest = 0, b""
+                file.seek(self._offset)
+                piece = file.read(_MOST_READ)
+        except FileNotFoundError:
+            return b""
+        self._offset += len(piece)
+        return piece
+
+
+def merged(files: Iterable[LogFile]) -> Sequence[LogLine]:
+    """What all of them have to say that is new, by time; of one process, in its order."""
+    return sorted((line for file in files for line in file.read()), key=lambda line: line.at)

@@ -1,0 +1,171 @@
+"""One run of one supervised process: started so that it can't outlive us, heard when it is ready, noticed when it ends.
+
+A child lives in a session of its own, so that Ctrl-C reaches the supervisor alone, which then drains in order. It dies
+with the supervisor even if that is killed: our own processes watch a pipe whose other end only the supervisor holds
+(portable), and on Linux the kernel kills every child of a dead parent (which covers Redis too).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from baton.cli.cluster.supervisor.plan import ChildSpec
+from baton.observe.ready import AnnouncementReader, Failed, Ready
+from baton.registry.embedded import READY_WORDS
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class DeathPipe:
+    """A pipe that reads as ended once the process that made it is gone."""
+
+    def __init__(self) -> None:
+        self.read_end, self._write_end = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.read_end)
+        os.close(self._write_end)
+
+
+class ChildRun:
+    """A running process. Belongs to the event loop that started it; the callbacks run on it."""
+
+    def __init__(
+        self, on_news: Callable[[Ready | Failed], None], on_exit: Callable[[int], None], death_pipe: DeathPipe
+    ) -> None:
+        self._on_news = on_news
+        self._on_exit = on_exit
+        self._death_pipe = death_pipe
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._hear: Callable[[], None] = _hear_nothing
+
+    @property
+    def pid(self) -> int:
+        """0 once it ended."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+
+    def start(self, spec: ChildSpec, command: Sequence[str], log: Path) -> None:
+        """Start the process; raises OSError when there is no such program."""
+        read_end, write_end = os.pipe()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        words, passed = list(command), []
+        if spec.announces:
+            words += ["--notify-fd", str(write_end), "--parent-fd", str(self._death_pipe.read_end)]
+            passed = [write_end, self._death_pipe.read_end]
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output if spec.announces else write_end,
+                stderr=output,
+                env={**os.environ, **spec.environment},
+                pass_fds=passed,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if _LIBC is not None else None,
+            )
+        except OSError:
+            os.close(read_end)
+            os.close(output)
+            raise
+        finally:
+            os.close(write_end)
+        self._listen(read_end, output, None if spec.announces else _RedisOutput())
+        self._watch(self._process)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if the process is still there."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def _listen(self, pipe: int, output: int, redis: _RedisOutput | None) -> None:
+        reader = AnnouncementReader()
+        os.set_blocking(pipe, False)
+
+        def readable() -> None:
+            with suppress(BlockingIOError):
+                while piece := os.read(pipe, 65536):
+                    if redis is not None:
+                        # On a full disk the log suffers, not the server.
+                        with suppress(OSError):
+                            os.write(output, piece)
+                        if redis.says_ready(piece):
+                            self._on_news(Ready("", ""))
+                        continue
+                    for news in reader.feed(piece):
+                        self._on_news(news)
+                self._loop.remove_reader(pipe)
+                os.close(pipe)
+                os.close(output)
+                self._hear = _hear_nothing
+
+        self._hear = readable
+        self._loop.add_reader(pipe, readable)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        def ended() -> None:
+            code = process.wait()
+            # Its last words may not have been heard yet, and they say why.
+            self._hear()
+            self._on_exit(code)
+
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            threading.Thread(
+                target=lambda: (process.wait(), self._loop.call_soon_threadsafe(ended)), daemon=True
+            ).start()
+            return
+
+        def signalled() -> None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+            ended()
+
+        self._loop.add_reader(descriptor, signalled)
+
+
+class _RedisOutput:
+    """Redis has no descriptor to announce itself on; its output says when it serves."""
+
+    def __init__(self) -> None:
+        self._seen = b""
+        self._told = False
+
+    def says_ready(self, piece: bytes) -> bool:
+        """Whether this piece says so for the first time."""
+        if self._told:
+            return False
+        self._seen = (self._seen + piece.lower())[-4096:]
+        self._told = READY_WORDS in self._seen
+        return self._told
+
+
+def _hear_nothing() -> None:
+    pass
+
+
+def describe_exit(code: int) -> str:
+    """`exit 1` or `SIGKILL`, for people."""
+    if code >= 0:
+        return f"exit {code}"
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def _die_with_parent() -> None:
+    # Between fork and exec: nothing here may take a lock or allocate more than it must.
+    assert _LIBC is not None
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

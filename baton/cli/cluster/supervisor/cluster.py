@@ -1,0 +1,310 @@
+"""Runs a cluster's processes: start, ready, keep running, drain, stop. The second signal forces.
+
+Order: Redis first, then nodes and routers together; at the end the routers drain first, so that what runs can finish on
+nodes that still serve, then the nodes, then Redis. A process that can't start while the cluster starts ends the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from baton.cli.cluster.log_rotation import LOOK_EVERY_S, LogRotation
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState, ProcessState, start_time
+from baton.cli.cluster.supervisor.child import ChildRun, DeathPipe, describe_exit
+from baton.cli.cluster.supervisor.plan import ChildSpec, with_flags
+from baton.cli.cluster.supervisor.restart import ChildLife, ChildState, RetryIn
+from baton.clock import Clock
+from baton.errors import BatonError, ConfigError, ExitCode
+from baton.observe.ready import Failed, Ready
+
+_log = structlog.get_logger(__name__)
+
+_STOP_GRACE_S = 5.0
+"""How much longer than its drain time a process may take to end before it is killed."""
+
+
+class StartFailed(BatonError):
+    """A process of the cluster could not start; everything that had started is stopped."""
+
+    def __init__(self, name: str, reason: str, exit_code: int, log: Path) -> None:
+        super().__init__(f"{name} did not start: {reason} (log: {log})")
+        self.exit_code = (
+            ExitCode(exit_code) if exit_code in {ExitCode.BAD_USAGE, ExitCode.BAD_CONFIG} else ExitCode.FAILED
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What a supervisor runs."""
+
+    cluster: str
+    model: str
+    dtype: str
+    first: Sequence[ChildSpec]
+    """Ready before the others start, stopped after them: the private Redis."""
+    others: Sequence[ChildSpec]
+    start_timeout_s: float
+    drain_s: float
+    certs: Path | None = None
+    needs_key: bool = False
+
+
+class _Child:
+    """One process through all its runs."""
+
+    def __init__(self, spec: ChildSpec, log: Path) -> None:
+        self.spec = spec
+        self.log = log
+        self.life = ChildLife(spec.name)
+        self.run: ChildRun | None = None
+        self.ready: Ready | None = None
+        self.refusal: Failed | None = None
+        self.last_exit = ""
+        self.exit_code = 0
+        self.stopped = asyncio.Event()
+        self.retry: asyncio.TimerHandle | None = None
+        self.pinned: Mapping[str, str] = {}
+
+    def state(self) -> ProcessState:
+        pid = self.run.pid if self.run is not None else 0
+        ready = self.ready or Ready("", "")
+        return ProcessState(
+            name=self.spec.name,
+            role=self.spec.role,
+            status=self.life.status,
+            pid=pid,
+            start_time=start_time(pid) if pid else 0,
+            restarts=self.life.restarts,
+            incarnation=ready.incarnation,
+            address=ready.address,
+            operator_address=ready.operator_address,
+            log=str(self.log),
+            last_exit=self.last_exit,
+            http_address=ready.http_address,
+        )
+
+    def failure(self) -> StartFailed:
+        """Why its first run ended."""
+        if self.refusal is not None:
+            return StartFailed(self.spec.name, self.refusal.error, self.refusal.exit_code, self.log)
+        return StartFailed(self.spec.name, _last_words(self.log) or self.last_exit, self.exit_code, self.log)
+
+
+class ClusterSupervisor:
+    """Keeps one cluster running until it is told to stop. Belongs to one event loop, on the main thread."""
+
+    def __init__(
+        self,
+        plan: ClusterPlan,
+        run_dir: RunDir,
+        clock: Clock,
+        on_change: Callable[[ClusterState], None] = lambda _state: None,
+    ) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._clock = clock
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._death_pipe = DeathPipe()
+        self._children = [_Child(spec, run_dir.log(spec.name)) for spec in (*plan.first, *plan.others)]
+        self._phase = "starting"
+        self._has_served = False
+        self._started_at = clock.wall()
+        self._changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        self._rotation = LogRotation(run_dir.logs)
+        self._next_look: asyncio.TimerHandle | None = None
+
+    async def run(self, on_ready: Callable[[ClusterState], None]) -> None:
+        """Start everything, call `on_ready`, keep it running until a signal, stop everything.
+
+        Raises StartFailed, or ConfigError when the run directory can't hold the state; nothing runs any more then.
+        """
+        self._run_dir.write_state(self.state())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._loop.add_signal_handler(number, self.stop)
+        self._look_at_logs()
+        try:
+            await self._start()
+            if not self._stop.is_set():
+                self._phase = "ready"
+                self._has_served = True
+                self._write()
+                on_ready(self.state())
+                await self._stop.wait()
+        finally:
+            self._phase = "draining"
+            self._write()
+            await self._stop_all()
+            self._death_pipe.close()
+            if self._next_look is not None:
+                self._next_look.cancel()
+
+    def stop(self) -> None:
+        """Begin to drain; the second time, end everything at once."""
+        if self._stop.is_set():
+            self._force.set()
+        self._stop.set()
+        self._changed.set()
+
+    def state(self) -> ClusterState:
+        """The cluster as the supervisor sees it."""
+        processes = tuple(child.state() for child in self._children)
+        routers = [process for process in processes if process.role == "router"]
+        router = next((process for process in routers if process.status == "Ready"), routers[0] if routers else None)
+        return ClusterState(
+            cluster=self._plan.cluster,
+            phase=self._phase,
+            pid=os.getpid(),
+            start_time=start_time(os.getpid()),
+            started_at=self._started_at,
+            model=self._plan.model,
+            dtype=self._plan.dtype,
+            grpc_address=router.address if router else "",
+            operator_address=router.operator_address if router else "",
+            processes=processes,
+            http_address=router.http_address if router else "",
+            certs=str(self._plan.certs or ""),
+            needs_key=self._plan.needs_key,
+        )
+
+    def _look_at_logs(self) -> None:
+        self._rotation.look()
+        self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look_at_logs)
+
+    async def _start(self) -> None:
+        deadline = self._loop.time() + self._plan.start_timeout_s
+        first = self._children[: len(self._plan.first)]
+        for wave in (first, self._children[len(first) :]):
+            for child in wave:
+                self._spawn(child)
+            await self._until_ready(wave, deadline)
+
+    async def _until_ready(self, wave: Sequence[_Child], deadline: float) -> None:
+        while not self._stop.is_set():
+            self._changed.clear()
+            dead = next((child for child in self._children if child.life.state is ChildState.WAITING), None)
+            if dead is not None:
+                raise dead.failure()
+            late = [child for child in wave if child.life.state is not ChildState.READY]
+            if not late:
+                return
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                reason = f"not ready within {self._plan.start_timeout_s:g} s"
+                raise StartFailed(late[0].spec.name, reason, ExitCode.FAILED, late[0].log) from None
+
+    def _spawn(self, child: _Child) -> None:
+        child.ready = child.refusal = None
+        child.run = ChildRun(
+            lambda news: self._on_news(child, news), lambda code: self._on_exit(child, code), self._death_pipe
+        )
+        try:
+            flags = child.pinned if child.life.restarts else child.spec.first_run
+            child.run.start(child.spec, with_flags(child.spec.command, flags), child.log)
+        except OSError as error:
+            self._loop.call_soon(self._on_exit, child, 127)
+            child.refusal = Failed(f"{child.spec.command[0]}: {error.strerror}", ExitCode.BAD_CONFIG)
+        self._write()
+
+    def _on_news(self, child: _Child, news: Ready | Failed) -> None:
+        if isinstance(news, Failed):
+            child.refusal = news
+            return
+        child.ready = news
+        if child.life.restarts:
+            _log.info(
+                "process is back", name=child.spec.name, incarnation=news.incarnation, restarts=child.life.restarts
+            )
+        child.pinned = _pinned_ports(child.spec, news)
+        if child.life.state in (ChildState.STARTING, ChildState.STOPPING):
+            child.life.became_ready(self._clock.monotonic())
+        self._write()
+
+    def _on_exit(self, child: _Child, code: int) -> None:
+        child.exit_code = code
+        child.last_exit = describe_exit(code) if child.refusal is None else child.refusal.error
+        effect = child.life.exited(self._clock.monotonic())
+        # One death in a start ends it; that others follow is no news, and nobody is to come back.
+        if isinstance(effect, RetryIn) and self._has_served:
+            _log.warning(
+                "process died",
+                name=child.spec.name,
+                how=child.last_exit,
+                status=child.life.status,
+                retry_s=effect.seconds,
+            )
+            child.retry = self._loop.call_later(effect.seconds, self._retry, child)
+        if child.life.state is ChildState.STOPPED:
+            child.stopped.set()
+        self._write()
+
+    def _retry(self, child: _Child) -> None:
+        if child.life.state is ChildState.WAITING:
+            child.life.retry()
+            self._spawn(child)
+
+    async def _stop_all(self) -> None:
+        order = (("router",), ("prefill", "decode"), ("redis",))
+        for roles in order:
+            await asyncio.gather(*(self._end(child) for child in self._children if child.spec.role in roles))
+
+    async def _end(self, child: _Child) -> None:
+        """Ask, wait as long as it may drain, then kill."""
+        if child.retry is not None:
+            child.retry.cancel()
+        child.life.stop()
+        self._write()
+        if child.life.state is ChildState.STOPPED or child.run is None:
+            return
+        child.run.send(signal.SIGTERM)
+        gone = asyncio.create_task(child.stopped.wait())
+        forced = asyncio.create_task(self._force.wait())
+        grace = self._plan.drain_s + _STOP_GRACE_S
+        await asyncio.wait((gone, forced), timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not gone.done():
+            child.run.send(signal.SIGKILL)
+            await gone
+
+    def _write(self) -> None:
+        self._changed.set()
+        state = self.state()
+        with suppress(ConfigError):
+            # A full or vanished disk must not end a cluster that serves.
+            self._run_dir.write_state(state)
+        self._on_change(state)
+
+
+def _pinned_ports(spec: ChildSpec, ready: Ready) -> Mapping[str, str]:
+    addresses = (ready.address, ready.operator_address, ready.http_address)
+    return {
+        flag: address.rpartition(":")[2] for flag, address in zip(spec.keep_ports, addresses, strict=False) if address
+    }
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log, or the reason in it if it is JSON."""
+    try:
+        lines = log.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    if not lines:
+        return ""
+    with suppress(ValueError, AttributeError):
+        found = json.loads(lines[-1])
+        return str(found.get("reason") or found.get("event") or lines[-1])
+    return lines[-1].removeprefix("baton: ")

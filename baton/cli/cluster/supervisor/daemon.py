@@ -1,0 +1,113 @@
+"""A supervisor in the background: the command returns when its cluster is ready, or with the error of the start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from baton.cli.cluster.state import ClusterState
+from baton.cli.interrupts import interrupts_held
+from baton.errors import BatonError, ExitCode
+
+Report = Callable[[ClusterState], None]
+
+
+class DetachedStartFailed(BatonError):
+    """The cluster in the background did not start; nothing of it runs any more."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = ExitCode(exit_code)
+
+
+def serve_detached(serve: Callable[[Report], None], log: Path) -> ClusterState:
+    """Run `serve(report)` in a process of its own session, and wait until it reports.
+
+    `serve` calls `report` once, when the cluster is ready, and returns when it has ended. Raises DetachedStartFailed.
+    To be called before this process has threads: it forks.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read_end, write_end = os.pipe()
+    background, on_interrupt = 0, signal.getsignal(signal.SIGINT)
+    with os.fdopen(read_end, "rb") as news:
+        try:
+            # Not before it is known whom to end.
+            with interrupts_held():
+                middle = os.fork()
+                if middle == 0:
+                    os.setsid()
+                    if os.fork() != 0:
+                        os._exit(0)
+                    os.close(read_end)
+                    signal.signal(signal.SIGINT, on_interrupt)
+                    _run(serve, write_end, log)
+                os.close(write_end)
+                os.waitpid(middle, 0)
+                found = _next(news)
+                background = found.get("pid", 0)
+            while "state" not in found:
+                if "error" in found:
+                    # Its end is the end of the pipe: nothing of the failed start is left when the command returns.
+                    news.read()
+                    raise DetachedStartFailed(found["error"], found["exit_code"])
+                found = _next(news)
+        except KeyboardInterrupt:
+            if background:
+                with suppress(ProcessLookupError):
+                    os.kill(background, signal.SIGTERM)
+            news.read()
+            raise
+    return ClusterState.from_json(found["state"])
+
+
+def _run(serve: Callable[[Report], None], pipe: int, log: Path) -> None:
+    """The process in the background; never returns."""
+    code = int(ExitCode.FAILED)
+    try:
+        _redirect(log)
+        _tell(pipe, {"pid": os.getpid()})
+
+        def report(state: ClusterState) -> None:
+            _tell(pipe, {"state": state.to_json()})
+            os.close(pipe)
+
+        serve(report)
+        code = int(ExitCode.OK)
+    except BatonError as error:
+        code = int(error.exit_code)
+        _tell(pipe, {"error": str(error), "exit_code": code})
+    except BaseException as error:
+        _tell(pipe, {"error": f"the supervisor died: {error!r}", "exit_code": code})
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(log: Path) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+
+
+def _tell(pipe: int, news: dict[str, Any]) -> None:
+    with suppress(OSError):
+        os.write(pipe, json.dumps(news).encode() + b"\n")
+
+
+def _next(news: IO[bytes]) -> dict[str, Any]:
+    """What it says next."""
+    line = news.readline()
+    if not line:
+        raise DetachedStartFailed("the supervisor ended before the cluster was ready", ExitCode.FAILED)
+    found: dict[str, Any] = json.loads(line)
+    return found

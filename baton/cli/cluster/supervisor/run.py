@@ -1,0 +1,103 @@
+"""A cluster from its configuration to its end, here or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.cluster.state import ClusterState
+from baton.cli.cluster.supervisor.cluster import ClusterPlan, ClusterSupervisor
+from baton.cli.cluster.supervisor.daemon import serve_detached
+from baton.cli.cluster.supervisor.plan import plan_nodes, plan_redis
+from baton.cli.cluster.supervisor.preflight import check_up
+from baton.cli.output import note
+from baton.clock import SystemClock
+from baton.config import UpConfig
+from baton.registry.embedded import EmbeddedRedis, embedded_redis
+
+
+def run_cluster(
+    config: UpConfig, file: Path | None, place: RunDir, on_ready: Callable[[ClusterState], None], *, detach: bool
+) -> None:
+    """Take the run directory, and run the cluster to its end; `detach`: return when it is ready.
+
+    `file` is the configuration's own. Raises ConfigError for what can't be started, and StartFailed.
+    """
+    place.create()
+    place.take()
+    try:
+        check_up(config)
+        redis = None if config.registry else embedded_redis(place.path)
+        plan = _plan(config, redis, file)
+        place.clear_logs()
+    except BaseException:
+        place.release()
+        raise
+
+    def serve(report: Callable[[ClusterState], None]) -> None:
+        notes = _PhaseNotes() if not detach and sys.stderr.isatty() else None
+        _serve(plan, place, redis, report, notes)
+
+    if detach:
+        on_ready(serve_detached(serve, place.log("supervisor")))
+    else:
+        serve(on_ready)
+
+
+def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> ClusterPlan:
+    registry = redis.url if redis is not None else config.registry
+    cores = len(os.sched_getaffinity(0))
+    return ClusterPlan(
+        cluster=config.cluster,
+        model=config.model_name or config.model.resolve().name,
+        dtype=config.dtype,
+        first=[plan_redis(redis.command)] if redis is not None else [],
+        others=plan_nodes(config, registry, cores, file),
+        start_timeout_s=config.start_timeout_s,
+        drain_s=config.drain_s,
+        certs=config.certs.absolute() if config.certs is not None else None,
+        needs_key=config.api_keys is not None,
+    )
+
+
+class _PhaseNotes:
+    """Tells a person at a terminal why nothing seems to happen."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+
+    def __call__(self, state: ClusterState) -> None:
+        before, self._phase = self._phase, state.phase
+        if not before:
+            note("Starting …")
+        elif (before, state.phase) == ("ready", "draining"):
+            note("Stopping: what runs may end first. Once more ends it at once.")
+
+
+def _serve(
+    plan: ClusterPlan,
+    place: RunDir,
+    redis: EmbeddedRedis | None,
+    on_ready: Callable[[ClusterState], None],
+    on_change: Callable[[ClusterState], None] | None,
+) -> None:
+    """Run the cluster to its end; the run directory is free afterwards."""
+
+    async def run() -> None:
+        await ClusterSupervisor(plan, place, SystemClock(), on_change or _ignore).run(on_ready)
+
+    place.sign()
+    try:
+        asyncio.run(run())
+    finally:
+        if redis is not None:
+            redis.remove_socket()
+        place.release()
+
+
+def _ignore(_state: ClusterState) -> None:
+    pass

@@ -1,0 +1,223 @@
+"""`baton chat`: a conversation, from the shell."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.commands.generate import is_hopeless_of
+from baton.cli.output import note, say
+from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
+from baton.cli.target import RunDirOption, local_cluster
+from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
+from baton.messages.messages import Chunk, Finished
+from baton.security.access import default_access
+
+if TYPE_CHECKING:
+    from baton.cli.commands.chat_stream import ChatClient, Place
+
+_PROMPT = "> "
+_COMMANDS = "/exit or Ctrl-D leaves, /clear forgets what was said, Ctrl-C stops an answer"
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(chat)
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, as `messages` of the API."""
+
+    system: str | None = None
+    turns: list[Mapping[str, str]] = field(default_factory=list)
+
+    def asking(self, text: str) -> list[Mapping[str, str]]:
+        """All of it, and this."""
+        first = [_message("system", self.system)] if self.system is not None else []
+        return [*first, *self.turns, _message("user", text)]
+
+    def add(self, question: str, answer: str) -> None:
+        """One turn."""
+        self.turns += [_message("user", question), _message("assistant", answer)]
+
+    def clear(self) -> None:
+        """Forget everything but the system's message."""
+        self.turns.clear()
+
+
+def chat(
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before anything else.", metavar="TEXT")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", metavar="N")] = None,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    min_p: MinPOption = None,
+    seed: Annotated[int | None, typer.Option(help="Equal seeds give equal answers.", metavar="N")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End an answer before this text; may be repeated.", metavar="TEXT")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Name of the model. Default: the cluster's only one.", metavar="NAME")
+    ] = "",
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds until an answer is given up.", metavar="SECONDS", min=0)
+    ] = None,
+    run_dir: RunDirOption = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="http://HOST:PORT of a router instead of a run directory; may be repeated.",
+            metavar="URL",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Talk to the model: answers come as they are made, and it knows what was said before.
+
+    /exit or Ctrl-D leaves, /clear forgets, Ctrl-C stops an answer. Where the input is no terminal, a line is a turn.
+    """
+    from baton.cli.commands.chat_stream import ChatClient
+
+    settings = {
+        "model": model or None,
+        "max_completion_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
+    places = _places(url, run_dir)
+    is_hopeless = is_hopeless_of(run_dir) if not url else bool
+    client = ChatClient(places, default_access.get(), Random(), is_hopeless, lambda text: note(f"\nbaton: {text}"))
+    session = Session(
+        client,
+        {name: value for name, value in settings.items() if value is not None},
+        timeout,
+        Conversation(system),
+        hint="see `baton status`" if not url else "is this the router's HTTP address?",
+    )
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # What is not UTF-8 is for the router to refuse.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if sys.stdin.isatty():
+        _talk(session)
+    else:
+        for line in sys.stdin:
+            if not session.hear(line.rstrip("\n")):
+                break
+
+
+class Session:
+    """A conversation with a cluster."""
+
+    def __init__(
+        self,
+        client: ChatClient,
+        settings: Mapping[str, Any],
+        timeout_s: float | None,
+        conversation: Conversation,
+        hint: str,
+    ) -> None:
+        self.conversation = conversation
+        self._client = client
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._hint = hint
+
+    def hear(self, line: str) -> bool:
+        """One line: something to say, or a command. False: it was the last one. Raises BatonErrors."""
+        word = line.strip()
+        if word == "/exit":
+            return False
+        if word == "/clear":
+            self.conversation.clear()
+        elif word.startswith("/") and " " not in word:
+            note(f"baton: no such command: {word}; {_COMMANDS}")
+        elif word:
+            self._turn(line)
+        return True
+
+    def _turn(self, text: str) -> None:
+        """Print the answer as it comes. What has come of one that is stopped is remembered, too."""
+        pieces: list[str] = []
+        end: Finished | None = None
+        question = {**self._settings, "messages": self.conversation.asking(text)}
+        try:
+            with closing(self._client.answer(question, self._timeout_s)) as events:
+                for event in events:
+                    if isinstance(event, Chunk) and event.text:
+                        pieces.append(event.text)
+                        say(event.text, end="")
+                    elif isinstance(event, Finished):
+                        end = event
+        except Unreachable as error:
+            raise Unreachable(f"{error}: {self._hint}") from None
+        except KeyboardInterrupt:
+            self.conversation.add(text, "".join(pieces))
+            raise
+        finally:
+            if pieces or end is not None:
+                say()
+        self.conversation.add(text, "".join(pieces))
+        if end is not None and sys.stderr.isatty():
+            note(f"[{end.prompt_tokens} + {end.completion_tokens} tokens, {end.finish_reason}]")
+
+
+def _talk(session: Session) -> None:
+    """With a person, who may make mistakes: only what can't get better ends it."""
+    with suppress(ImportError):
+        # With it `input` has lines that can be edited, and those before.
+        import readline  # noqa: F401
+    note(_COMMANDS)
+    goes_on = True
+    while goes_on:
+        try:
+            line = input(_PROMPT)
+        except EOFError:
+            say()
+            return
+        except KeyboardInterrupt:
+            say()
+            note(_COMMANDS)
+            continue
+        try:
+            goes_on = session.hear(line)
+        except KeyboardInterrupt:
+            note("[stopped]")
+        except (Unauthenticated, PermissionDenied):
+            raise
+        except InvalidRequest as error:
+            note(f"baton: {error}{' (/clear forgets what was said)' if session.conversation.turns else ''}")
+        except BatonError as error:
+            note(f"baton: {error}")
+
+
+def _places(urls: Sequence[str] | None, run_dir: Path | None) -> Sequence[Place]:
+    """Every router of one cluster; raises Unreachable, ClientUsageError."""
+    from baton.cli.commands.chat_stream import Place
+
+    if urls:
+        return [Place.of(url) for url in urls]
+    cluster = local_cluster(run_dir, "--url")
+    scheme = "http" if default_access.get().tls_ca is None else "https"
+    found = [Place.of(f"{scheme}://{address}") for address in cluster.state.http_addresses]
+    if not found:
+        raise Unreachable(f"no router of the cluster in {cluster.run_dir.path} is ready yet: see `baton status`")
+    return found
+
+
+def _message(role: str, content: str) -> Mapping[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,254 @@
+"""The demo: a cluster of real processes on this machine, several prompts at once, and what happened to each.
+
+Run by scripts/demo. It stops everything it started, whether it ends well, fails, or is interrupted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from baton.cli.commands.generate import Answer, tokens_per_second
+from baton.cli.interrupts import interrupts_held
+from baton.cli.output import print_table, size
+from baton.client import GenerationClient
+from baton.errors import BatonError, ExitCode
+from baton.messages.messages import Finished, GenerateEvent, GenerateRequest
+
+_MAX_TOKENS = 48
+_TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7
+_BOTH = ("--placement", "least-loaded")
+"""Short prompts take both kinds of nodes, too: that is what is shown."""
+_LONG_PROMPT_CHARS = 4500
+"""About 1,500 tokens: three steps of the prefill node."""
+
+
+@dataclass(slots=True)
+class Run:
+    """One prompt on its way."""
+
+    title: str
+    prompt: str
+    answer: Answer = field(default_factory=Answer)
+    error: str = ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.error) or self.answer.finished is not None
+
+
+def prompts() -> list[Run]:
+    """What the demo asks: short ones, and one that takes several steps to compute."""
+    source = inspect.getsource(textwrap)[:_LONG_PROMPT_CHARS]
+    return [
+        Run("a function", "def fibonacci(n):"),
+        Run("a class", "class Stack:\n    def __init__(self):\n"),
+        Run("a script", "import os\nimport sys\n\n\ndef main():\n"),
+        Run("a long one", source[: source.rindex("\n") + 1]),
+    ]
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Set, not assumed: a shell's background job starts with Ctrl-C ignored.
+        signal.signal(number, signal.default_int_handler)
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    try:
+        with tempfile.TemporaryDirectory(prefix="baton-demo-") as run_dir, _cluster(Path(run_dir), console) as cluster:
+            runs = prompts()
+            console.print(f"Sending {len(runs)} prompts at once.\n")
+            _send(runs, cluster["grpc_address"], console)
+            _show_summary(runs, console)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is stopped")
+        return int(ExitCode.INTERRUPTED)
+    except _DemoFailed as error:
+        console.print(f"demo: {error}")
+        return int(ExitCode.FAILED)
+    if failed := [run for run in runs if run.error]:
+        console.print(f"{len(failed)} of {len(runs)} prompts failed; everything is stopped")
+        return int(ExitCode.FAILED)
+    console.print("Everything that was started is stopped.")
+    return int(ExitCode.OK)
+
+
+class _DemoFailed(Exception):
+    """The demo can't go on."""
+
+
+@contextmanager
+def _cluster(run_dir: Path, console: Console) -> Iterator[dict[str, Any]]:
+    """A cluster for as long as the block runs."""
+    console.print("Starting Redis, a router, a prefill node and a decode node …")
+    began = time.monotonic()
+    try:
+        up = _baton(
+            "up", "--detach", "--run-dir", str(run_dir), "--grpc-port", "0", "--http-port", "0", *_BOTH, "-o", "json"
+        )
+        if up.returncode:
+            raise _DemoFailed(up.stderr.strip() or f"baton up ended with {up.returncode}")
+        state = json.loads(up.stdout)
+        _show_processes(state, time.monotonic() - began, console)
+        yield state
+    finally:
+        # Whatever stops the demo must not stop it from stopping the cluster.
+        handlers = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
+        down = _baton("down", "--run-dir", str(run_dir))
+        for number, handler in handlers:
+            signal.signal(number, handler)
+        if down.returncode:
+            console.print(down.stderr.strip())
+
+
+def _baton(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "baton.cli.main", *words]
+    # A session of its own: Ctrl-C is for the demo to handle, in its order.
+    process = None
+    try:
+        with interrupts_held(signal.SIGINT, signal.SIGTERM):
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=_environment(),
+            )
+        out, err = process.communicate()
+    except KeyboardInterrupt:
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _environment() -> dict[str, str]:
+    """The demo shows the defaults, whatever this user has set."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
+
+
+def _send(runs: Sequence[Run], address: str, console: Console) -> None:
+    """All prompts at once, a thread and a stream each; shows the answers as they grow."""
+    news: queue.SimpleQueue[tuple[Run, GenerateEvent | str]] = queue.SimpleQueue()
+    client = GenerationClient(address)
+
+    def send(run: Run) -> None:
+        request = GenerateRequest(
+            prompt=run.prompt, max_tokens=_MAX_TOKENS, temperature=_TEMPERATURE, top_p=_TOP_P, seed=_SEED
+        )
+        ended = False
+        try:
+            for event in client.generate(request, timeout_s=120.0):
+                news.put((run, event))
+                ended = isinstance(event, Finished)
+        except BatonError as error:
+            news.put((run, str(error)))
+        else:
+            if not ended:
+                news.put((run, "the stream ended early"))
+
+    threads = [threading.Thread(target=send, args=(run,), daemon=True) for run in runs]
+    for thread in threads:
+        thread.start()
+    try:
+        if console.is_terminal:
+            with Live(_screen(runs, console), console=console, refresh_per_second=20) as live:
+                for _ in _absorb(runs, news):
+                    live.update(_screen(runs, console))
+        else:
+            for run in _absorb(runs, news):
+                if run.done:
+                    console.print(_plain(run))
+    finally:
+        client.close()
+
+
+def _absorb(runs: Sequence[Run], news: queue.SimpleQueue[tuple[Run, GenerateEvent | str]]) -> Iterator[Run]:
+    """Take what comes until every run is done; yields the run that changed."""
+    while not all(run.done for run in runs):
+        run, event = news.get()
+        if isinstance(event, str):
+            run.error = event
+        else:
+            run.answer.take(event)
+        yield run
+
+
+def _show_processes(state: dict[str, Any], seconds: float, console: Console) -> None:
+    rows = [[found["name"], str(found["pid"]), found["address"] or "(private socket)"] for found in state["processes"]]
+    print_table(["PROCESS", "PID", "ADDRESS"], rows)
+    console.print(f"Ready after {seconds:.1f} s, serving {state['model']}.\n")
+
+
+def _screen(runs: Sequence[Run], console: Console) -> Group:
+    lines = max(3, (console.height - 2) // len(runs) - 2)
+    return Group(*(_panel(run, lines) for run in runs))
+
+
+def _panel(run: Run, lines: int) -> Panel:
+    body = Text(_tail(run.prompt, lines // 2), style="dim")
+    body.append(run.answer.text, style="bold" if not run.done else "")
+    if run.error:
+        body.append(run.error, style="red")
+    shown = Text("\n").join(body.split("\n")[-lines:])
+    return Panel(shown, title=run.title, title_align="left", border_style="green" if run.done else "yellow")
+
+
+def _plain(run: Run) -> str:
+    if run.error:
+        return f"--- {run.title}: {run.error}"
+    return f"--- {run.title}\n{_tail(run.prompt, 3)}{run.answer.text}\n"
+
+
+def _tail(prompt: str, lines: int) -> str:
+    kept = prompt.split("\n")
+    return prompt if len(kept) <= lines else "…\n" + "\n".join(kept[-lines:])
+
+
+def _show_summary(runs: Sequence[Run], console: Console) -> None:
+    """What happened to each request, in 80 columns."""
+    columns = ["PROMPT", "PREFILL", "COMPUTED", "KV MOVED", "IN", "DECODE", "TTFT", "TOKENS/S"]
+    console.print()
+    print_table(columns, [_row(run) for run in runs], gap=2)
+    console.print()
+
+
+def _row(run: Run) -> list[str]:
+    end = run.answer.finished
+    if end is None:
+        return [run.title, "failed", *[""] * 6]
+    return [
+        run.title,
+        end.path.prefill_node or "-",
+        str(end.prompt_tokens - end.cached_tokens),
+        size(end.kv_bytes),
+        f"{end.transfer_ms:.1f} ms",
+        end.path.decode_node,
+        f"{end.ttft_ms:.0f} ms",
+        f"{tokens_per_second(end):.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`baton describe node`; the other pages are registered here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from baton.cli.ask_nodes import ask_nodes, can_be_asked
+from baton.cli.commands.requests import request
+from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.views.cluster_view import view_cluster
+from baton.cli.views.node_page import node_json, node_lines
+from baton.did_you_mean import did_you_mean
+from baton.errors import NodeNotFound, Unreachable
+from baton.messages.messages import NodeStatus
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the commands."""
+    group = typer.Typer(help=text, no_args_is_help=True, rich_markup_mode=None)
+
+    @group.callback()
+    def describe() -> None:
+        """Say all that is known of one thing."""
+
+    group.command("node")(node)
+    group.command("request")(request)
+    app.add_typer(group, name=name)
+
+
+def node(
+    name: Annotated[str, typer.Argument(help="Its name, as `baton get nodes` has it.", metavar="NAME")],
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Say what a node is, how busy it is, and how its hand-offs go.
+
+    A node that does not answer is described as far as its router knows it, with exit code 5.
+    """
+    status = find_node(view_cluster(address, run_dir, timeout).nodes, name)
+    answers = ask_nodes([status] if can_be_asked(status) else [], timeout)
+    report = answers.reports.get(status.incarnation)
+    if output is Format.JSON:
+        print_json(node_json(status, report))
+    elif output is Format.YAML:
+        print_yaml(node_json(status, report))
+    else:
+        for line in node_lines(status, report):
+            say(line)
+    if answers.problems:
+        raise Unreachable(answers.problems[status.incarnation])
+
+
+def find_node(nodes: Sequence[NodeStatus], name: str) -> NodeStatus:
+    """The node of this name; of several incarnations the one that is not lost, or the latest. Raises NodeNotFound."""
+    found = [node for node in nodes if node.name == name]
+    if not found:
+        raise NodeNotFound(f"no node is called {name}{did_you_mean(name, {node.name for node in nodes})}")
+    return min(found, key=lambda node: (node.status == "Lost", node.age_s))

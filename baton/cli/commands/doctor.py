@@ -1,0 +1,52 @@
+"""`baton doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.views.doctor_checks import Finding, Level, examine, worst
+from baton.config import bundled_model_dir
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=f"{text} Exit code 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN.")(doctor)
+
+
+def doctor(
+    model: Annotated[Path | None, typer.Option(help="Model directory. Default: the bundled model.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    registry: Annotated[
+        str, typer.Option(envvar="BATON_REGISTRY", help="URL of a Redis to look at, too, as a user who may use INFO.")
+    ] = "",
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Look at the machine and say what was found."""
+    from baton.cli.views.doctor_facts import gather
+
+    findings = examine(gather(model or bundled_model_dir(), dtype, registry))
+    level = worst(findings)
+    if output is Format.TEXT:
+        _print(findings, level)
+    else:
+        print_any = print_json if output is Format.JSON else print_yaml
+        print_any({"status": level.name, "checks": [_plain(one) for one in findings]})
+    raise typer.Exit(int(level))
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {"check": finding.check, "status": finding.level.name, "says": finding.says, "fix": finding.fix}
+
+
+def _print(findings: list[Finding], level: Level) -> None:
+    wide = max(len(one.check) for one in findings)
+    for one in findings:
+        say(f"{one.level.name:<8}  {one.check:<{wide}}  {one.says}")
+        if one.fix:
+            say(f"{'':<8}  {'':<{wide}}  fix: {one.fix}")
+    count = sum(one.level is not Level.OK for one in findings)
+    say(f"\n{level.name}: " + (f"{count} of {len(findings)} checks need a look" if count else "nothing to fix"))

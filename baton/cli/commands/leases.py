@@ -1,0 +1,141 @@
+"""`baton get leases`: what prefill nodes promised to keep, and what decode nodes are filling with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.ask_nodes import ask_nodes, can_be_asked
+from baton.cli.output import ListFormat, fine_duration, note, print_list
+from baton.cli.selector import SelectorOption, parse_selector, select
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.views.cluster_view import view_cluster
+from baton.cli.views.watching import Listed, WatchOption, watch
+from baton.errors import Unreachable
+from baton.messages.messages import NodeReport, OpenHandoff
+
+_COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
+OVER = "OVER"
+_WIDE = ["INCARNATION", "PEER-INCARNATION", "FLIGHT"]
+
+
+def leases(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    selector: SelectorOption = "",
+    watching: WatchOption = False,
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+) -> None:
+    """List leases and transfers that are not over.
+
+    A prefill node (SIDE sender) keeps blocks that may be read, a decode node (SIDE reader) fills blocks of its own.
+    With -w nodes are asked once a second: each is printed again when it gets further, and at its end, as OVER.
+    """
+    wanted = parse_selector(selector)
+    wide = output is ListFormat.WIDE
+    columns = _COLUMNS + (_WIDE if wide else [])
+    last = Watched()
+
+    def look(_known: Collection[str]) -> list[Listed]:
+        reports, _ = _ask(address, run_dir, wanted, timeout)
+        return [listed(report, handoff, wide=wide) for report, handoff in last.with_ends(reports)]
+
+    if watching:
+        watch(look, columns, output, headers=not no_headers, comes_back=address is not None)
+    reports, problems = _ask(address, run_dir, wanted, timeout)
+    found = [(report, handoff) for report in reports for handoff in oldest_first(report)]
+    print_list(
+        output,
+        (lease_json(report, handoff) for report, handoff in found),
+        (f"{report.description.node_id}/{handoff.attempt}" for report, handoff in found),
+        columns,
+        (lease_row(report, handoff, wide=wide) for report, handoff in found),
+        headers=not no_headers,
+    )
+    for problem in problems:
+        note(f"baton: {problem}")
+
+
+def _ask(
+    address: str | None, run_dir: Path | None, wanted: dict[str, str], timeout_s: float
+) -> tuple[list[NodeReport], list[str]]:
+    """What nodes say, and what is wrong with those that say nothing; raises Unreachable if none does."""
+    view = view_cluster(address, run_dir, timeout_s)
+    asked = [node for node in select(view.nodes, wanted) if can_be_asked(node)]
+    answers = ask_nodes(asked, timeout_s)
+    if asked and not answers.reports:
+        raise Unreachable("; ".join(answers.problems.values()))
+    reports = [answers.reports[node.incarnation] for node in asked if node.incarnation in answers.reports]
+    unavailable = [view.detail] if view.health == "unavailable" else []
+    return reports, [*unavailable, *answers.problems.values()]
+
+
+class Watched:
+    """The leases and transfers of one look after the other: those that are over come once more. Pure."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, tuple[NodeReport, OpenHandoff]] = {}
+
+    def with_ends(self, reports: Sequence[NodeReport]) -> list[tuple[NodeReport, OpenHandoff]]:
+        """Of nodes that did not answer nothing has ended: they may say so later."""
+        found = {_key(report, handoff): (report, handoff) for report in reports for handoff in oldest_first(report)}
+        answered = {report.description.incarnation for report in reports}
+        gone = {key: known for key, known in self._open.items() if key not in found}
+        ended = {key: known for key, known in gone.items() if known[0].description.incarnation in answered}
+        self._open = {key: known for key, known in gone.items() if key not in ended} | found
+        return [*found.values(), *((report, replace(handoff, state=OVER)) for report, handoff in ended.values())]
+
+
+def _key(report: NodeReport, handoff: OpenHandoff) -> str:
+    return f"{report.description.incarnation} {handoff.side.value} {handoff.attempt}"
+
+
+def listed(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> Listed:
+    """For -w: nothing has changed by being older."""
+    state, row = replace(handoff, age_s=0.0), lease_row(report, handoff, wide=wide)
+    return Listed(_key(report, handoff), state, row, lease_json(report, handoff))
+
+
+def oldest_first(report: NodeReport) -> list[OpenHandoff]:
+    """The node's leases or transfers that are not over."""
+    return sorted(report.handoff.open, key=lambda handoff: -handoff.age_s)
+
+
+def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
+    """As a JSON object."""
+    return {
+        "node": report.description.node_id,
+        "incarnation": report.description.incarnation,
+        "request_id": handoff.attempt.request_id,
+        "attempt": handoff.attempt.attempt,
+        "flight": f"{handoff.attempt.flight:x}",
+        "side": handoff.side.value,
+        "state": handoff.state,
+        "peer": handoff.peer,
+        "peer_incarnation": handoff.peer_incarnation,
+        "num_blocks": handoff.num_blocks,
+        "age_s": handoff.age_s,
+    }
+
+
+def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[str]:
+    """As a line of a table."""
+    attempt = handoff.attempt
+    row = [
+        report.description.node_id,
+        attempt.request_id,
+        str(attempt.attempt),
+        handoff.side.value,
+        handoff.state,
+        handoff.peer or "-",
+        str(handoff.num_blocks),
+        fine_duration(handoff.age_s),
+    ]
+    more = [report.description.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
+    return row + (more if wide else [])

@@ -1,0 +1,146 @@
+"""`baton logs`: what the processes of a cluster of this machine wrote, by time."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.cluster.changes import Changes
+from baton.cli.cluster.log_files import LogFile, LogLine, merged
+from baton.cli.cluster.run_dir import RunDir
+from baton.cli.output import say
+from baton.cli.target import RunDirOption, run_dir_of
+from baton.did_you_mean import did_you_mean
+from baton.errors import NodeNotFound, Unreachable
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_COLOURS = {"debug": "2", "info": "32", "warning": "33", "error": "31", "critical": "31;1"}
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?\Z")
+
+
+class LogForm(enum.StrEnum):
+    """-o: words for people, or one JSON object a line."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(logs)
+
+
+def logs(
+    processes: Annotated[
+        list[str] | None, typer.Argument(help="Like prefill-0, router-0, redis. Default: all.", metavar="[NODE]...")
+    ] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is written from now on.")] = False,
+    since: Annotated[
+        str | None, typer.Option(help="How long ago, like 30s or 1h30m, or a time.", metavar="AGO|TIME")
+    ] = None,
+    tail: Annotated[int | None, typer.Option("-n", "--tail", help="Only the last ones.", metavar="N", min=0)] = None,
+    request: Annotated[str | None, typer.Option(help="Only what is about this request.", metavar="ID")] = None,
+    level: Annotated[str, typer.Option(help="Only these and worse.", metavar="|".join(_LEVELS))] = "debug",
+    run_dir: RunDirOption = None,
+    output: Annotated[LogForm, typer.Option("-o", "--output", help="Output format.")] = LogForm.TEXT,
+) -> None:
+    """Print what the processes of the cluster in a run directory wrote, the oldest first.
+
+    The logs of a cluster are kept until the next one starts there.
+    """
+    if level not in _LEVELS:
+        raise typer.BadParameter(f"--level: {level!r} is none of {', '.join(_LEVELS)}")
+    begin = 0.0 if since is None else begin_of(since, time.time())
+    place = run_dir_of(run_dir)
+    files = _files(place, processes or ())
+    width = max((len(process) for process in files), default=0)
+    write = _writer(output, width, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+    def wanted(lines: Iterable[LogLine]) -> list[LogLine]:
+        return [line for line in lines if line.at >= begin and is_wanted(line, request, level)]
+
+    if not follow:
+        _print(wanted(merged(files.values())), tail, write)
+        return
+    # Watched before it is read, so that nothing falls between.
+    with Changes(place.logs) as changes:
+        _print(wanted(merged(files.values())), tail, write)
+        while True:
+            changes.wait()
+            if not processes:
+                files = {**_files(place, ()), **files}
+            _print(wanted(merged(files.values())), None, write)
+
+
+def begin_of(since: str, now: float) -> float:
+    """The moment that --since means, in seconds since the epoch; raises BadParameter."""
+    found = _DURATION.match(since)
+    if found is not None and since:
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return now - (((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    try:
+        return datetime.fromisoformat(since).astimezone().timestamp()
+    except ValueError:
+        story = f"--since: {since!r} is neither a duration like 1h30m nor a time like 2026-01-31T12:00:00"
+        raise typer.BadParameter(story) from None
+
+
+def is_wanted(line: LogLine, request: str | None, level: str) -> bool:
+    """Whether a line is about the request, if one is named, and bad enough. What says no level is."""
+    if request is not None and line.fields.get("request") != request:
+        return False
+    return line.level not in _LEVELS or _LEVELS.index(line.level) >= _LEVELS.index(level)
+
+
+def spelled(line: LogLine, width: int, *, coloured: bool) -> str:
+    """A line for people: when by this machine's time, who, how bad, what, and the rest of what it says."""
+    at = datetime.fromtimestamp(line.at)
+    clock = f"{at:%H:%M:%S}.{at.microsecond // 1000:03d}" if line.at else " " * 12
+    level = f"{line.level:8}"
+    if coloured and line.level in _COLOURS:
+        level = f"\x1b[{_COLOURS[line.level]}m{level}\x1b[0m"
+    fields = " ".join(f"{key}={_value(value)}" for key, value in line.fields.items() if key != "exception")
+    text = f"{clock}  {line.process:{width}}  {level} {line.event}" + (f"  {fields}" if fields else "")
+    trouble = line.fields.get("exception")
+    return f"{text}\n{trouble}" if trouble else text
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(text, ensure_ascii=False) if not text or re.search(r"[\s\"=]", text) else text
+
+
+def _files(place: RunDir, processes: Sequence[str]) -> dict[str, LogFile]:
+    """By process; raises Unreachable without logs, NotFound for a process that has none."""
+    found = {path.stem: path for path in sorted(_log_paths(place))}
+    if not found:
+        raise Unreachable(f"no logs are in {place.path}: start a cluster with `baton up`, or name one with --run-dir")
+    for process in processes:
+        if process not in found:
+            raise NodeNotFound(f"there is no log of {process}{did_you_mean(process, found)}")
+    return {process: LogFile(found[process]) for process in processes or found}
+
+
+def _log_paths(place: RunDir) -> Iterable[Path]:
+    return place.logs.glob("*.log") if place.exists() else ()
+
+
+def _print(lines: Sequence[LogLine], tail: int | None, write: Callable[[LogLine], None]) -> None:
+    for line in lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]:
+        write(line)
+
+
+def _writer(form: LogForm, width: int, coloured: bool) -> Callable[[LogLine], None]:
+    if form is LogForm.JSON:
+        return lambda line: say(json.dumps(line.to_json(), ensure_ascii=False, default=str))
+    return lambda line: say(spelled(line, width, coloured=coloured))

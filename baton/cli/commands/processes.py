@@ -1,0 +1,123 @@
+"""`baton node` and `baton router`: the processes of a cluster, usable by hand on several hosts."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from baton.cli.cluster.supervisor.parent import end_with_parent
+from baton.cli.options import LOG_FORMAT, config_flags, option
+from baton.config import Loaded, NodeConfig, RouterConfig
+from baton.errors import BatonError
+
+if TYPE_CHECKING:
+    from baton.messages.messages import Role
+    from baton.node.process import RoleMaker
+
+_EXTRA = (
+    option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
+    LOG_FORMAT,
+    option("parent_fd", int | None, None, hidden=True),
+)
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    if name == "node":
+        app.command(name, help=text)(config_flags(NodeConfig, _node, _EXTRA, _node_name))
+    else:
+        app.command(name, help=text)(config_flags(RouterConfig, _router, _EXTRA, _router_name))
+
+
+def _node_name(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Without a role the configuration's own complaint about it is the one to hear.
+    return {"node_id": _host_name(flags.get("role") or "node")}
+
+
+def _router_name(_flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"router_id": _host_name("router")}
+
+
+def _host_name(kind: str) -> str:
+    host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
+    return f"{kind}-{host[:40]}-{os.getpid()}"
+
+
+def _node(
+    loaded: Loaded[NodeConfig], _file: Path | None, verbose: int, log_format: str | None, parent_fd: int | None
+) -> None:
+    config = loaded.config
+
+    def run() -> int:
+        if config.runner == "torch":
+            from baton.runner.model.checkpoint import check_model_dir
+
+            # Cheap, and torch is not: a wrong path is told at once.
+            check_model_dir(config.model)
+        from baton.node.process import run_node
+
+        return run_node(config, _role_maker)
+
+    _be(config.node_id, run, config.notify_fd, verbose, log_format, parent_fd)
+
+
+def _role_maker(role: Role) -> RoleMaker:
+    from baton.messages.messages import Role
+
+    if role is Role.PREFILL:
+        from prefill_node import app as prefill_app
+
+        return prefill_app.make_role
+    from decode_node import app as decode_app
+
+    return decode_app.make_role
+
+
+def _router(
+    loaded: Loaded[RouterConfig], _file: Path | None, verbose: int, log_format: str | None, parent_fd: int | None
+) -> None:
+    config = loaded.config
+
+    def run() -> int:
+        from router import app as router_app
+
+        return router_app.main(config)
+
+    _be(config.router_id, run, config.notify_fd, verbose, log_format, parent_fd)
+
+
+def _be(
+    name: str,
+    run: Callable[[], int],
+    notify_fd: int | None,
+    verbose: int,
+    log_format: str | None,
+    parent_fd: int | None,
+) -> None:
+    """Run a process to its end; whoever started it hears why it could not start."""
+    from baton.observe import logs
+    from baton.observe.ready import Failed, announce
+
+    if parent_fd is not None:
+        end_with_parent(parent_fd)
+    level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
+    logs.configure_logging(level, environ=os.environ, form=form, node=name)
+    # gRPC's core writes lines of its own about errors that come to us as exceptions.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        code = run()
+    except BatonError as error:
+        announce(notify_fd, Failed(str(error), int(error.exit_code)))
+        raise
+    finally:
+        # What is left goes with the process. As it ends the interpreter would look through all of it for cycles, again
+        # and again: of what torch and transformers have made that takes seconds.
+        gc.freeze()
+    if code:
+        raise typer.Exit(code)

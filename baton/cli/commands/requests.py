@@ -1,0 +1,170 @@
+"""`baton get requests` and `baton describe request`: what runs, what is just over, and how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.ask_routers import ask_all_routers, ask_routers
+from baton.cli.output import Format, ListFormat, fine_duration, note, print_json, print_list, print_yaml, say, size
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.usage import ClientUsageError
+from baton.cli.views.watching import Listed, WatchOption, watch
+from baton.errors import RequestNotFound
+
+if TYPE_CHECKING:
+    from baton.client import OperatorClient
+    from baton.wire.codec.request_rows import RequestRow
+
+_COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
+_WIDE = ["ROUTER", "TOTAL", "KV", "DETAIL"]
+_SORTS = ("age", "state", "request", "output", "ttft", "attempts")
+OVER = frozenset({"Finished", "Failed", "Cancelled"})
+
+
+def requests(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    running: Annotated[bool, typer.Option("--running", help="Only those that are not over.")] = False,
+    limit: Annotated[
+        int,
+        typer.Option(help="So many of each router that run, at most, and that are over.", min=1, metavar="N"),
+    ] = 100,
+    watching: WatchOption = False,
+    sort_by: Annotated[str, typer.Option(help=f"One of {', '.join(_SORTS)}.", metavar="KEY")] = "age",
+    no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
+) -> None:
+    """List the requests that run, and the latest that are over; never what they say.
+
+    With -w each is printed again when it gets further; with --running only those that are over already are left out.
+    """
+    if sort_by not in _SORTS:
+        raise ClientUsageError(f"--sort-by {sort_by}: use {', '.join(_SORTS)}")
+    wide = output is ListFormat.WIDE
+    columns = _COLUMNS + (_WIDE if wide else [])
+
+    def look(known: Collection[str]) -> list[Listed]:
+        found, _ = of_all_routers(address, run_dir, limit, timeout)
+        rows = sorted(found, key=_keys(sort_by))
+        every = [listed(row, wide=wide) for row in rows]
+        return [
+            each
+            for each, row in zip(every, rows, strict=True)
+            if not running or row.state not in OVER or each.key in known
+        ]
+
+    if watching:
+        watch(look, columns, output, headers=not no_headers, comes_back=address is not None)
+    found, problems = of_all_routers(address, run_dir, limit, timeout)
+    rows = sorted((row for row in found if not (running and row.state in OVER)), key=_keys(sort_by))
+    documents, cells = (asdict(row) for row in rows), (_cells(row, wide) for row in rows)
+    print_list(output, documents, (row.request_id for row in rows), columns, cells, headers=not no_headers)
+    for problem in problems:
+        note(f"baton: {problem}")
+
+
+def listed(row: RequestRow, *, wide: bool) -> Listed:
+    """For -w: a request has not changed by being older, or by one more token."""
+    state = replace(row, age_s=0.0, output_tokens=0)
+    return Listed(f"{row.request_id} {row.router}", state, _cells(row, wide), asdict(row))
+
+
+def request(
+    request_id: Annotated[str, typer.Argument(help="The request's id.", metavar="REQUEST")],
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for each answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Say where a request is, how far it is, and how it ended."""
+
+    def find(router: OperatorClient) -> RequestRow:
+        rows = router.requests(1, request_id, timeout)
+        if not rows:
+            raise RequestNotFound(f"this router remembers no request {request_id[:80]!r}")
+        return rows[0]
+
+    row = ask_routers(address, run_dir, find)
+    if output is Format.JSON:
+        print_json(asdict(row))
+    elif output is Format.YAML:
+        print_yaml(asdict(row))
+    else:
+        for line in page(row):
+            say(line)
+
+
+def page(row: RequestRow) -> Sequence[str]:
+    """Of one request, for people."""
+    fields = [
+        ("Request", row.request_id),
+        ("State", f"{row.state}{f' ({row.detail})' if row.detail else ''}"),
+        ("Came", f"{fine_duration(row.age_s)} ago, to {row.router}"),
+        ("Prefill node", row.prefill_node or "none: its decode node computes the prompt, or it waits"),
+        ("Decode node", row.decode_node or "none yet"),
+        ("Attempts", str(row.attempts)),
+        ("Tokens", f"{row.prompt_tokens} of the prompt, {row.output_tokens} given out"),
+        ("First token", "none yet" if row.ttft_ms is None else f"after {brief_ms(row.ttft_ms)}"),
+    ]
+    if row.total_ms is not None:
+        fields.append(("End", f"after {brief_ms(row.total_ms)}"))
+        fields.append(("KV moved", size(row.kv_bytes) if row.kv_bytes else "none"))
+    width = max(len(name) for name, _ in fields) + 1
+    more = [f"where its time went: baton trace {row.request_id}"] if row.state in OVER else []
+    more.append(f"why it went there: baton explain {row.request_id}")
+    return [*(f"{name + ':':{width}}   {value}" for name, value in fields), "", *more]
+
+
+def of_all_routers(
+    address: str | None, run_dir: Path | None, limit: int, timeout_s: float
+) -> tuple[list[RequestRow], list[str]]:
+    """And what is wrong with routers that did not answer; raises Unreachable if none did."""
+    answers, problems = ask_all_routers(address, run_dir, lambda router: router.requests(limit, timeout_s=timeout_s))
+    return [row for rows in answers for row in rows], problems
+
+
+def _keys(sort_by: str) -> Any:
+    """Those that run come first."""
+    never = float("inf")
+
+    def key(row: RequestRow) -> tuple[bool, Any]:
+        values = {
+            "age": row.age_s,
+            "state": row.state,
+            "request": row.request_id,
+            "output": -row.output_tokens,
+            "ttft": -(row.ttft_ms if row.ttft_ms is not None else never),
+            "attempts": -row.attempts,
+        }
+        return (row.state in OVER, values[sort_by])
+
+    return key
+
+
+def _cells(row: RequestRow, wide: bool) -> Sequence[str]:
+    cells = [
+        row.request_id,
+        row.state,
+        fine_duration(row.age_s),
+        row.prefill_node or "-",
+        row.decode_node or "-",
+        str(row.prompt_tokens),
+        str(row.output_tokens),
+        str(row.attempts),
+        "-" if row.ttft_ms is None else brief_ms(row.ttft_ms),
+    ]
+    if not wide:
+        return cells
+    total = "-" if row.total_ms is None else brief_ms(row.total_ms)
+    return [*cells, row.router, total, size(row.kv_bytes) if row.kv_bytes else "-", row.detail or "-"]
+
+
+def brief_ms(milliseconds: float) -> str:
+    """`31ms`, `12s`."""
+    return f"{milliseconds:.0f}ms" if milliseconds < 9950 else fine_duration(milliseconds / 1e3)

@@ -1,0 +1,99 @@
+"""`baton set-role`: a node becomes another one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from baton.cli.ask_routers import at_a_router
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say
+from baton.cli.steer import ASK_S, Patience, PatienceOption, ProgressLine, warn
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.views.cluster_view import view_cluster
+from baton.errors import BatonError, DeadlineExceeded
+from baton.messages.messages import NodeStatus
+
+_ASK_EVERY_S = 0.2
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(set_role)
+
+
+def set_role(
+    node: Annotated[str, typer.Argument(help="Its name, as `baton get nodes` has it.", metavar="NODE")],
+    role: Annotated[Literal["prefill", "decode"], typer.Argument(help="prefill or decode.", metavar="ROLE")],
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it has changed.")] = True,
+    timeout: PatienceOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Make a node a prefill or a decode node, also for all its restarts. Its running work ends first; the model stays.
+
+    Exit code 6 when that takes longer than --timeout: it changes nevertheless.
+    """
+    patience = Patience(timeout)
+    asked = at_a_router(address, run_dir, lambda router: router.set_role(node, role, ASK_S))
+    incarnation = ""
+    if wait:
+        incarnation = _until_changed(node, role, address, run_dir, patience).incarnation
+    found = {
+        "version": VERSION,
+        "node": node,
+        "role": role,
+        "changed": not asked.unchanged,
+        "is_ready": wait,
+        "incarnation": incarnation,
+        "seconds": round(patience.spent, 3),
+        "warning": asked.warning,
+    }
+    if output is Format.JSON:
+        print_json(found)
+    elif output is Format.YAML:
+        print_yaml(found)
+    else:
+        say(_said(node, role, fine_duration(patience.spent), is_changed=not asked.unchanged, is_there=wait))
+        warn(asked.warning)
+
+
+def _said(node: str, role: str, spent: str, *, is_changed: bool, is_there: bool) -> str:
+    if not is_changed:
+        return f"{node} is a {role} node already"
+    if is_there:
+        return f"{node} is a {role} node after {spent}"
+    return f"{node} becomes a {role} node when its work is done"
+
+
+def _how(status: NodeStatus) -> str:
+    if status.status in ("Lost", "Suspect"):
+        return "begins again"
+    return f"{status.status}, {status.running + status.waiting} requests, {status.leased_blocks} leased blocks"
+
+
+def _until_changed(node: str, role: str, address: str | None, run_dir: Path | None, patience: Patience) -> NodeStatus:
+    """Ask again and again: whichever router answers then will do. Raises DeadlineExceeded."""
+    line, how = ProgressLine(), "not seen"
+    try:
+        while True:
+            try:
+                found = [each for each in view_cluster(address, run_dir, ASK_S).nodes if each.name == node]
+            except BatonError as error:
+                found, how = [], str(error)
+            for status in found:
+                if status.role == role and status.status in ("Ready", "Cordoned", "Incompatible"):
+                    return status
+                how = _how(status)
+            line.say(f"{node}: {how}")
+            if patience.is_over:
+                raise DeadlineExceeded(
+                    f"after {patience.seconds:g} s {node} is no {role} node yet ({how}): it becomes one when its work "
+                    f"is done, see `baton wait --for role={role} {node}`"
+                )
+            time.sleep(_ASK_EVERY_S)
+    finally:
+        line.end()

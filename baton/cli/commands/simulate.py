@@ -1,0 +1,311 @@
+"""`baton simulate`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baton.cli.bench.files import ReportOption, write_files
+from baton.cli.bench.serve import Dataset, slo_of, usage_errors
+from baton.cli.output import Format, note, print_json, print_table, print_yaml, say
+from baton.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from baton.bench.simulator.plan import SimulationPlan
+    from baton.bench.simulator.simulation import Failure
+
+_SECONDS = r"([0-9]+(?:\.[0-9]+)?)"
+_FAILURE = re.compile(rf"([a-z]+-[0-9]+)@{_SECONDS}(?:\+{_SECONDS})?\Z")
+
+
+class Preset(enum.StrEnum):
+    """Published experiments."""
+
+    DISTSERVE = "distserve"
+    MOONCAKE = "mooncake"
+    FLEET = "fleet"
+
+
+class Policy(enum.StrEnum):
+    """Who chooses nodes: the router's own, then others for comparison."""
+
+    COST = "cost"
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+    LOAD_BALANCED = "load-balanced"
+    LOCAL_CACHE = "local-cache"
+    GLOBAL_CACHE = "global-cache"
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(simulate)
+
+
+def simulate(
+    more_goodput: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="SLO")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Begin with a published experiment.")] = None,
+    arrangement: Annotated[
+        list[str] | None, typer.Option(help="colocated:N, xPyD or conditional:xPyD; may come again.")
+    ] = None,
+    splits: Annotated[int | None, typer.Option(help="Every arrangement of so many nodes.", min=2)] = None,
+    policy: Annotated[list[Policy] | None, typer.Option(help="Who chooses nodes; may come again.")] = None,
+    choices: Annotated[
+        int | None, typer.Option(help="Nodes of each role that the router looks at, drawn anew. Default: all.", min=1)
+    ] = None,
+    cells: Annotated[
+        int | None,
+        typer.Option(help="Share nodes and load among so many routers that know nothing of each other.", min=1),
+    ] = None,
+    dataset_name: Annotated[Dataset | None, typer.Option(help="What is asked. Default: random.")] = None,
+    dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="Requests.", min=1)] = None,
+    request_rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    burstiness: Annotated[float | None, typer.Option(help="1: Poisson; less: bursts; more: evenly.")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests open at once.", min=1)] = None,
+    random_input_len: Annotated[int | None, typer.Option(help="Tokens of a prompt.", min=1)] = None,
+    random_output_len: Annotated[int | None, typer.Option(help="Tokens to generate.", min=1)] = None,
+    random_range_ratio: Annotated[
+        float | None, typer.Option(help="Lengths vary by this share.", min=0, max=0.999)
+    ] = None,
+    time_scale: Annotated[float | None, typer.Option(help="Replay a trace so many times as fast.")] = None,
+    skip_broken_lines: Annotated[bool, typer.Option(help="Leave out a trace's broken lines.")] = False,
+    step_times: Annotated[
+        Path | None, typer.Option(help="JSON of `baton bench engine`, of a table or of a formula. Default: OPT-13B.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.", min=1)] = None,
+    cache_tokens: Annotated[int | None, typer.Option(help="Tokens that a node's KV cache holds.", min=16)] = None,
+    kv_bytes_per_token: Annotated[float | None, typer.Option(help="Of all layers.", min=0)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences that a node runs at once.", min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of a step.", min=1)] = None,
+    prompts_first: Annotated[
+        bool,
+        typer.Option(help="Compute prompts in steps of their own while streams stall, without mixed steps."),
+    ] = False,
+    nic_gb_per_s: Annotated[float | None, typer.Option(help="Of each node, in each direction.", min=0.001)] = None,
+    message_ms: Annotated[float | None, typer.Option(help="From router to node and back, each.", min=0)] = None,
+    fail: Annotated[list[str] | None, typer.Option(help="A node's death, as decode-0@30 or decode-0@30+60.")] = None,
+    mtbf_s: Annotated[float | None, typer.Option(help="Mean time between failures of each node.", min=0.001)] = None,
+    repair_s: Annotated[float | None, typer.Option(help="Until a node that failed is back.", min=0)] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="ttft:MS tpot:MS e2el:MS that a good request keeps.", metavar="SLO ...")
+    ] = None,
+    find_goodput: Annotated[bool, typer.Option(help="Search the highest rate at which enough requests do.")] = False,
+    attainment: Annotated[float, typer.Option(help="Enough: this share.", min=0.01, max=1)] = 0.9,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.", min=0)] = 0,
+    timeline: Annotated[bool, typer.Option(help="Keep every step of every node in the result file.")] = False,
+    save_detailed: Annotated[bool, typer.Option(help="Keep every request in the result file.")] = False,
+    result_filename: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
+    report: ReportOption = None,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Run the real scheduler, block pool, placement and flights under a virtual clock, on nodes that are formulas.
+
+    What a step takes comes from published coefficients or from what `baton bench engine` measured; bytes share each
+    node's network card. The same seed gives the same figures. The result file is that of `baton bench`.
+    """
+    from baton.bench.results.result_file import without_outcomes
+    from baton.bench.simulator.plan import run_plan
+
+    slo = slo_of(goodput, more_goodput)
+    with usage_errors():
+        plan = _plan(preset, dataset_path, seed)
+        plan = replace(
+            plan,
+            workload=_changed(
+                plan.workload,
+                dataset=dataset_name.value if dataset_name else None,
+                dataset_path=str(dataset_path) if dataset_path else None,
+                num_prompts=num_prompts,
+                request_rate=request_rate,
+                burstiness=burstiness,
+                random_input_len=random_input_len,
+                random_output_len=random_output_len,
+                random_range_ratio=random_range_ratio,
+                time_scale=time_scale,
+                skip_broken_lines=skip_broken_lines or None,
+            ),
+            config=_changed(
+                plan.config,
+                sizes=_changed(
+                    plan.config.sizes,
+                    times=_step_times(step_times),
+                    block_size=block_size,
+                    cache_tokens=cache_tokens,
+                    kv_bytes_per_token=kv_bytes_per_token,
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    prompts_first=prompts_first or None,
+                ),
+                choices=choices,
+                cells=cells,
+                nic_bytes_per_s=None if nic_gb_per_s is None else nic_gb_per_s * 1e9,
+                message_s=None if message_ms is None else message_ms / 1e3,
+                failures=[_failure(text) for text in fail] if fail else None,
+                mtbf_s=mtbf_s,
+                repair_s=repair_s,
+                max_concurrency=max_concurrency,
+                keeps_timeline=timeline or None,
+            ),
+            keeps_outcomes=save_detailed,
+            attainment=attainment,
+            finds_goodput=find_goodput or (plan.finds_goodput and request_rate is None),
+        )
+        if plan.workload.is_trace and request_rate is None:
+            plan = replace(plan, workload=replace(plan.workload, request_rate=math.inf))
+        plan = _changed(plan, policies=[one.value for one in policy] if policy else None)
+        plan = _with_arrangements(replace(plan, slo=slo or plan.slo), arrangement, splits)
+        _check(plan)
+        total = len(plan.workload.build())
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    with _progress(total, output is Format.TEXT) as progress:
+        result = run_plan(plan, created, progress)
+    if output is Format.JSON:
+        print_json(without_outcomes(result))
+    elif output is Format.YAML:
+        print_yaml(without_outcomes(result))
+    else:
+        _print(result)
+    for line in _failures(result):
+        note(line)
+    write_files(result, result_filename, report)
+
+
+def _plan(preset: Preset | None, trace: Path | None, seed: int) -> SimulationPlan:
+    from baton.bench.arrangement import Arrangement
+    from baton.bench.simulator import presets
+    from baton.bench.simulator.plan import SimulationPlan
+    from baton.bench.simulator.simulation import SimulationConfig
+    from baton.bench.workloads.spec import WorkloadSpec
+
+    if preset is not None:
+        return presets.preset(preset.value, trace, seed)
+    pair = Arrangement(1, 1)
+    return SimulationPlan(WorkloadSpec(request_rate=1.0, seed=seed), SimulationConfig(pair, seed=seed), [pair])
+
+
+def _changed(value: Any, **changes: Any) -> Any:
+    """A copy with what is given."""
+    return replace(value, **{name: change for name, change in changes.items() if change is not None})
+
+
+def _step_times(path: Path | None) -> Any:
+    from baton.bench.simulator.step_times import read_step_times
+
+    return None if path is None else read_step_times(path)
+
+
+def _with_arrangements(plan: SimulationPlan, arrangement: Sequence[str] | None, splits: int | None) -> SimulationPlan:
+    from baton.bench.arrangement import Arrangement
+
+    if arrangement and splits:
+        raise InvalidRequest("--splits", "and --arrangement exclude each other")
+    found = Arrangement.splits(splits) if splits else [Arrangement.parse(text) for text in arrangement or ()]
+    return replace(plan, arrangements=found or plan.arrangements)
+
+
+def _failure(text: str) -> Failure:
+    from baton.bench.simulator.simulation import Failure
+
+    found = _FAILURE.match(text)
+    if found is None:
+        raise InvalidRequest("--fail", f"{text!r} is not NODE@SECONDS or NODE@SECONDS+SECONDS, as decode-0@30+60")
+    return Failure(found[1], float(found[2]), float(found[3]) if found[3] else math.inf)
+
+
+def _check(plan: SimulationPlan) -> None:
+    from baton.bench.simulator.cells import parts_of
+
+    spec = plan.workload
+    for arrangement in plan.arrangements:
+        parts_of(replace(plan.config, arrangement=arrangement))
+    if plan.finds_goodput and not plan.slo:
+        raise InvalidRequest("--find-goodput", "needs --goodput")
+    if plan.finds_goodput and spec.is_trace:
+        raise InvalidRequest("--find-goodput", "changes the request rate, which a trace has not")
+    if plan.config.sizes.cache_tokens < plan.config.sizes.block_size:
+        raise InvalidRequest("--cache-tokens", "is less than one block")
+    names = {
+        f"{role}-{number}"
+        for one in plan.arrangements
+        for role, count in (("prefill", one.prefill), ("decode", one.decode))
+        for number in range(count)
+    }
+    for failure in plan.config.failures:
+        if failure.node_id not in names:
+            raise InvalidRequest("--fail", f"no node is called {failure.node_id}")
+
+
+@contextlib.contextmanager
+def _progress(total: int, is_wanted: bool) -> Iterator[Callable[[str, int], None]]:
+    """A line on stderr, where somebody looks."""
+    if not is_wanted or not sys.stderr.isatty():
+        yield lambda name, ended: None
+        return
+
+    def show(name: str, ended: int) -> None:
+        sys.stderr.write(f"\r\x1b[K{name}: {ended} of {total} requests")
+        sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+
+
+def _failures(result: dict[str, Any]) -> list[str]:
+    """Why requests failed, the first ones."""
+    lines = [
+        f"{one['name']}: {count} failed: {error}"
+        for one in result["arrangements"]
+        for rate in one["rates"]
+        for error, count in rate["summary"].get("errors", {}).items()
+    ]
+    return lines[:12]
+
+
+def _print(result: dict[str, Any]) -> None:
+    rows = []
+    for one in result["arrangements"]:
+        for rate in one["rates"]:
+            summary = rate["summary"]
+            rows.append(
+                [
+                    one["name"],
+                    "-" if rate["rate"] is None else f"{rate['rate']:.4g}",
+                    f"{summary['mean_ttft_ms']:.1f}",
+                    f"{summary['p99_ttft_ms']:.1f}",
+                    f"{summary['mean_tpot_ms']:.2f}",
+                    f"{summary['p99_tpot_ms']:.2f}",
+                    f"{summary['p99_largest_gap_ms']:.1f}",
+                    f"{summary['total_cached_tokens'] / max(1, summary['total_input_tokens']):.0%}",
+                    f"{summary['attainment']:.1%}" if "attainment" in summary else "-",
+                    str(summary["failed"]),
+                    f"{rate['simulator']['cpu_us_per_request']:.0f}",
+                ]
+            )
+    columns = ["ARRANGEMENT", "RATE", "TTFT MS", "P99", "TPOT MS", "P99", "P99 GAP MS", "CACHED", "ATTAINED", "FAILED"]
+    print_table([*columns, "CPU US"], rows)
+    if "goodput" in result:
+        say()
+        print_table(
+            ["ARRANGEMENT", "GOODPUT/S", "PER GPU"],
+            [
+                [one["name"], f"{one['goodput']['rate']:.3g}", f"{one['goodput']['per_gpu']:.3g}"]
+                for one in result["arrangements"]
+            ],
+        )
+        ratio = result["goodput_ratio"]
+        if ratio is not None:
+            say(f"\nbest split: {result['best_split']}, {ratio:.2f} times the goodput per GPU of colocated nodes")

@@ -1,0 +1,63 @@
+"""`baton status`."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.ask_nodes import Answers, ask_nodes, can_be_asked
+from baton.cli.commands.events import of_all_routers
+from baton.cli.output import Format, print_json, print_yaml, say
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.views.cluster_view import view_cluster
+from baton.cli.views.status_page import Overview, overview, status_lines
+from baton.errors import BatonError, ExitCode
+
+if TYPE_CHECKING:
+    from baton.wire.codec.steering import ClusterEvent
+
+_ASK_NODES_S = 2.0
+"""At most: a node that is silent must not hide how the others are."""
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(status)
+
+
+def status(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = 5.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Say whether the cluster serves, how busy it is, what is degraded and what failed.
+
+    It is ok, degraded or unavailable. Exit code 1 when it is unavailable.
+    """
+    found = _look(address, run_dir, timeout)
+    if output is Format.JSON:
+        print_json(found.to_json())
+    elif output is Format.YAML:
+        print_yaml(found.to_json())
+    else:
+        for line in status_lines(found, time.time()):
+            say(line)
+    if found.view.health == "unavailable":
+        raise typer.Exit(int(ExitCode.FAILED))
+
+
+def _look(address: str | None, run_dir: Path | None, timeout_s: float) -> Overview:
+    """Raises Unreachable when there is nothing to ask; what else does not answer is left out, or a trouble."""
+    view = view_cluster(address, run_dir, timeout_s)
+    asked = [node for node in view.nodes if can_be_asked(node)]
+    answers = ask_nodes(asked, min(timeout_s, _ASK_NODES_S)) if asked else Answers({}, {})
+    events: list[ClusterEvent] = []
+    # That no router answers is what the view says already.
+    with suppress(BatonError):
+        events, _ = of_all_routers(address, run_dir, 0, timeout_s)
+    return overview(view, answers.reports, answers.problems, events)

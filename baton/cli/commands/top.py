@@ -1,0 +1,199 @@
+"""`baton top`: the cluster as it is now, again and again."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.cli.ask_routers import at_a_router
+from baton.cli.commands.requests import of_all_routers
+from baton.cli.output import say
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.views.cluster_view import ClusterView, view_cluster
+from baton.cli.views.top_page import Line, Screen, plain, top_lines
+from baton.errors import BatonError, DeadlineExceeded, Unreachable
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from baton.wire.codec.request_rows import RequestRow
+    from baton.wire.codec.steering import ClusterEvent
+
+_ASK_S = 2.0
+_REQUESTS = 200
+_EVENTS = 50
+_PLAIN_WIDTH = 120
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(top)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What was seen at one moment."""
+
+    view: ClusterView
+    rows: Sequence[RequestRow]
+    events: Sequence[ClusterEvent]
+    time: float
+    """Seconds since the epoch."""
+
+    def lines(self, screen: Screen) -> list[Line]:
+        return top_lines(self.view, self.rows, self.events, self.time, screen)
+
+
+class Watcher:
+    """Looks at a cluster, and remembers the events that it has read."""
+
+    def __init__(self, address: str | None, run_dir: Path | None) -> None:
+        self._address = address
+        self._run_dir = run_dir
+        self._routers: frozenset[tuple[str, str]] = frozenset()
+        self._events: deque[ClusterEvent] = deque(maxlen=_EVENTS)
+
+    def look(self) -> Picture:
+        """As it is now; raises Unreachable or DeadlineExceeded when nobody can say."""
+        view = view_cluster(self._address, self._run_dir, _ASK_S)
+        rows: Sequence[RequestRow] = []
+        if view.health != "unavailable" or self._address is not None:
+            try:
+                rows, _ = of_all_routers(self._address, self._run_dir, _REQUESTS, _ASK_S)
+                self._read_events(view)
+            except (Unreachable, DeadlineExceeded) as error:
+                view = replace(view, detail="; ".join(filter(None, [view.detail, str(error)])))
+        return Picture(view, rows, tuple(self._events), time.time())
+
+    def _read_events(self, view: ClusterView) -> None:
+        """Each router counts its own: with other routers the reading begins anew."""
+        routers = frozenset((node.incarnation, node.status) for node in view.nodes if node.role == "router")
+        if routers != self._routers:
+            self._routers = routers
+            self._events.clear()
+        after = self._events[-1].seq if self._events else 0
+        news = at_a_router(self._address, self._run_dir, lambda router: list(router.events(after, timeout_s=_ASK_S)))
+        self._events.extend(news)
+
+
+def top(
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    interval: Annotated[
+        float, typer.Option("-d", "--interval", help="Seconds between two looks.", metavar="SECONDS", min=0.1)
+    ] = 1.0,
+    count: Annotated[
+        int | None,
+        typer.Option(
+            "-n",
+            "--count",
+            help="Look so many times. Default: until q, or once where it is not a terminal.",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+) -> None:
+    """Show the cluster as it is now: its health, nodes, running requests and latest events; q or Ctrl-C leaves.
+
+    Where the output is no terminal the same is printed as plain text.
+    """
+    watcher = Watcher(address, run_dir)
+    first = watcher.look()
+    if sys.stdout.isatty():
+        _show(watcher, first, interval, count)
+    else:
+        _print(watcher, first, interval, count or 1)
+
+
+def _print(watcher: Watcher, picture: Picture, interval: float, count: int) -> None:
+    screen = Screen(_PLAIN_WIDTH)
+    for number in range(count):
+        if number:
+            time.sleep(interval)
+            picture = watcher.look()
+            say()
+        for line in picture.lines(screen):
+            say(plain(line))
+
+
+def _show(watcher: Watcher, picture: Picture, interval: float, count: int | None) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    with (
+        _keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        shown = 0
+        while True:
+            lines = picture.lines(Screen(console.width, console.height))
+            live.update(Group(*(_text(line) for line in lines)), refresh=True)
+            shown += 1
+            if shown == count or keys.leaves_within(interval):
+                return
+            picture = _again(watcher, picture)
+
+
+class Keys:
+    """What is typed, at once and unseen."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        """None: nobody types."""
+        self._descriptor = descriptor
+
+    def leaves_within(self, seconds: float) -> bool:
+        """Whether somebody types q in this time, or closes the input."""
+        if self._descriptor is None:
+            time.sleep(seconds)
+            return False
+        end = time.monotonic() + seconds
+        while select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
+            typed = os.read(self._descriptor, 64)
+            if not typed or b"q" in typed.lower():
+                return True
+        return False
+
+
+@contextmanager
+def _keys() -> Iterator[Keys]:
+    """The terminal is as it was before when this ends, also by a signal that asks for the end."""
+    if not sys.stdin.isatty():
+        yield Keys(None)
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        tty.setcbreak(descriptor)
+        yield Keys(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _text(line: Line) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*((piece.text, piece.style) for piece in line), no_wrap=True)
+
+
+def _again(watcher: Watcher, before: Picture) -> Picture:
+    """What is seen now; or what was seen, and why nothing else is."""
+    try:
+        return watcher.look()
+    except BatonError as error:
+        return replace(before, view=replace(before.view, health="unreachable", detail=str(error)), rows=())

@@ -1,0 +1,122 @@
+"""`baton up`: a cluster on this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import typer
+
+from baton.cli.cluster.emit.emission import Emission
+from baton.cli.cluster.run_dir import RunDir, default_run_dir
+from baton.cli.cluster.state import ClusterState
+from baton.cli.options import LOG_FORMAT, config_flags, option
+from baton.cli.output import Format, print_json, print_table, print_yaml, say
+from baton.cli.target import run_dir_of, run_dir_path
+from baton.config import Loaded, UpConfig
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    more = (
+        option(
+            "run_dir",
+            Path | None,
+            None,
+            help="Directory of this cluster. Default: this user's own.",
+            metavar="DIR",
+            parser=run_dir_path,
+        ),
+        option("detach", bool, False, "-d", "--detach", help="Return when the cluster is ready; it runs on."),
+        option("emit", Emission | None, None, help="Start nothing: write the cluster down for this to run."),
+        option("emit_dir", Path, Path("baton-deploy"), help="Directory to write it to.", metavar="DIR"),
+        option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
+        option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
+        LOG_FORMAT,
+    )
+    app.command(name, help=text)(config_flags(UpConfig, _up, more))
+
+
+def _up(
+    loaded: Loaded[UpConfig],
+    file: Path | None,
+    run_dir: Path | None,
+    detach: bool,
+    emit: Emission | None,
+    emit_dir: Path,
+    output: Format,
+    verbose: int,
+    log_format: str | None,
+) -> None:
+    if emit is not None:
+        from baton.cli.cluster.emit.write import write
+
+        for path in write(emit, loaded.config, file, emit_dir):
+            say(str(path))
+        return
+    # What it takes to run a cluster is not for those who only want to read the help.
+    from baton.cli.cluster.supervisor.run import run_cluster
+    from baton.observe import logs
+
+    level, form = logs.log_level(verbose, os.environ, "info"), logs.log_format(log_format, os.environ)
+    logs.configure_logging(level, environ=os.environ, form=form, process="supervisor")
+    place = run_dir_of(run_dir)
+
+    def show(state: ClusterState) -> None:
+        _show(state, place, output, detached=detach)
+
+    run_cluster(loaded.config, file, place, show, detach=detach)
+
+
+def _show(state: ClusterState, place: RunDir, output: Format, *, detached: bool) -> None:
+    if output is Format.JSON:
+        print_json(state.to_json())
+    elif output is Format.YAML:
+        print_yaml(state.to_json())
+    else:
+        rows = [
+            [process.name, process.role, process.status, str(process.pid), process.address or "-"]
+            for process in state.processes
+        ]
+        print_table(["NAME", "ROLE", "STATUS", "PID", "ADDRESS"], rows)
+        say()
+        for line in _lines_to_paste(state, place, detached=detached):
+            say(line)
+    sys.stdout.flush()
+
+
+def _lines_to_paste(state: ClusterState, place: RunDir, *, detached: bool) -> list[str]:
+    baton = shlex.quote(_baton())
+    where = "" if place.path == default_run_dir(os.environ).absolute() else f" --run-dir {shlex.quote(str(place.path))}"
+    body = '{"text": "def fibonacci(n):", "samplingParams": {"maxTokens": 32}}'
+    json_body = '{"prompt": "def fibonacci(n):", "max_tokens": 32}'
+    stop = f"{baton} down{where}" if detached else "Ctrl-C"
+    authority = shlex.quote(str(Path(state.certs) / "ca.crt"))
+    scheme, curl, grpcurl = "http", "curl", "grpcurl -plaintext"
+    if state.certs:
+        scheme, curl, grpcurl = "https", f"curl --cacert {authority}", f"grpcurl -cacert {authority}"
+    if state.needs_key:
+        shown = ' -H "authorization: Bearer $BATON_API_KEY"'
+        curl, grpcurl = curl + shown, grpcurl + shown
+    return [
+        f"{state.model} is served on {', '.join(state.grpc_addresses)} (gRPC) and "
+        f"{', '.join(f'{scheme}://{address}/v1' for address in state.http_addresses)} (OpenAI); "
+        f"operators: {', '.join(state.operator_addresses)}",
+        f"  {baton} generate 'def fibonacci(n):'{where}",
+        f"  {baton} get nodes{where}",
+        f"  {curl} {scheme}://{state.http_address}/v1/completions -H 'content-type: application/json' -d '{json_body}'",
+        f"  {grpcurl} -d '{body}' {state.grpc_address} baton.v1.Generation/Generate",
+        f"Logs are in {place.logs}. {stop} stops it.",
+    ]
+
+
+def _baton() -> str:
+    """The command as this user can type it."""
+    script = Path(sys.executable).with_name("baton")
+    found = shutil.which("baton")
+    if found is not None and Path(found).resolve() == script.resolve():
+        return "baton"
+    return str(script) if script.exists() else "baton"

@@ -1,0 +1,144 @@
+"""`baton wait`: until nodes are as a script needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.output import VERSION, Format, fine_duration, print_json, print_yaml, say
+from baton.cli.selector import SelectorOption, parse_selector, select
+from baton.cli.steer import ASK_S, Patience, ProgressLine
+from baton.cli.target import OperatorAddressOption, RunDirOption
+from baton.cli.usage import ClientUsageError
+from baton.cli.views.cluster_view import view_cluster
+from baton.did_you_mean import did_you_mean
+from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable
+from baton.messages.messages import NodeStatus
+
+_WORDS = ("ready", "idle", "cordoned", "drained", "gone")
+_ROLES = ("prefill", "decode")
+_ASK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What is waited for."""
+
+    word: str
+    """One of the words, or role."""
+    role: str = ""
+
+    def holds(self, node: NodeStatus) -> bool:
+        """Whether this node is so."""
+        is_there = node.status in ("Ready", "Cordoned", "Incompatible")
+        match self.word:
+            case "ready":
+                return node.status == "Ready"
+            case "idle":
+                return node.is_idle
+            case "cordoned":
+                return node.cordoned
+            case "drained":
+                return node.cordoned and node.is_idle
+            case "gone":
+                return node.status in ("Lost", "Stopped")
+            case _:
+                return is_there and node.role == self.role
+
+
+def parse_condition(text: str) -> Condition:
+    """Raises ClientUsageError for what no node can be."""
+    word, _, value = text.partition("=")
+    if word == "role" and value in _ROLES:
+        return Condition(word, value)
+    if text in _WORDS:
+        return Condition(text)
+    known = (*_WORDS, *(f"role={role}" for role in _ROLES))
+    raise ClientUsageError(f"--for {text}: nothing that a node could be{did_you_mean(text, known)}")
+
+
+def register(app: typer.Typer, name: str, text: str) -> None:
+    """Add the command."""
+    app.command(name, help=text)(wait)
+
+
+def wait(
+    condition: Annotated[
+        str, typer.Option("--for", help="ready, idle, cordoned, drained, gone or role=ROLE.", metavar="CONDITION")
+    ],
+    nodes: Annotated[
+        list[str] | None, typer.Argument(help="Names. Default: every node.", metavar="[NODE...]", show_default=False)
+    ] = None,
+    selector: SelectorOption = "",
+    run_dir: RunDirOption = None,
+    address: OperatorAddressOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.", metavar="SECONDS", min=0)] = 60.0,
+    output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
+) -> None:
+    """Wait until all of these nodes are so. Exit code 6 when --timeout is over, 3 for a name that no node has."""
+    wanted, about, patience = parse_condition(condition), parse_selector(selector), Patience(timeout)
+    line = ProgressLine()
+    try:
+        found = _until(wanted, nodes or [], about, address, run_dir, patience, line)
+    finally:
+        line.end()
+    rows = [{"name": node.name, "role": node.role, "status": node.status} for node in found]
+    result = {"version": VERSION, "condition": condition, "nodes": rows, "seconds": round(patience.spent, 3)}
+    if output is Format.JSON:
+        print_json(result)
+    elif output is Format.YAML:
+        print_yaml(result)
+    else:
+        for node in found:
+            say(f"{node.name} {condition} after {fine_duration(patience.spent)}")
+
+
+def _until(
+    wanted: Condition,
+    names: Sequence[str],
+    about: dict[str, str],
+    address: str | None,
+    run_dir: Path | None,
+    patience: Patience,
+    line: ProgressLine,
+) -> Sequence[NodeStatus]:
+    """Ask again and again: any router will do. Raises DeadlineExceeded, NodeNotFound, Unreachable."""
+    trouble: BatonError | None = None
+    while True:
+        others: Sequence[NodeStatus] = []
+        try:
+            known = [node for node in view_cluster(address, run_dir, ASK_S).nodes if node.role != "router"]
+        except (Unreachable, DeadlineExceeded) as error:
+            if address is None:
+                raise
+            trouble = error
+        else:
+            trouble = None
+            meant = select(chosen(known, names, is_for_gone=wanted.word == "gone"), about)
+            others = [node for node in meant if not wanted.holds(node)]
+            if not others and (meant or wanted.word == "gone"):
+                return meant
+            line.say("waiting for " + (", ".join(f"{node.name} ({node.status})" for node in others) or "nodes"))
+        if patience.is_over:
+            raise trouble or DeadlineExceeded(
+                f"after {patience.seconds:g} s not so: "
+                + (", ".join(f"{node.name} is {node.status}" for node in others) or "there are no such nodes")
+            )
+        time.sleep(_ASK_EVERY_S)
+
+
+def chosen(known: Sequence[NodeStatus], names: Sequence[str], *, is_for_gone: bool = False) -> list[NodeStatus]:
+    """Of each name the incarnation that serves, or the latest; all nodes without names. Raises NodeNotFound."""
+    latest: dict[str, NodeStatus] = {}
+    for node in known:
+        if node.name not in latest or node.status not in ("Suspect", "Lost"):
+            latest[node.name] = node
+    missing = [name for name in names if name not in latest]
+    if missing and not is_for_gone:
+        raise NodeNotFound(f"no node is called {missing[0]}{did_you_mean(missing[0], latest)}")
+    return [node for name, node in latest.items() if not names or name in names]

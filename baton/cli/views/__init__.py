@@ -1,0 +1,1 @@
+"""What several commands show: pages of status, node and top; merged events; what the doctor looks at."""

@@ -1,0 +1,111 @@
+"""What a router and a supervisor know about a cluster, put together. Pure but for the one call to the router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from baton.cli.cluster.state import ClusterState, ProcessState
+from baton.cli.target import local_cluster
+from baton.errors import DeadlineExceeded, Unreachable
+from baton.messages.messages import ClusterStatus, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """The cluster as an operator sees it."""
+
+    cluster: str
+    health: str
+    """ok, degraded or unavailable."""
+    detail: str
+    nodes: Sequence[NodeStatus]
+    supervisor: ClusterState | None
+    """None for a cluster that was named by address."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; `nodes` as `baton get nodes -o json` has them."""
+        return asdict(self)
+
+
+def view_cluster(address: str | None, run_dir: Path | None, timeout_s: float) -> ClusterView:
+    """Ask a router, one after the other until one answers, and the supervisor's state beside it.
+
+    Raises Unreachable when there is nothing to ask, and DeadlineExceeded when who is asked by address is silent. When
+    no router of a live supervisor's cluster answers, the health is `unavailable`.
+    """
+    if address is not None:
+        try:
+            return combine(_ask(address, timeout_s), "", None)
+        except Unreachable as error:
+            raise Unreachable(f"{error}: is this the router's operator address?") from None
+    state = local_cluster(run_dir).state
+    problems: list[str] = []
+    for where in state.operator_addresses:
+        try:
+            return combine(_ask(where, timeout_s), "; ".join(problems), state)
+        except (Unreachable, DeadlineExceeded) as error:
+            problems.append(str(error))
+    return combine(None, "; ".join(problems) or "no router is ready", state)
+
+
+def _ask(where: str, timeout_s: float) -> ClusterStatus:
+    from baton.client import OperatorClient
+
+    client = OperatorClient(where)
+    try:
+        return client.status(timeout_s)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(f"the router at {where} did not answer within {timeout_s:g} s") from None
+    finally:
+        client.close()
+
+
+def combine(router: ClusterStatus | None, problem: str, state: ClusterState | None) -> ClusterView:
+    """The router's view, corrected by the supervisor's: it knows of deaths and restarts that routers can't see.
+
+    `problem` is why no router answered, or others than this one.
+    """
+    nodes = {node.name: node for node in (router.nodes if router is not None else ())}
+    trouble = []
+    for process in state.processes if state is not None else ():
+        known = nodes.get(process.name)
+        if process.status != "Ready":
+            again = f" after {process.restarts} restarts" if process.restarts else ""
+            trouble.append(f"{process.name} is {process.status}{again}")
+        if process.role == "redis":
+            continue
+        if known is None:
+            nodes[process.name] = _from_process(process, state)
+        elif process.status == "CrashLoop":
+            nodes[process.name] = replace(known, status="CrashLoop", detail=process.last_exit)
+    health = router.health if router is not None else "unavailable"
+    if health == "ok" and (trouble or problem):
+        health = "degraded"
+    details = [part for part in (router.detail if router is not None else "", problem, *trouble) if part]
+    cluster = router.cluster if router is not None else state.cluster if state is not None else ""
+    return ClusterView(cluster, health, "; ".join(details), sorted(nodes.values(), key=_order), state)
+
+
+def _from_process(process: ProcessState, state: ClusterState | None) -> NodeStatus:
+    return NodeStatus(
+        name=process.name,
+        role=process.role,
+        # Ready to its supervisor, but not yet to a router.
+        status="Starting" if process.status == "Ready" else process.status,
+        incarnation=process.incarnation,
+        address=process.address,
+        pid=process.pid,
+        model=state.model if state is not None else "",
+        running=0,
+        waiting=0,
+        kv_usage=0.0,
+        detail=process.last_exit,
+    )
+
+
+def _order(node: NodeStatus) -> tuple[int, str]:
+    roles = ("prefill", "decode", "router")
+    return (roles.index(node.role) if node.role in roles else len(roles)), node.name

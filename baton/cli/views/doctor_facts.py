@@ -1,0 +1,204 @@
+"""Gathers what the doctor looks at. Everything that could crash or hang is tried in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import baton
+from baton.bench.results.host import available_memory, usable_cores
+from baton.cli.cluster.run_dir import default_run_dir
+from baton.cli.views.doctor_checks import Facts, ModelFacts
+from baton.config import UpConfig
+from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
+from baton.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from baton.registry.server_memory import ServerMemory
+
+_PORTS = {"--grpc-port": DEFAULT_GRPC_PORT, "--http-port": DEFAULT_HTTP_PORT}
+_CHECK_BLOCKS = 64
+"""Of the cache that a model is loaded with: enough for its check at start."""
+_NIXL_S = 60.0
+_TRY_NIXL = """
+import sys
+from baton.bench.micro.bare_reads import host_memory
+from baton.errors import BatonError
+from kv_transfer.backends.nixl import NixlBackend
+try:
+    NixlBackend("doctor", host_memory(4, 4096)).close()
+except BatonError as error:
+    sys.exit(f"REASON {error}")
+"""
+
+
+def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
+    """Find out everything; never raises for what it finds."""
+    from baton.runner.backends.cpu import kernels
+    from baton.runner.model.weights import resolve_dtype
+
+    found = kernels.available()
+    cores = usable_cores()
+    nodes = int(UpConfig.model_fields["prefill"].default) + int(UpConfig.model_fields["decode"].default)
+    redis_server, redis_reason = _redis_server()
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    run_dir, installation = default_run_dir(os.environ).absolute(), Path(baton.__file__).parent
+    return Facts(
+        kernel_path=found.isa,
+        kernel_paths=found.isas,
+        kernel_reason=found.reason,
+        compiler=next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), ""),
+        native_bfloat16=resolve_dtype("auto") == "bfloat16",
+        model=_model(model_dir, dtype, max(1, cores // nodes)),
+        cores=cores,
+        nodes=nodes,
+        threads_per_node=max(1, cores // nodes),
+        redis_server=redis_server,
+        redis_reason=redis_reason,
+        nixl_reason=_why_no_nixl(),
+        ucx_tls=os.environ.get("UCX_TLS", ""),
+        available_memory=available_memory(),
+        kv_cache_bytes=int(DEFAULT_KV_CACHE_MEMORY),
+        shm_free=_free(Path("/dev/shm")),
+        memlock=None if memlock == resource.RLIM_INFINITY else memlock,
+        rdma_devices=_names(Path("/sys/class/infiniband")),
+        ports=_PORTS,
+        ports_in_use=frozenset(port for port in _PORTS.values() if not _is_free(port)),
+        run_dir=str(run_dir),
+        disk_free=_free(next(place for place in (run_dir, *run_dir.parents) if place.exists())),
+        seconds_since_installed=time.time() - max(file.stat().st_mtime for file in installation.iterdir()),
+        clock_is_kept=_clock_is_kept(),
+        version=baton.__version__,
+        unmet=_unmet(),
+        registry=_registry(registry) if registry else None,
+    )
+
+
+def _model(directory: Path, dtype: str, threads: int) -> ModelFacts:
+    from baton.bench.micro.engine_work import read_work
+    from baton.runner import TorchSpec, load
+    from baton.runner.model.weights import resolve_dtype
+
+    name = directory.resolve().name
+    try:
+        work = read_work(directory)
+        weight_bytes = (work.dense + work.head + work.experts) * (2 if resolve_dtype(dtype) == "bfloat16" else 4)
+        free = available_memory()
+        if free and weight_bytes > free:
+            return ModelFacts(name, f"{name} has {weight_bytes >> 20} MiB of weights, {free >> 20} MiB are available")
+        info = load(TorchSpec(directory, dtype, num_blocks=_CHECK_BLOCKS, num_threads=threads, name=name)).model
+    except BatonError as error:
+        return ModelFacts(name, " ".join(str(error).split()))
+    paths = [(path.part, path.runs, path.why_not_faster) for path in info.compute_paths]
+    return ModelFacts(name, "", info.dtype, info.numerics, info.bit_exact, info.bit_exact_reason, weight_bytes, paths)
+
+
+def _registry(url: str) -> ServerMemory:
+    from baton.registry.server_memory import ServerMemory, server_memory
+
+    try:
+        return asyncio.run(server_memory(url))
+    except ConfigError as error:
+        return ServerMemory(error=str(error))
+
+
+def _redis_server() -> tuple[str, str]:
+    """The program and why there is none, one of them empty."""
+    from baton.registry.embedded import find_redis_server
+
+    try:
+        return str(find_redis_server()), ""
+    except ConfigError as error:
+        return "", str(error)
+
+
+def _why_no_nixl() -> str:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRY_NIXL], capture_output=True, text=True, timeout=_NIXL_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not start within {_NIXL_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines()
+    reasons = [line.removeprefix("REASON ") for line in lines if line.startswith("REASON ")] or lines
+    return reasons[-1] if reasons else f"it ended with {done.returncode}"
+
+
+def _free(path: Path) -> int | None:
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+class _Timex(ctypes.Structure):
+    """The beginning of Linux's `struct timex`, and room for what follows."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+_UNSYNCHRONISED = 0x40
+
+
+def _clock_is_kept() -> bool:
+    found = _Timex()
+    try:
+        state: int = ctypes.CDLL(None).adjtimex(ctypes.byref(found))
+    except (OSError, AttributeError):
+        return False
+    return state >= 0 and not found.status & _UNSYNCHRONISED
+
+
+def _unmet(distribution: str = "baton-serve") -> Sequence[str]:
+    """Like `torch>=2.13 (2.10.0 is here)`."""
+    from packaging.requirements import Requirement
+
+    unmet = []
+    for line in metadata.requires(distribution) or ():
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            here = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            unmet.append(f"{wanted.name}{wanted.specifier} (it is not here)")
+            continue
+        if not wanted.specifier.contains(here, prereleases=True):
+            unmet.append(f"{wanted.name}{wanted.specifier} ({here} is here)")
+    return unmet
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(entry.name for entry in folder.iterdir()))
+    except OSError:
+        return ()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,156 @@
+"""The one screen of `baton status`, and the same as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.cli.output import VERSION, fine_duration, table_lines
+from baton.cli.views.cluster_view import ClusterView
+from baton.messages.messages import HandoffSide, NodeReport, NodeStatus
+
+if TYPE_CHECKING:
+    from baton.wire.codec.steering import ClusterEvent
+
+"""Of what is printed as JSON and YAML: it changes when a field goes, or means something else."""
+_FAILURES = 5
+_BAR = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """What all nodes of one role do together."""
+
+    role: str
+    ready: int
+    total: int
+    running: int
+    waiting: int
+    kv_usage: float | None
+    """Share of their blocks that is in use; None for routers."""
+    open_leases: int | None
+    """That these nodes gave, and are not over; None: none of them said."""
+    open_transfers: int | None
+    """That these nodes read; likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that is not as it should be."""
+
+    subject: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """All that the screen shows."""
+
+    view: ClusterView
+    load: Sequence[RoleLoad]
+    degraded: Sequence[Trouble]
+    failures: Sequence[ClusterEvent]
+    """Warnings, the latest first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {
+            "version": VERSION,
+            **self.view.to_json(),
+            "load": [asdict(each) for each in self.load],
+            "degraded": [asdict(each) for each in self.degraded],
+            "failures": [asdict(each) for each in self.failures],
+        }
+
+
+def overview(
+    view: ClusterView,
+    reports: Mapping[str, NodeReport],
+    problems: Mapping[str, str],
+    events: Sequence[ClusterEvent],
+) -> Overview:
+    """`reports` and `problems` of nodes that were asked, by incarnation; `events` the oldest first."""
+    roles = dict.fromkeys(node.role for node in view.nodes)
+    load = [_load([node for node in view.nodes if node.role == role], reports) for role in roles]
+    failures = [event for event in reversed(events) if event.severity == "Warning"][:_FAILURES]
+    return Overview(view, load, _degraded(view, reports, problems), failures)
+
+
+def status_lines(found: Overview, now: float) -> list[str]:
+    """`now`: seconds since the epoch."""
+    view = found.view
+    lines = [
+        f"{view.cluster}: {view.health}{f' ({view.detail})' if view.detail else ''}",
+        ", ".join(f"{load.ready}/{load.total} {load.role} ready" for load in found.load),
+    ]
+    columns = ["ROLE", "RUNNING", "WAITING", "KV IN USE", "LEASES", "TRANSFERS"]
+    lines += ["", *table_lines(columns, [_load_row(load) for load in found.load])]
+    if view.supervisor is not None:
+        rows = [
+            [process.name, process.status, str(process.restarts), str(process.pid or "-"), process.last_exit or "-"]
+            for process in view.supervisor.processes
+        ]
+        lines += ["", *table_lines(["PROCESS", "STATUS", "RESTARTS", "PID", "LAST-EXIT"], rows)]
+    if found.degraded:
+        lines += ["", *table_lines(["DEGRADED", "WHY"], [[each.subject, each.why] for each in found.degraded])]
+    if found.failures:
+        rows = [
+            [f"{fine_duration(now - event.time)} ago", event.reason, event.subject or "-", event.detail or "-"]
+            for event in found.failures
+        ]
+        lines += ["", *table_lines(["LAST FAILURES", "REASON", "SUBJECT", "DETAIL"], rows)]
+    return lines
+
+
+def bar(share: float, width: int = _BAR) -> str:
+    """`####......`; anything at all is one mark at least, and only what is full has no gap."""
+    marks = min(round(share * width), width)
+    if 0.0 < share < 1.0:
+        marks = min(max(marks, 1), width - 1)
+    return "#" * marks + "." * (width - marks)
+
+
+def _load(nodes: Sequence[NodeStatus], reports: Mapping[str, NodeReport]) -> RoleLoad:
+    """Of nodes that have the same role."""
+    role = nodes[0].role
+    said = [reports[node.incarnation].handoff.open for node in nodes if node.incarnation in reports]
+    sides = [handoff.side for handoffs in said for handoff in handoffs]
+    blocks = sum(node.total_blocks for node in nodes)
+    used = sum(node.kv_usage * node.total_blocks for node in nodes)
+    return RoleLoad(
+        role=role,
+        ready=sum(node.status == "Ready" for node in nodes),
+        total=len(nodes),
+        running=sum(node.running for node in nodes),
+        waiting=sum(node.waiting for node in nodes),
+        kv_usage=None if role == "router" else used / blocks if blocks else 0.0,
+        open_leases=sides.count(HandoffSide.SENDER) if said else None,
+        open_transfers=sides.count(HandoffSide.READER) if said else None,
+    )
+
+
+def _degraded(view: ClusterView, reports: Mapping[str, NodeReport], problems: Mapping[str, str]) -> list[Trouble]:
+    found = []
+    for node in view.nodes:
+        if node.status != "Ready":
+            found.append(Trouble(node.name, f"{node.status}: {node.detail}" if node.detail else node.status))
+        elif node.incarnation in problems:
+            found.append(Trouble(node.name, problems[node.incarnation]))
+        if node.incarnation in reports:
+            found += _refused_links(node.name, reports[node.incarnation])
+    known = {node.name for node in view.nodes}
+    processes = view.supervisor.processes if view.supervisor is not None else ()
+    others = [process for process in processes if process.status != "Ready" and process.name not in known]
+    return found + [Trouble(each.name, f"{each.status}: {each.last_exit or 'for no known reason'}") for each in others]
+
+
+def _refused_links(name: str, report: NodeReport) -> list[Trouble]:
+    links = report.handoff.refused_links
+    return [Trouble(name, f"no link with {link.peer}, {fine_duration(link.age_s)} ago: {link.story}") for link in links]
+
+
+def _load_row(load: RoleLoad) -> list[str]:
+    kv = "-" if load.kv_usage is None else f"{bar(load.kv_usage)} {100 * load.kv_usage:.0f}%"
+    counts = ["-" if count is None else str(count) for count in (load.open_leases, load.open_transfers)]
+    return [load.role, str(load.running), str(load.waiting), kv, *counts]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from baton.errors import TransferCause
-from baton.messages.messages import HandoffReport
+from baton.messages.node_report import HandoffReport
 from baton.observe.metrics import Distribution, Figure, Histogram, by_label
 from kv_transfer.receiver.read_histograms import ReadHistograms
 from kv_transfer.receiver.transfer_machine import TRANSFER_TABLE, TransferState

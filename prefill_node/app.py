@@ -7,7 +7,7 @@ from functools import partial
 
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
-from baton.messages.messages import HandoffReport, RefusedLink
+from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer
 from baton.observe.metrics import Figure

@@ -23,7 +23,8 @@ from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
 from baton.errors import BackgroundFault, ExitCode
 from baton.ids import new_incarnation
-from baton.messages.messages import ModelCard, NodeDescription
+from baton.messages.generation import ModelCard
+from baton.messages.messages import NodeDescription
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
 from baton.observe.metrics import render

@@ -32,19 +32,8 @@ from baton.errors import (
 )
 from baton.fair_executor import FairExecutor
 from baton.ids import SCOPED_ID_PATTERN, AttemptKey, unscoped
-from baton.messages.messages import (
-    Abort,
-    Accepted,
-    Finished,
-    GenerateEvent,
-    GenerateRequest,
-    ModelCard,
-    NodeDescription,
-    RequestDelta,
-    StepReport,
-    TakeChunk,
-    WatchKVCache,
-)
+from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.messages import Abort, NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
 from router.admission.request import ValidRequest
 from router.admission.schemas import SchemaCheck

@@ -10,21 +10,15 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
 from baton.ids import scoped
-from baton.messages.messages import (
-    ClusterStatus,
-    GenerateEvent,
-    GenerateRequest,
-    ModelCard,
-    NodeStatus,
-    Role,
-    TakeChunk,
-)
+from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.explanations import PlacementDecision
+from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.messages import Role
 from baton.messages.request_limits import MAX_PROMPT_BYTES
+from baton.messages.request_rows import RequestRow
+from baton.messages.timelines import Timeline
 from baton.registry import Membership, NodeRecord
 from baton.security.callers import current_caller
-from baton.wire.codec.explanations import PlacementDecision
-from baton.wire.codec.request_rows import RequestRow
-from baton.wire.codec.timelines import Timeline
 from router.admission.tenants import Tenants
 from router.admission.validation import check_model, check_text, check_token_ids
 from router.dispatcher import Dispatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from baton.messages.messages import Finished
+from baton.messages.generation import Finished
 from baton.observe.metrics import FIRST_TOKEN_BUCKETS_S, Distribution, Figure, Histogram, by_label
 
 # vLLM's, so that its dashboards fit.

@@ -21,7 +21,7 @@ from typing import Any
 from baton.client import AsyncGenerationClient
 from baton.errors import BatonError, Cancelled, InvalidRequest, QuotaExceeded, RequestNotFound, Unreachable
 from baton.ids import new_request_id
-from baton.messages.messages import Chunk, GenerateRequest
+from baton.messages.generation import Chunk, GenerateRequest
 from baton.security.access import Access
 
 NUM_REQUESTS = 24

@@ -17,7 +17,9 @@ from typing import Any
 from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
 from baton.errors import ConfigError
-from baton.messages.messages import NodeDescription, NodeStatus, TraceEvent
+from baton.messages.cluster import NodeStatus
+from baton.messages.messages import NodeDescription
+from baton.messages.node_report import TraceEvent
 from baton.wire.clients.node_client import NodeClient
 
 _ANY_PROMPT = str(1 << 30)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from baton.messages.messages import NodeStatus
+from baton.messages.cluster import NodeStatus
 
 
 def pin_nodes(nodes: Sequence[NodeStatus], cores: Sequence[int]) -> dict[str, int]:

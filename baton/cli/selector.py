@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from baton.cli.usage import ClientUsageError
-from baton.messages.messages import NodeStatus
+from baton.messages.cluster import NodeStatus
 
 _KEYS = ("name", "role", "status", "model")
 

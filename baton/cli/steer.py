@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
 from baton.cli.output import note
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.generation import PROGRESS_S, SILENCE_S, left, worst
 from baton.client.rota import Rota
 from baton.errors import BatonError, RequestNotFound, Unreachable
-from baton.messages.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
 from baton.wire.clients.async_generation_client import AsyncGenerationStub
 from baton.wire.credentials import Dialer

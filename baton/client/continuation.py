@@ -38,7 +38,7 @@ from baton.errors import (
     WouldBeLate,
 )
 from baton.ids import new_request_id
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
 _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05

@@ -13,7 +13,7 @@ from typing import TypeVar
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
-from baton.messages.messages import Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
 from baton.wire.clients.generation_client import GenerationStub
 from baton.wire.credentials import Dialer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.messages.messages import ClusterStatus
+from baton.messages.cluster import ClusterStatus
+from baton.messages.explanations import PlacementDecision
+from baton.messages.request_rows import RequestRow
+from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
+from baton.messages.timelines import Timeline
 from baton.security.access import Access, default_access
 from baton.wire.clients.operator_client import OperatorStub
-from baton.wire.codec.explanations import PlacementDecision
-from baton.wire.codec.request_rows import RequestRow
-from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet
-from baton.wire.codec.timelines import Timeline
 from baton.wire.credentials import Dialer
 
 

@@ -8,9 +8,10 @@ from dataclasses import field
 from typing import Literal, NamedTuple
 
 from baton.engine.kv_cache.prefix_cache_stats import PrefixCacheStats
-from baton.engine.request import FinishReason, SamplingParams
+from baton.engine.request import FinishReason
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import TransferCause
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.values import value
 
 
@@ -102,17 +103,6 @@ class SchedulerOutput:
             or self.blocks_to_swap_in
             or self.blocks_to_copy
         )
-
-
-@value(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one output position: of the token drawn and of the `top` most likely ones, best first."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    """1 for the most likely token."""
-    top: Sequence[tuple[int, float]]
 
 
 @value(frozen=True, slots=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput, TokenLogprobs
+from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.stopping import check_stop, most_outputs
 from baton.engine.sequences.sequences import take_beam
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
+from baton.messages.messages import Leg
+from baton.messages.sampling import TokenLogprobs
 
 _FIRST_FIGURES = 2
 """Outputs that are so long, what it came with aside, say how much of the prompt was cached or came from elsewhere."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Protocol
 
-from baton.engine.batch import TokenLogprobs
 from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from baton.clock import Clock
-from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
+from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from baton.engine.connector import BlockFate, KVConnector
 from baton.engine.decode_set import DecodeSet
 from baton.engine.event_log import EventLog
@@ -13,11 +13,13 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
 from baton.errors import TransferCause
+from baton.messages.messages import Leg
+from baton.messages.sampling import TokenLogprobs
 
 
 class OutputsByClient:

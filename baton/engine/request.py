@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from baton.engine.sampling.repetition import RepetitionDetection, RepetitionDetector
+from baton.engine.sampling.repetition import RepetitionDetector
+from baton.messages.messages import KVSource, Leg
+from baton.messages.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from baton.engine.batch import TokenLogprobs
     from baton.engine.sampling.grammar import TokenMatcher
     from baton.engine.sequences.beam_group import BeamGroup
     from baton.engine.sequences.sequence_group import SequenceGroup
+    from baton.messages.sampling import TokenLogprobs
 
 
 class FinishReason(enum.Enum):
@@ -72,74 +73,6 @@ _FINISH_REASONS = {
     RequestStatus.INVALID: FinishReason.INVALID,
     RequestStatus.HANDED_OFF: FinishReason.HANDED_OFF,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn and when to stop. Validated by the router; the engine trusts it.
-
-    `seed` is always set by the time the engine sees it: the random number for output position i comes from
-    (seed, i) alone, so any node draws the same token. temperature 0 means greedy. top_k -1 and top_p 1 mean off.
-    """
-
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    n: int = 1
-    """Sequences to generate from the prompt, each with a seed of its own (see sequence_group.py); of a beam search, the
-    best ones."""
-    beam_width: int = 0
-    """Beams of a beam search (see beam_search.py), which draws nothing; 0: none."""
-    length_penalty: float = 1.0
-    early_stopping: bool = False
-    json_schema: str = ""
-    """What the output must fit, as text (see grammar.py); empty: anything."""
-    repetition_detection: RepetitionDetection | None = None
-    """An output that repeats itself so ends with an error; None: it may."""
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def has_grammar(self) -> bool:
-        """Whether not every output will do."""
-        return bool(self.json_schema)
-
-
-@dataclass(frozen=True, slots=True)
-class KVSource:
-    """The prefill node whose blocks hold a request's prompt: where the decode node opens its link."""
-
-    node_id: str
-    incarnation: str
-    address: str
-
-
-class Leg(enum.Enum):
-    """Which part of a request this node runs."""
-
-    WHOLE = "whole"
-    """Prompt and generation, both here."""
-    PREFILL = "prefill"
-    """Compute the tokens that came with the request, offer their blocks, sample the next one, end HANDED_OFF."""
-    DECODE = "decode"
-    """Pull those blocks from `kv_source`, then go on behind that token."""
-    EMBED = "embed"
-    """Compute the prompt, and end STOPPED with the embedding of its last token. Nothing is generated."""
-
-    __hash__ = object.__hash__
 
 
 class Request:

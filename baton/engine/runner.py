@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
-from baton.engine.compute_path import ComputePath
+from baton.messages.node_report import ComputePath
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES
 from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.sampling.stopping import most_outputs
 from baton.engine.scheduler_config import SchedulerConfig
@@ -57,6 +57,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
 from baton.errors import DuplicateRequest, InvalidRequest
+from baton.messages.messages import Leg
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

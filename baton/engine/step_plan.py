@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.kv_cache.host_tier import NO_COPIES, StepCopies
-from baton.engine.request import Leg, Request
+from baton.engine.request import Request
+from baton.messages.messages import Leg
 
 
 class StepPlan:

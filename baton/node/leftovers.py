@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.messages.messages import HandoffSide, OpenHandoff
+from baton.messages.node_report import HandoffSide, OpenHandoff
 
 GIVE_UP_AFTER_S = 30.0
 """A drain waits so long for reads that nobody wants any more, once it waits for nothing else."""

@@ -11,7 +11,7 @@ from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
 from baton.ids import AttemptKey
-from baton.messages.messages import HandoffReport, RefusedLink
+from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.credentials import PLAIN, Dialer

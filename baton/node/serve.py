@@ -22,7 +22,8 @@ from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
 from baton.ids import new_incarnation
-from baton.messages.messages import NodeDescription, OpenHandoff, Role
+from baton.messages.messages import NodeDescription, Role
+from baton.messages.node_report import OpenHandoff
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.grammars import load_compiler
 from baton.node.driver import EngineDriver, StepNews

@@ -20,9 +20,8 @@ from baton.engine.batch import (
     EngineCoreEventType,
     EngineCoreOutput,
 )
-from baton.engine.compute_path import ComputePath
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
-from baton.engine.request import Leg, Request
+from baton.engine.request import Request
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
 from baton.ids import AttemptKey
@@ -31,12 +30,10 @@ from baton.messages.messages import (
     HEARTBEAT_S,
     Abort,
     Adopt,
+    Leg,
     LoadReport,
     NodeDescription,
-    NodeReport,
-    OpenHandoff,
     Outcome,
-    RefusedLink,
     RequestDelta,
     Role,
     RouterMessage,
@@ -44,10 +41,9 @@ from baton.messages.messages import (
     StepFigures,
     StepReport,
     Submit,
-    TraceEvent,
-    TraceStep,
     WatchKVCache,
 )
+from baton.messages.node_report import ComputePath, NodeReport, OpenHandoff, RefusedLink, TraceEvent, TraceStep
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.attempts import Attempt, AttemptBook

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.compute_path import ComputePath
+from baton.messages.node_report import ComputePath
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.kernel_choice import CompiledOperations

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo
 from baton.errors import ConfigError, InvalidRequest
+from baton.messages.sampling import TokenLogprobs
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.device import resolve_device
 from baton.runner.backends.kernel_choice import choose_operations

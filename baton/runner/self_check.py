@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import NewRequestData
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState, Scheduled, flatten
 from baton.runner.model.transformer import Transformer
 from baton.runner.model.weights import LoadedModel

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from baton.engine.batch import ModelRunnerOutput, SchedulerOutput, TokenLogprobs
-from baton.engine.request import SamplingParams
+from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, ModelInfo
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.embedding import embedding_of_number
 from baton.runner.execution.input_batch import RequestState, RequestTable, Scheduled

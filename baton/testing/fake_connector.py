@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens, LostKV
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
-from baton.engine.request import Leg, Request
+from baton.engine.request import Request
 from baton.errors import TransferCause
+from baton.messages.messages import Leg
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TypeVar
 
-from baton.messages.messages import Accepted, Finished, GenerateEvent, GenerateRequest
+from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from baton.errors import NobodyListens, NodeLost
 from baton.ids import AttemptKey
-from baton.messages.messages import KVCacheUpdate, LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+from baton.messages.kv_cache import KVCacheUpdate
+from baton.messages.messages import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
 
 
 class FakeStream:

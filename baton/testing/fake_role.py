@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.ids import AttemptKey
-from baton.messages.messages import HandoffReport, RefusedLink
+from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer
 from baton.observe.metrics import Figure

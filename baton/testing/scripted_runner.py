@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput, TokenLogprobs
-from baton.engine.request import SamplingParams
+from baton.engine.batch import ForkedRequestData, ModelRunnerOutput, SchedulerOutput
 from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup, ModelInfo
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.blocks.host_blocks import HostBlocks
 from baton.runner.execution.embedding import embedding_of_number
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import grpc
 
 from baton.background import OnFault, current_watch
-from baton.engine.request import KVSource
 from baton.errors import TransferCause, TransferFailed
+from baton.messages.messages import KVSource
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc
 from baton.wire.credentials import PLAIN
 from kv_transfer.layout import LinkIdentity, refusal

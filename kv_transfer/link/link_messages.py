@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
+from baton.messages.sampling import TokenLogprobs
 from kv_transfer.layout import LayoutFingerprint
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.errors import TransferCause
-from baton.messages.messages import RefusedLink
+from baton.messages.node_report import RefusedLink
 
 _MAX_PEERS = 8
 _MAX_STORY_CHARS = 1024

@@ -30,11 +30,11 @@ from math import lcm
 
 from baton.clock import Clock, SystemClock
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
-from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.messages.messages import EndedHandoffs, HandoffSide, OpenHandoff
+from baton.messages.messages import KVSource
+from baton.messages.node_report import EndedHandoffs, HandoffSide, OpenHandoff
 from kv_transfer.backends.base import ReadRange, coalesce
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (

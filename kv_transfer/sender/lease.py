@@ -32,7 +32,7 @@ from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.messages.messages import HandoffSide, OpenHandoff
+from baton.messages.node_report import HandoffSide, OpenHandoff
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer
 
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.values import value
 
 _TokenIds = Annotated[Sequence[int], PlainSerializer(tuple, tuple[int, ...])]

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from types import TracebackType
 
 from baton.errors import QuotaExceeded
-from baton.messages.messages import GenerateEvent
+from baton.messages.generation import GenerateEvent
 from baton.observe.metrics import Figure
 from baton.security.callers import Caller
 

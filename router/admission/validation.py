@@ -8,13 +8,11 @@ from dataclasses import replace
 from random import Random
 
 from baton.config import MIN_PRIORITY
-from baton.engine.request import SamplingParams
-from baton.engine.sampling.repetition import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
 from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
-from baton.messages.messages import GenerateRequest, ModelCard
+from baton.messages.generation import GenerateRequest, ModelCard
 from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -24,6 +22,7 @@ from baton.messages.request_limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from baton.messages.sampling import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection, SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.admission.request import ValidRequest
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from baton.messages.messages import Chunk, GenerateEvent, RequestDelta, SequenceFinished
+from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
+from baton.messages.messages import RequestDelta
 from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.text_stream import TextCodec, TextStream

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from baton.errors import BatonError
-from baton.messages.messages import Chunk, GenerateEvent, TakeChunk
+from baton.messages.generation import Chunk, GenerateEvent, TakeChunk
 from router.flight.turns import Turns
 
 MAX_JOINED_TOKENS = 256

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from baton.engine.request import Leg
 from baton.errors import (
     AttemptsExhausted,
     BatonError,
@@ -46,13 +45,14 @@ from baton.errors import (
 )
 from baton.ids import AttemptKey
 from baton.machine import Machine
+from baton.messages.generation import Path
 from baton.messages.messages import (
     ENDED_WELL,
     Abort,
     Adopt,
+    Leg,
     NodeDescription,
     Outcome,
-    Path,
     RequestDelta,
     StageTimings,
     Submit,

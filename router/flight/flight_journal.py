@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.ids import AttemptKey
-from baton.messages.messages import ModelCard
+from baton.messages.generation import ModelCard
 from baton.registry.flights import FlightRecords
 from router.admission.request import ValidRequest
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.engine.request import Leg
-from baton.messages.messages import NodeDescription, Outcome, StageTimings
+from baton.messages.messages import Leg, NodeDescription, Outcome, StageTimings
 
 _OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.ids import AttemptKey
-from baton.messages.messages import ModelCard
+from baton.messages.generation import ModelCard
 from router.admission.request import ValidRequest
 
 MAX_TRACEPARENT = 64

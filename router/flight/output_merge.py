@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import StreamDiverged
+from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 
 

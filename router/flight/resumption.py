@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import InvalidRequest
-from baton.messages.messages import Chunk, GenerateEvent, NodeDescription, RequestDelta
+from baton.messages.generation import Chunk, GenerateEvent
+from baton.messages.messages import NodeDescription, RequestDelta
+from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord

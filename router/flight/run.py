@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import BatonError, NoCapacity, Overloaded
-from baton.messages.messages import Finished
+from baton.messages.generation import Finished
+from baton.messages.sampling import TokenLogprobs
 from baton.observe.tracing import Span
 from router.admission.admission import Hope, Ticket
 from router.admission.request import ValidRequest

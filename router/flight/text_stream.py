@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton.engine.batch import TokenLogprobs
-from baton.messages.messages import Chunk
+from baton.messages.generation import Chunk
+from baton.messages.sampling import TokenLogprobs
 from baton.text.detokenizer import Detokenizer
 from baton.text.stop_strings import StopStrings
 

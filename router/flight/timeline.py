@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.messages.messages import StageTimings
-from baton.wire.codec.timelines import Timeline, TimelineStage
+from baton.messages.timelines import Timeline, TimelineStage
 from router.flight.flight_leg import Measured
 
 _KEPT = 2048

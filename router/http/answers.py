@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.errors import BatonError
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, SequenceFinished
 from baton.wire.codec.generation import path_to_metadata
 from router.http.client import Client
 from router.http.errors import Headers

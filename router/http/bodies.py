@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
-from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import InvalidRequest
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.messages.request_limits import (
     MAX_INPUTS,
     MAX_LOGIT_BIAS,
@@ -26,6 +25,7 @@ from baton.messages.request_limits import (
     MAX_TEMPLATE_VARIABLES,
     MAX_TOKEN_IDS,
 )
+from baton.messages.sampling import RepetitionDetection
 
 _ANY_OBJECT = '{"type": "object"}'
 _MAX_NAME_CHARS = 80

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.messages import Finished, GenerateRequest
+from baton.messages.generation import Finished, GenerateRequest
 from router.admission.validation import check_model
 from router.http.answers import accepted_of, path_headers
 from router.http.bodies import EmbeddingBody, read_as

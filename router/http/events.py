@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.messages.messages import Chunk, Finished
+from baton.messages.generation import Chunk, Finished
 from router.http.errors import error_body
 from router.http.logprobs import Spelling
 from router.http.position import event_id

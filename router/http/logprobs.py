@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.engine.batch import TokenLogprobs
+from baton.messages.sampling import TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity; as in vLLM."""

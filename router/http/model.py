@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from baton.errors import InvalidRequest
-from baton.messages.messages import ModelCard
+from baton.messages.generation import ModelCard
 from baton.text.chat_template import ChatTemplate
 from router.admission.validation import check_text
 from router.http.bodies import ChatBody

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.engine.batch import TokenLogprobs
+from baton.messages.sampling import TokenLogprobs
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs, Spelling
 
 quote: Callable[[str], str] = json.JSONEncoder(ensure_ascii=False).encode

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.steering import ClusterEvent
 
 MAX_EVENTS = 2048
 

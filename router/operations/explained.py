@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.wire.codec.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
 from router.placement.cost_model import Terms
 from router.placement.decisions import Explanation
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from baton.messages.messages import ClusterStatus, NodeStatus
-from baton.wire.codec.request_rows import RequestRow
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.request_rows import RequestRow
+from baton.messages.steering import ClusterEvent
 
 MAX_RUNNING = 40
 MAX_ENDED = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from baton.wire.codec.request_rows import RequestRow
+from baton.messages.request_rows import RequestRow
 from router.flight.flight_table import FlightState
 from router.flight.run import Run
 from router.flight.timeline import Traced

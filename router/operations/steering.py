@@ -16,11 +16,12 @@ from typing import Protocol
 from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
-from baton.messages.messages import NodeStatus, Role
+from baton.messages.cluster import NodeStatus
+from baton.messages.messages import Role
+from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership
 from baton.registry.desired import cordon, set_role, uncordon
-from baton.wire.codec.steering import ClusterEvent, DrainProgress, RoleSet
 from router.operations.cluster_news import ClusterLook, NodeLook, news
 from router.operations.event_ring import EventRing
 from router.placement.placer import Placer

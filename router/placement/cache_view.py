@@ -14,8 +14,8 @@ import struct
 from collections.abc import Mapping, Sequence, Set
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
-from baton.messages.messages import KVCacheUpdate, NodeDescription
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
+from baton.messages.messages import NodeDescription
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096

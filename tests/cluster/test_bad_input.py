@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import SimulatedRunner
 from baton.v1 import generation_pb2, generation_pb2_grpc

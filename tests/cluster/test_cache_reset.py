@@ -13,7 +13,7 @@ import pytest
 
 from baton.client import OperatorClient
 from baton.errors import CacheInUse
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir

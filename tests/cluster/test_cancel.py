@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
 from baton.errors import Cancelled, DeadlineExceeded
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from baton.v1 import generation_pb2, generation_pb2_grpc

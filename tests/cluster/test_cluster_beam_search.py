@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from baton.engine.sequences.beam_search import BeamSearch
-from baton.messages.messages import Chunk, GenerateRequest
+from baton.messages.generation import Chunk, GenerateRequest
 from baton.runner import SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.oracle.test_token_exact import NEW_TOKENS, generate_with_transformers, make_prompts

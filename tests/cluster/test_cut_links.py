@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner.simulated import expected_tokens
 from tests.cluster.test_cancel import PARAMS, PROMPT, _spec, gated_cluster
 from tests.support.cut_connections import cut_connections_to

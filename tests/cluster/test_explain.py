@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from router.placement.placer import PlacementSettings

@@ -9,10 +9,9 @@ from random import Random
 
 import pytest
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
-from baton.messages.messages import Outcome, RequestDelta, StepReport, Submit
+from baton.messages.messages import Leg, Outcome, RequestDelta, StepReport, Submit
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from baton.wire.clients.node_client import NodeClient

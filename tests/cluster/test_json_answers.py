@@ -10,7 +10,7 @@ import pytest
 
 import baton
 from baton.errors import InvalidRequest
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.json_fit import SCHEMAS, check_fits, schema_text
 from tests.support.mini_cluster import mini_cluster

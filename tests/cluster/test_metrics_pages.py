@@ -17,7 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.errors import InvalidRequest, TransferCause
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.observe.metrics import render
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner

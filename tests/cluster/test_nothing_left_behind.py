@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 from random import Random
 
-from baton.engine.request import SamplingParams
 from baton.errors import DeadlineExceeded, WouldBeLate
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from decode_node.app import DecodeRole

@@ -14,7 +14,8 @@ import pytest
 
 from baton.engine.runner import ModelInfo
 from baton.errors import TransferCause, TransferFailed
-from baton.messages.messages import GenerateRequest, OpenHandoff
+from baton.messages.generation import GenerateRequest
+from baton.messages.node_report import OpenHandoff
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from baton.v1 import operator_pb2, operator_pb2_grpc

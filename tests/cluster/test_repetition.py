@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import RepetitiveOutput
-from baton.messages.messages import Accepted, Chunk, GenerateRequest
+from baton.messages.generation import Accepted, Chunk, GenerateRequest
+from baton.messages.sampling import RepetitionDetection
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.support.mini_cluster import mini_cluster

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from baton.errors import ConfigError, DeadlineExceeded, Draining, InvalidRequest, RequestNotFound, Unreachable
-from baton.messages.messages import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.runner import SimulatedSpec
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.wire.clients.generation_client import GenerationStub

@@ -11,10 +11,11 @@ import pytest
 from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.mini_cluster import mini_cluster, random_prompt

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
 from baton.engine.sequences.sequence_group import sequence_seed
-from baton.messages.messages import Chunk, GenerateRequest
+from baton.messages.generation import Chunk, GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner

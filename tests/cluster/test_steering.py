@@ -13,10 +13,11 @@ import pytest
 
 from baton.client.operator import OperatorClient
 from baton.errors import NodeNotFound, Unreachable
-from baton.messages.messages import ClusterStatus, GenerateRequest, NodeStatus
+from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.generation import GenerateRequest
+from baton.messages.steering import DrainProgress
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
-from baton.wire.codec.steering import DrainProgress
 from tests.support.mini_cluster import MiniCluster, mini_cluster, random_prompt, simulated_model_dir
 
 SPEC = SimulatedSpec(num_blocks=192, vocab_size=256, max_model_len=512)

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner, expected_tokens
 from tests.support.mini_cluster import mini_cluster, random_prompt, simulated_model_dir

@@ -12,7 +12,8 @@ import pytest
 
 from baton.client.operator import OperatorClient
 from baton.config import NodeConfig
-from baton.messages.messages import GenerateRequest, NodeDescription
+from baton.messages.generation import GenerateRequest
+from baton.messages.messages import NodeDescription
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
 from baton.node.stop import NodeStop

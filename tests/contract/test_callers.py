@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.messages.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole

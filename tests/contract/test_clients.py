@@ -25,7 +25,7 @@ from baton.errors import (
     RequestNotFound,
     Unreachable,
 )
-from baton.messages.messages import (
+from baton.messages.generation import (
     Accepted,
     Chunk,
     Finished,

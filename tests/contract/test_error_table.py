@@ -23,7 +23,7 @@ from baton.errors import (
     TransferCause,
     TransferFailed,
 )
-from baton.messages.messages import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Chunk, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status
 from baton.wire.server.server import RpcServer

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from baton.errors import ConfigError, EngineFault, QueueFull
-from baton.messages.messages import Chunk
+from baton.messages.generation import Chunk
 from baton.security.authority import make_certificates
 from baton.security.keys import KeyRing, write_keys
 from baton.security.pages import PageDoor

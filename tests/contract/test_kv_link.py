@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from baton.engine.connector import BlockFate, LostKV
-from baton.engine.request import KVSource, RequestStatus
+from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
+from baton.messages.messages import KVSource
 from baton.testing.fake_connector import FakeConnector
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend

@@ -15,8 +15,8 @@ from baton.engine.batch import (
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
-    TokenLogprobs,
 )
+from baton.messages.sampling import TokenLogprobs
 from baton.runner import SimulatedSpec
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner

@@ -21,9 +21,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from baton import errors
-from baton.engine.batch import TokenLogprobs
-from baton.engine.kv_cache.events import BlockStored
-from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.errors import (
     BatonError,
     CacheInUse,
@@ -36,32 +33,34 @@ from baton.errors import (
     Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Abort,
+from baton.messages.cluster import ClusterStatus
+from baton.messages.generation import (
     Accepted,
     Chunk,
-    ClusterStatus,
     Finished,
     GenerateEvent,
     GenerateRequest,
-    HandoffReport,
-    KVCacheUpdate,
-    LoadReport,
     ModelCard,
-    NodeDescription,
-    NodeReport,
     Path,
+    TakeChunk,
+)
+from baton.messages.kv_cache import BlockStored, KVCacheUpdate
+from baton.messages.messages import (
+    Abort,
+    KVSource,
+    Leg,
+    LoadReport,
+    NodeDescription,
     RequestDelta,
     Role,
     RouterMessage,
     StepFigures,
     StepReport,
     Submit,
-    TakeChunk,
-    TraceEvent,
-    TraceStep,
     WatchKVCache,
 )
+from baton.messages.node_report import HandoffReport, NodeReport, TraceEvent, TraceStep
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.security.authority import make_certificates
 from baton.security.matrix import CallerRole
 from baton.security.tls_files import TlsBytes, TlsFiles, certificate_files

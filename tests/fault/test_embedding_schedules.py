@@ -7,7 +7,7 @@ import os
 from collections import Counter
 
 from baton.errors import BatonError
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner.simulated import expected_embedding
 from tests.fault.test_fault_schedules import HAPPENING_S, Schedule
 from tests.support.virtual_time import run_virtually

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from baton.errors import BatonError
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.runner.model.random_model import write_random_model
 from tests.support.mini_cluster import random_prompt
 from tests.support.process_cluster import ProcessCluster, ended, process_cluster

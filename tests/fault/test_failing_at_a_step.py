@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.cluster.state import ProcessState
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from tests.support.caller import Answer
 from tests.support.drill import Drill
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster

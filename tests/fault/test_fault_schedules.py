@@ -16,10 +16,10 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import BatonError, Cancelled, DeadlineExceeded
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
 from kv_transfer.mover.window import WindowLimits

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb
 from tests.support.fuzzed_cluster import SERVED, SPEC, Letters, Run, events_of, fuzzed_cluster, tokens_of

@@ -9,10 +9,11 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import KVSource, SamplingParams
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import strike_by
-from baton.messages.messages import Finished, GenerateRequest
+from baton.messages.generation import Finished, GenerateRequest
+from baton.messages.messages import KVSource
+from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake

@@ -11,7 +11,7 @@ import pytest
 
 from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from decode_node.intake import Intake
 from prefill_node.handoff import HandOff
 from tests.support.simulated_cluster import SimulatedCluster, simulated_cluster

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.request import SamplingParams
 from baton.failpoints import strike_by
-from baton.messages.messages import Finished, GenerateRequest
+from baton.messages.generation import Finished, GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from tests.support.handoff_places import PLACES, REPEATED, SENDER
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster

@@ -16,7 +16,7 @@ from typing import IO
 import grpc
 import pytest
 
-from baton.messages.messages import ClusterStatus
+from baton.messages.cluster import ClusterStatus
 from baton.registry.embedded import find_redis_server
 from tests.support.hosts import Hosts, NotPermitted, hosts
 from tests.support.process_cluster import BOUND_S, ClusterSession

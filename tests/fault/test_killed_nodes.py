@@ -7,7 +7,7 @@ import signal
 from dataclasses import replace
 
 from baton.engine.sequences.sequence_group import sequence_seed
-from baton.messages.messages import Accepted, Chunk
+from baton.messages.generation import Accepted, Chunk
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 

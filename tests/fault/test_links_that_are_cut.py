@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import SamplingParams
-from baton.messages.messages import Finished, GenerateRequest
+from baton.messages.generation import Finished, GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from router.flight.flight_table import AttemptCause
 from tests.support.simulated_cluster import Answer, SimulatedCluster, SimulatedLimits, simulated_cluster

@@ -10,7 +10,7 @@ from random import Random
 from typing import TypeVar
 
 from baton.client import AsyncGenerationClient
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
 from tests.support.caller import Answer
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right

@@ -22,7 +22,7 @@ import pytest
 from baton.client import AsyncGenerationClient
 from baton.config import bundled_model_dir
 from baton.errors import ExitCode
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.registry.embedded import embedded_redis
 from baton.registry.registry import Registry
 from tests.support.kill_drill import Load, Result, ask, requests

@@ -18,7 +18,7 @@ import pytest
 
 from baton.cli.cluster.state import ProcessState
 from baton.errors import BatonError
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from tests.support.drill import Drill
 from tests.support.handoff_places import PLACES
 from tests.support.process_cluster import ClusterSession, ProcessCluster, process_cluster

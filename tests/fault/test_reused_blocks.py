@@ -10,8 +10,8 @@ import asyncio
 from collections import Counter
 from random import Random
 
-from baton.engine.request import SamplingParams
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from decode_node.intake import Intake
 from kv_transfer.backends.faulty import Faults

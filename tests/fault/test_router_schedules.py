@@ -14,10 +14,11 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 
-from baton.engine.request import SamplingParams
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
-from baton.messages.messages import GenerateRequest, Role
+from baton.messages.generation import GenerateRequest
+from baton.messages.messages import Role
+from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack
 
-from baton.messages.messages import Accepted, Chunk
+from baton.messages.generation import Accepted, Chunk
 from tests.support.process_cluster import ClusterSession
 from tests.support.slow_model import ask, assert_right
 

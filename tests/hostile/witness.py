@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.client import Access, GenerationClient
-from baton.messages.messages import Chunk, Finished, GenerateRequest
+from baton.messages.generation import Chunk, Finished, GenerateRequest
 from baton.text.schema_sandbox import SCHEMA_CHILD
 
 BOUND_S = 60.0

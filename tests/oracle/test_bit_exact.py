@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from baton.engine.batch import BlockCopy, NewRequestData, SchedulerOutput
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.backends.kernel_choice import choose_operations
 from baton.runner.backends.operations import Operations
 from baton.runner.backends.torch_operations import TorchOperations, keys_and_values

@@ -14,10 +14,11 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, SamplingParams
+from baton.engine.request import FinishReason, Request
 from baton.engine.runner import LazyExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from baton.testing.fake_grammar import ScriptedMatcher

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.engine.batch import NewRequestData
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cpu.kernels import KernelArgumentError
 from baton.runner.backends.kernel_choice import CompiledOperations

@@ -11,8 +11,9 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, SamplingParams
+from baton.engine.request import FinishReason, Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.tiny_models import TINY_MODELS

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import GenerationClient
-from baton.messages.messages import Chunk, Finished
+from baton.messages.generation import Chunk, Finished
 from baton.registry.embedded import READY_WORDS
 from tests.process.shell import BOUND_S, Shell
 from tests.process.test_by_hand import line_with

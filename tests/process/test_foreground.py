@@ -14,7 +14,7 @@ from google.protobuf import json_format
 
 from baton.cli.cluster.run_dir import RunDir
 from baton.client import GenerationClient
-from baton.messages.messages import Accepted, Chunk, Finished
+from baton.messages.generation import Accepted, Chunk, Finished
 from baton.v1 import generation_pb2
 from tests.process.shell import Shell, refusal
 from tests.process.terminal import Terminal

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Access, GenerationClient, OperatorClient
 from baton.errors import ExitCode, PermissionDenied, Unauthenticated
-from baton.messages.messages import Finished, GenerateRequest
+from baton.messages.generation import Finished, GenerateRequest
 from baton.security.authority import make_certificates
 from baton.security.keys import new_key, write_keys
 from baton.security.matrix import CallerRole, callers_of_rpc

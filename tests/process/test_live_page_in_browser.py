@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 
 from baton.clock import ManualClock
-from baton.messages.messages import ClusterStatus
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.cluster import ClusterStatus
+from baton.messages.steering import ClusterEvent
 from router.http.app import HttpFront
 from router.http.live import LiveFeed, live_pages
 from router.http.model import ServedModel

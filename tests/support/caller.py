@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.engine.batch import TokenLogprobs
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.generation import event_from_pb, finished_from_pb, request_to_pb

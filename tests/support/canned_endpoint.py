@@ -9,7 +9,7 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, Path
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path
 from baton.wire.codec.generation import event_to_pb, path_to_metadata
 
 _DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8

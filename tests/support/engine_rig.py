@@ -10,11 +10,13 @@ from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerO
 from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, KVSource, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
+from baton.messages.messages import KVSource, Leg
+from baton.messages.sampling import SamplingParams
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import ScriptedRunner, expected_tokens, prompt_slots
 

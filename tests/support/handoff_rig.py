@@ -14,9 +14,11 @@ import torch
 
 from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
-from baton.engine.request import KVSource, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import KVLayout, KVMemory
 from baton.ids import AttemptKey
+from baton.messages.messages import KVSource, Leg
+from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector
 from kv_transfer.backends.base import ReadHandle, ReadRange, TransferBackend

@@ -6,7 +6,7 @@ from datetime import datetime
 from random import Random
 
 from baton.clock import ManualClock
-from baton.messages.messages import Chunk, Finished, ModelCard, Path
+from baton.messages.generation import Chunk, Finished, ModelCard, Path
 from baton.security.pages import PageDoor
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate

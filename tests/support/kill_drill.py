@@ -12,8 +12,8 @@ from random import Random
 
 from baton.cli.cluster.state import ProcessState
 from baton.client import AsyncGenerationClient
-from baton.engine.batch import TokenLogprobs
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
 from tests.support.process_cluster import ProcessCluster
 
 ROLES = ("prefill", "decode", "router", "redis")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.messages.messages import NodeStatus
-from baton.wire.codec.request_rows import RequestRow
+from baton.messages.cluster import NodeStatus
+from baton.messages.request_rows import RequestRow
 
 
 def node(name: str, role: str, **changed: Any) -> NodeStatus:

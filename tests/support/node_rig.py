@@ -10,10 +10,10 @@ from typing import Any
 from baton.clock import Clock, ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import KVSource, Leg, SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
-from baton.messages.messages import NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.messages import KVSource, Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.service import NodeService

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
 from baton.messages.messages import NodeDescription, Role
+from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest

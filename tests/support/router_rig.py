@@ -7,23 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from baton.engine.batch import TokenLogprobs
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Abort,
-    Accepted,
-    Adopt,
-    Chunk,
-    Finished,
-    GenerateEvent,
-    GenerateRequest,
-    ModelCard,
-    NodeDescription,
-    Outcome,
-    RequestDelta,
-    StageTimings,
-    Submit,
-)
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.messages import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
+from baton.messages.sampling import TokenLogprobs
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.dispatcher import Dispatcher

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from baton.engine.request import SamplingParams
 from baton.engine.runner import ModelRunner
+from baton.messages.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from baton.engine.request import Leg
 from baton.ids import AttemptKey
 from baton.messages.messages import (
     Abort,
+    Leg,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -19,9 +19,8 @@ from baton.messages.messages import (
     StageTimings,
     StepReport,
     Submit,
-    TraceEvent,
-    TraceStep,
 )
+from baton.messages.node_report import TraceEvent, TraceStep
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 

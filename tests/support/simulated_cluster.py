@@ -26,19 +26,9 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Chunk,
-    Finished,
-    GenerateEvent,
-    GenerateRequest,
-    HandoffReport,
-    ModelCard,
-    NodeDescription,
-    RefusedLink,
-    Role,
-    RouterMessage,
-    StepReport,
-)
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.messages import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox
 from baton.node.reports.event_log import EventLog

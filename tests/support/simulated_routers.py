@@ -12,7 +12,7 @@ from random import Random
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import BatonError, Unreachable
-from baton.messages.messages import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from kv_transfer.backends.faulty import Faults
 from router.dispatcher import Dispatcher

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from baton.engine.request import SamplingParams
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec
 from baton.runner.simulated import expected_tokens
 from tests.support.caller import Answer

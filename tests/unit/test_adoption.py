@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.engine.batch import TokenLogprobs
 from baton.engine.connector import ArrivedKV, KVTransferOutput
-from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.ids import AttemptKey
-from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta, Role, StepReport
+from baton.messages.messages import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StepReport
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.testing.scripted_runner import expected_beams, expected_tokens
 from tests.support.node_rig import KEY, PROMPT, SOURCE, VOCAB, NodeRig, deltas, tokens

@@ -11,10 +11,11 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.runner import LazyExecutor, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.request import FinishReason, Leg
+from baton.engine.request import FinishReason
 from baton.engine.runner import LazyExecutor
+from baton.messages.messages import Leg
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import EagerExecutor
 

@@ -13,13 +13,12 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.request import SamplingParams
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
 from baton.machine import IllegalEvent
 from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState
 from baton.node.port import Port

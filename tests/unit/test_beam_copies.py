@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.engine.batch import CachedRequestData, SchedulerOutput, TokenLogprobs
+from baton.engine.batch import CachedRequestData, SchedulerOutput
 from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.sampling import TokenLogprobs
 from baton.testing.scripted_runner import expected_beams, prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
 

@@ -34,7 +34,8 @@ from baton.bench.validate.strangers import ProcStrangers
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import ManualClock
 from baton.errors import BatonError, Unreachable
-from baton.messages.messages import NodeDescription, NodeTrace, Role, StepFigures, TraceStep
+from baton.messages.messages import NodeDescription, Role, StepFigures
+from baton.messages.node_report import NodeTrace, TraceStep
 from tests.support.node_rig import DESCRIPTION
 
 TRUTH = FormulaTimes(4.0, 0.8, 0.0, 12.0, 0.0, 1.5)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
+from baton.messages.sampling import SamplingParams
 from baton.testing.scripted_runner import ScriptedRunner
 
 FIELDS = CacheKeyFields("model", "float32", "layout")

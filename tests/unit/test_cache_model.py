@@ -12,7 +12,8 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
+from baton.messages.sampling import SamplingParams
 
 BLOCK, NUM_BLOCKS = 2, 11
 Prefix = tuple[int, ...]

@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_cache.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-    KVEventLog,
-    KVSnapshot,
-    Tier,
-)
-from baton.messages.messages import KVCacheUpdate, NodeDescription
+from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
+from baton.messages.messages import NodeDescription
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode

@@ -25,7 +25,7 @@ from baton.errors import (
     UnknownModel,
     Unreachable,
 )
-from baton.messages.messages import Chunk, Finished
+from baton.messages.generation import Chunk, Finished
 from baton.security.access import Access
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"

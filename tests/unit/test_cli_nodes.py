@@ -18,16 +18,16 @@ from baton.cli.commands.leases import lease_json, lease_row, oldest_first
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
-from baton.engine.compute_path import ComputePath
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.cluster import NodeStatus
+from baton.messages.messages import LoadReport
+from baton.messages.node_report import (
+    ComputePath,
     EndedHandoffs,
     HandoffReport,
     HandoffSide,
-    LoadReport,
     NodeReport,
-    NodeStatus,
     OpenHandoff,
     RefusedLink,
 )

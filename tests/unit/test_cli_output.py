@@ -13,16 +13,8 @@ from baton.cli.commands.generate import Answer, summary
 from baton.cli.output import duration, print_table, print_yaml, size
 from baton.cli.views.cluster_view import combine
 from baton.errors import BatonError
-from baton.messages.messages import (
-    Accepted,
-    Chunk,
-    ClusterStatus,
-    Finished,
-    GenerateEvent,
-    NodeStatus,
-    Path,
-    SequenceFinished,
-)
+from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path, SequenceFinished
 
 FINISHED = Finished("length", None, 5, 2, 1, 0.5, 2.0, 1.5, 3.0, 13.0, 2048, Path("p0", "d0", 1, "disaggregated"))
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.top_page import Piece, Screen, plain, top_lines
-from baton.messages.messages import NodeStatus
-from baton.wire.codec.request_rows import RequestRow
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.cluster import NodeStatus
+from baton.messages.request_rows import RequestRow
+from baton.messages.steering import ClusterEvent
 
 NODE = NodeStatus("d0", "decode", "Ready", "d0.1", "h:1", 1, "m", running=3, waiting=1, kv_usage=0.97, age_s=70.0)
 ROUTER = replace(NODE, name="router-0", role="router", status="Lost", kv_usage=0.0, running=4, waiting=0)

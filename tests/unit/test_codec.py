@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.compute_path import ComputePath
-from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from baton.engine.request import KVSource, Leg, SamplingParams
-from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import BatonError, InvalidRequest, TransferCause
 from baton.ids import AttemptKey
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, Path, SequenceFinished
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheUpdate
 from baton.messages.messages import (
     Abort,
-    Accepted,
     Adopt,
-    Chunk,
-    EndedHandoffs,
-    Finished,
-    GenerateRequest,
-    HandoffReport,
-    HandoffSide,
-    KVCacheUpdate,
+    KVSource,
+    Leg,
     LoadReport,
     NodeDescription,
-    NodeReport,
-    OpenHandoff,
     Outcome,
-    Path,
-    RefusedLink,
     RequestDelta,
     Role,
     RouterMessage,
-    SequenceFinished,
     StageTimings,
     StepFigures,
     StepReport,
     Submit,
-    TraceEvent,
     WatchKVCache,
 )
+from baton.messages.node_report import (
+    ComputePath,
+    EndedHandoffs,
+    HandoffReport,
+    HandoffSide,
+    NodeReport,
+    OpenHandoff,
+    RefusedLink,
+    TraceEvent,
+)
+from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.v1 import generation_pb2, node_pb2
 from baton.wire.codec import generation as codec_generation
 from baton.wire.codec import node as codec_node

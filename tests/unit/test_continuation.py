@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
 from baton.client.rota import DOUBT_S, Rota
-from baton.engine.batch import TokenLogprobs
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,
@@ -25,7 +24,8 @@ from baton.errors import (
     StreamDiverged,
     Unreachable,
 )
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
 
 FINISHED = Finished("length", None, 1, 9, 0, 0, 0, 0, 0, 0, 0, Path("", "d", 1, ""))
 ACCEPTED = Accepted("r", 1, 3)

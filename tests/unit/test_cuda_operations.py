@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
+from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.device import CPU, resolve_device

@@ -10,8 +10,9 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, RequestStatus, SamplingParams
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.sampling import SamplingParams
 
 TOKEN = 7
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from baton.engine.decode_set import DecodeSet
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
+from baton.messages.sampling import SamplingParams
 
 
 def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from baton.engine.request import Leg
 from baton.errors import (
     AttemptsExhausted,
     Cancelled,
@@ -21,16 +20,8 @@ from baton.errors import (
     Unreachable,
 )
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Adopt,
-    Chunk,
-    Finished,
-    GenerateRequest,
-    LoadReport,
-    Outcome,
-    RequestDelta,
-    StageTimings,
-)
+from baton.messages.generation import Chunk, Finished, GenerateRequest
+from baton.messages.messages import Adopt, Leg, LoadReport, Outcome, RequestDelta, StageTimings
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.node_links import MAX_BROKEN

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import Leg
 from baton.errors import Cancelled, EngineFault, InvalidRequest, NoCapacity, QueueFull, RequestNotFound, WouldBeLate
 from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
+from baton.messages.messages import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from baton.observe.metrics import Distribution, Figure
 from router.flight.timeline import timeline
 from router.limits import DispatchLimits

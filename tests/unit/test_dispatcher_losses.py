@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from baton.engine.request import Leg
 from baton.errors import InvalidRequest, NoCapacity, Status
-from baton.messages.messages import Outcome, RequestDelta, Submit
+from baton.messages.messages import Leg, Outcome, RequestDelta, Submit
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.losses import FLIGHTS_PER_TURN

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from baton.engine.request import Leg, SamplingParams
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -20,16 +19,9 @@ from baton.errors import (
     RequestNotFound,
 )
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Accepted,
-    Adopt,
-    Chunk,
-    GenerateRequest,
-    ModelCard,
-    NodeDescription,
-    Outcome,
-    SequenceFinished,
-)
+from baton.messages.generation import Accepted, Chunk, GenerateRequest, ModelCard, SequenceFinished
+from baton.messages.messages import Adopt, Leg, NodeDescription, Outcome
+from baton.messages.sampling import SamplingParams
 from baton.registry.flights import ENDED_S, LIFETIME_S
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import READS_PER_TURN

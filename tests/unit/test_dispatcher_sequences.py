@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.engine.request import Leg
 from baton.ids import AttemptKey
-from baton.messages.messages import Abort, Outcome, SequenceFinished
+from baton.messages.generation import SequenceFinished
+from baton.messages.messages import Abort, Leg, Outcome
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

@@ -14,11 +14,14 @@ from baton.engine.batch import EngineCoreEvent, EngineCoreOutput, ModelRunnerOut
 from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, LostKV
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.kv_cache.events import AllBlocksCleared, KVEventBatch
-from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.kv_cache.events import KVEventBatch
+from baton.engine.request import FinishReason, Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
+from baton.messages.kv_cache import AllBlocksCleared
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from baton.runner import SimulatedSpec

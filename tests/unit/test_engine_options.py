@@ -20,10 +20,11 @@ from baton.config.load import view
 from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import ConfigError, UsageError
+from baton.messages.sampling import SamplingParams
 from baton.node.runner_spec import scheduler_config
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner

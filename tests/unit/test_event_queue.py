@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import EngineFault
-from baton.messages.messages import Accepted, Chunk, GenerateEvent, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, GenerateEvent, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
 from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue
 from router.flight.turns import Turns
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
-from baton.messages.messages import ModelCard
+from baton.messages.generation import ModelCard
+from baton.messages.sampling import SamplingParams
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from router.admission.request import ValidRequest
 from router.flight.flight_journal import FlightJournal

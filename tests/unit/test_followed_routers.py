@@ -12,7 +12,7 @@ import pytest
 from baton.cli.views.followed_routers import follow
 from baton.cli.views.merged_events import SAME_S, Merge
 from baton.errors import Unreachable
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.steering import ClusterEvent
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer
 from baton.wire.services.operator_service import OperatorHandler, OperatorServicer, Steers

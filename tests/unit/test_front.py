@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from baton.errors import InvalidRequest, QueueFull, UnknownModel
-from baton.messages.messages import ModelCard
+from baton.messages.generation import ModelCard
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from baton.testing.fake_node import FakeNodes

@@ -30,9 +30,9 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
-from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
+from baton.messages.messages import KVSource
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,

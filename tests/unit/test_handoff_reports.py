@@ -8,10 +8,10 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
-from baton.engine.request import KVSource
 from baton.errors import TransferCause
 from baton.ids import AttemptKey
-from baton.messages.messages import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
+from baton.messages.messages import KVSource
+from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure
 from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures
 from kv_transfer.link.link_messages import Closing, ConfirmRead, Offer, OfferLost, ReadConfirmed, Subscribe

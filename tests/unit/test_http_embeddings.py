@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import EngineFault, InvalidRequest, QuotaExceeded
-from baton.messages.messages import Finished
+from baton.messages.generation import Finished
 from baton.testing.fake_handler import FakeCall
 from tests.support.http_rig import CARD, HttpRig, finished
 from tests.support.router_parts import MODEL

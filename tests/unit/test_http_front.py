@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import DeadlineExceeded, Draining, EngineFault, InvalidRequest, QueueFull, RequestNotFound
-from baton.messages.messages import Chunk, SequenceFinished
+from baton.messages.generation import Chunk, SequenceFinished
+from baton.messages.sampling import TokenLogprobs
 from tests.support.http_client import Exchange
 from tests.support.http_rig import HttpRig, chunk, finished
 from tests.support.router_parts import MODEL

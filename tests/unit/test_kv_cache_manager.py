@@ -7,7 +7,8 @@ import pytest
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockAccounts, BlockInvariantBroken, BlockPool
 from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
+from baton.messages.sampling import SamplingParams
 
 OK, LATER, NEVER = AllocationAnswer.OK, AllocationAnswer.LATER, AllocationAnswer.NEVER
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, Tier
+from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.scheduler import Scheduler
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from tests.support.engine_rig import EngineRig, prompt_of
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from baton.errors import Overloaded
-from baton.messages.messages import ClusterStatus
-from baton.wire.codec.steering import ClusterEvent
+from baton.messages.cluster import ClusterStatus
+from baton.messages.steering import ClusterEvent
 from router.http.live import MAX_VIEWERS, LiveFeed
 from router.operations.live_page import MAX_ENDED, MAX_EVENTS, RECENT_S, picture
 from tests.support.live_cluster_page import node, row

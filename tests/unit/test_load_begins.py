@@ -16,9 +16,11 @@ from baton.clock import SystemClock
 from baton.config import NodeConfig
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Leg, Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
 from baton.node.role import RoleContext

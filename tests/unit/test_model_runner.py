@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.batch import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
 from tests.support.runner_driver import GREEDY, RunnerDriver

@@ -13,10 +13,12 @@ import baton
 from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
-from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.request import FinishReason, Request
 from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
 from baton.testing.fake_grammar import ScriptedMatcher

@@ -16,20 +16,11 @@ from baton.config import NodeConfig
 from baton.engine.batch import SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Leg, SamplingParams
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
 from baton.ids import AttemptKey
-from baton.messages.messages import (
-    Adopt,
-    HandoffReport,
-    HandoffSide,
-    NodeDescription,
-    OpenHandoff,
-    Outcome,
-    RequestDelta,
-    Role,
-    Submit,
-)
+from baton.messages.messages import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
+from baton.messages.sampling import SamplingParams
 from baton.node.process import RoleMaker, serve_roles
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node

@@ -12,7 +12,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
-from baton.engine.request import FinishReason, Leg, SamplingParams
+from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
@@ -21,18 +21,16 @@ from baton.messages.messages import (
     HEARTBEAT_S,
     Abort,
     Adopt,
-    HandoffReport,
-    HandoffSide,
-    OpenHandoff,
+    Leg,
     Outcome,
-    RefusedLink,
     RequestDelta,
     Role,
     StepFigures,
     StepReport,
     Submit,
-    TraceStep,
 )
+from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff, RefusedLink, TraceStep
+from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.attempts.submit_check import objection
 from baton.node.driver import StepNews

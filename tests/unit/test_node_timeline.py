@@ -6,7 +6,8 @@ import pytest
 
 from baton.bench.nodes.timeline import Interval, NodeTimeline, moves_of, stretches
 from baton.ids import AttemptKey
-from baton.messages.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
+from baton.messages.messages import StepFigures
+from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
 KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)
 NODE_S = 5000.0

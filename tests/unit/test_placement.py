@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.request import Leg, SamplingParams
 from baton.errors import InvalidRequest, NoCapacity
 from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, NodeDescription, Submit
+from baton.messages.messages import Leg, LoadReport, NodeDescription, Submit
+from baton.messages.sampling import SamplingParams
 from router.placement.placement import Candidate, Demand, Placement, choose, disagreement
 from router.placement.view import LOST_SHOWN_S, ClusterView
 from tests.support.router_parts import MODEL, decode, key, prefill, record_of

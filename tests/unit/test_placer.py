@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_cache.events import BlockStored
-from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
 from baton.ids import AttemptKey
+from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 from baton.messages.messages import (
-    KVCacheUpdate,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -23,6 +21,7 @@ from baton.messages.messages import (
     StepFigures,
     StepReport,
 )
+from baton.messages.sampling import SamplingParams
 from baton.observe.metrics import Distribution, Figure
 from baton.wire.codec.explanations import decision_from_pb, decision_to_pb
 from router.admission.request import ValidRequest

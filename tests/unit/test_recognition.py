@@ -12,7 +12,7 @@ import pytest
 import structlog
 import torch
 
-from baton.engine.compute_path import ComputePath
+from baton.messages.node_report import ComputePath
 from baton.node.process import log_slow_paths
 from baton.runner.model.decoder import RotaryTable
 from baton.runner.model.fused_layers import FusedAttention, FusedMlp, FusedNorm

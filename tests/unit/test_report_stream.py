@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.batch import TokenLogprobs
 from baton.errors import NodeLost
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
+from baton.messages.sampling import TokenLogprobs
 from baton.v1 import node_pb2
 from baton.wire.codec.report_stream import ReportReader, ReportWriter
 

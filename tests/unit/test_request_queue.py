@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
-from baton.engine.request import Request, RequestStatus, SamplingParams
+from baton.engine.request import Request, RequestStatus
 from baton.engine.waiting.request_queue import FCFSRequestQueue, PriorityRequestQueue, RequestQueue
 from baton.errors import ConfigError, InvalidRequest
+from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
 

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from baton.ids import AttemptKey
-from baton.messages.messages import ModelCard, Outcome
+from baton.messages.generation import ModelCard
+from baton.messages.messages import Outcome
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire.http2.call import Call

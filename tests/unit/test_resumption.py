@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest
-from baton.messages.messages import Chunk, GenerateEvent, Outcome, Path, RequestDelta, SequenceFinished, StageTimings
+from baton.messages.generation import Chunk, GenerateEvent, Path, SequenceFinished
+from baton.messages.messages import Outcome, RequestDelta, StageTimings
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord

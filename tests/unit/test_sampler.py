@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.philox import philox4x32, uniform
 from baton.runner.execution.sampler import SamplingState, distribution, heaviest, process, sample, sample_row
 

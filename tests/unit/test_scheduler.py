@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import ConfigError, DuplicateRequest
+from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.engine.request import FinishReason, RequestStatus
+from baton.messages.messages import Leg
 from tests.support.engine_rig import EngineRig
 
 

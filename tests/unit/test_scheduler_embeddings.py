@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.request import FinishReason, Request
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.testing.scripted_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of
 from tests.support.executors import Ahead, executor_for

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, Leg, Request, SamplingParams
+from baton.engine.request import FinishReason, Request
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
 

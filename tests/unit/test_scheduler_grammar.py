@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.engine.request import FinishReason, RequestStatus
 from baton.errors import InvalidRequest
+from baton.messages.messages import Leg
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 

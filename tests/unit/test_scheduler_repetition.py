@@ -8,10 +8,11 @@ from random import Random
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
-from baton.engine.sampling.repetition import MAX_PATTERN_SIZE, RepetitionDetection, RepetitionDetector
+from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.sampling.repetition import RepetitionDetector
 from baton.errors import InvalidRequest
-from baton.messages.messages import Outcome
+from baton.messages.messages import Leg, Outcome
+from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
 from baton.node.reports.reports import outcome_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, Leg, RequestStatus
+from baton.engine.request import FinishReason, RequestStatus
+from baton.messages.messages import Leg
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from baton.engine.batch import ComputedStep, ModelRunnerOutput, SchedulerOutput
-from baton.engine.request import Leg, RequestStatus
+from baton.engine.request import RequestStatus
+from baton.messages.messages import Leg
 from baton.node.reports.reports import load_of, load_report
 from tests.support.engine_rig import EngineRig, prompt_of
 

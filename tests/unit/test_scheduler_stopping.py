@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.batch import ModelRunnerOutput, TokenLogprobs
-from baton.engine.request import FinishReason, Request, SamplingParams
+from baton.engine.batch import ModelRunnerOutput
+from baton.engine.request import FinishReason, Request
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from tests.support.engine_rig import EngineRig, prompt_of
 
 PROMPT = prompt_of(6)

@@ -12,9 +12,11 @@ from baton.clock import ManualClock
 from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner

@@ -12,12 +12,14 @@ from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockPool
-from baton.engine.kv_cache.events import BlockStored
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
-from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
+from baton.messages.kv_cache import BlockStored
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner
 from tests.support.engine_rig import EngineRig

@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.kv_cache.events import BlockRemoved, BlockStored
-from baton.engine.request import SamplingParams
 from baton.ids import AttemptKey
+from baton.messages.kv_cache import BlockRemoved, BlockStored, KVCacheUpdate
 from baton.messages.messages import (
-    KVCacheUpdate,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -30,6 +28,7 @@ from baton.messages.messages import (
     StepFigures,
     StepReport,
 )
+from baton.messages.sampling import SamplingParams
 from router.admission.request import ValidRequest
 from router.placement.placer import PlacementSettings, Placer, Policy
 from router.placement.view import ClusterView

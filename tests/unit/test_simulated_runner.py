@@ -12,10 +12,11 @@ from baton.clock import ManualClock
 from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id
+from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, StepTime, load
 from baton.runner.simulated import (
     SimulatedRunner,

@@ -15,10 +15,11 @@ from baton.cli.commands.wait import chosen, parse_condition
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
 from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, NodeDescription, NodeStatus, Role
+from baton.messages.cluster import NodeStatus
+from baton.messages.messages import LoadReport, NodeDescription, Role
+from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
-from baton.wire.codec.steering import ClusterEvent, DrainProgress
 from router.operations.event_ring import EventRing
 from router.operations.steering import SETTLE_S, Steering
 from router.placement.placer import Placer

@@ -11,7 +11,8 @@ import pytest
 
 from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
 from baton.ids import SCOPED_ID_PATTERN, scoped, unscoped
-from baton.messages.messages import Accepted, GenerateEvent, GenerateRequest, ModelCard, Outcome
+from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.messages import Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants

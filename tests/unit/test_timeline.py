@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.ids import new_request_id
-from baton.messages.messages import GenerateRequest, StageTimings
-from baton.wire.codec.timelines import Timeline, TimelineStage, timeline_from_pb, timeline_to_pb
+from baton.messages.generation import GenerateRequest
+from baton.messages.messages import StageTimings
+from baton.messages.timelines import Timeline, TimelineStage
+from baton.wire.codec.timelines import timeline_from_pb, timeline_to_pb
 from router.flight.flight_leg import Measured
 from router.flight.timeline import Moments, TimelineLog, Traced, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.batch import ForkedRequestData, NewRequestData
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.sampler import SamplingState, process
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 
 from baton.engine.batch import NewRequestData
-from baton.engine.request import SamplingParams
 from baton.errors import InvalidRequest
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.input_batch import RequestState
 from baton.runner.execution.sampler import SamplingState, sample
 from baton.runner.execution.token_masks import TokenMasks

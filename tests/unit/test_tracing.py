@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
-from baton.engine.request import Leg, SamplingParams
 from baton.ids import AttemptKey
-from baton.messages.messages import ModelCard, Outcome, Submit
+from baton.messages.generation import ModelCard
+from baton.messages.messages import Leg, Outcome, Submit
+from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages
 from baton.observe.tracing import is_asked_for, start_tracing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.messages.messages import Chunk
+from baton.messages.generation import Chunk
 from router.flight.event_queue import EventQueue
 from router.flight.turns import Turns
 

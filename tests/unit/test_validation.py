@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.engine.sampling.repetition import RepetitionDetection
 from baton.errors import InvalidRequest, UnknownModel
-from baton.messages.messages import GenerateRequest, ModelCard
+from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.sampling import RepetitionDetection
 from router.admission.request import ValidRequest
 from router.admission.validation import validate
 

@@ -10,7 +10,7 @@ from typing import Any
 from baton.bench.load.endpoint import UNREACHABLE, Cancel, Listener, Target, Usage
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import Unreachable
-from baton.messages.messages import Accepted, Chunk, GenerateRequest, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, GenerateRequest, SequenceFinished
 from baton.wire.codec.generation import event_from_bytes, request_to_pb
 from baton.wire.http2.client import Http2Client
 from baton.wire.http2.client_connection import Ended, call_headers

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
+from baton.messages.sampling import SamplingParams
 
 
 class EngineDrive:

@@ -19,9 +19,10 @@ from baton.bench.live_cluster import LiveCluster, live_cluster, model_flags
 from baton.bench.micro.bare_reads import bare_sender, read_times
 from baton.bench.micro.solo import SoloEngine, SoloRun
 from baton.client import GenerationClient
-from baton.engine.request import SamplingParams
 from baton.errors import BatonError, ConfigError
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateRequest, TraceEvent
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest
+from baton.messages.node_report import TraceEvent
+from baton.messages.sampling import SamplingParams
 
 _WARM_UP = 2
 

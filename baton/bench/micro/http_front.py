@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 
 from baton.bench.micro.relay_clients import OnEnd, OnTokens
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 
 
 class HttpFront:

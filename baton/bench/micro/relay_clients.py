@@ -10,7 +10,7 @@ from typing import Protocol
 
 from baton.bench.micro.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError
-from baton.messages.messages import GenerateRequest
+from baton.messages.generation import GenerateRequest
 from baton.wire.codec.generation import request_to_pb, response_from_bytes
 from baton.wire.http2.client import Http2Client
 from baton.wire.http2.client_connection import Ended, call_headers

@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from baton.engine.request import Leg
 from baton.ids import AttemptKey
 from baton.messages.messages import (
     HEARTBEAT_S,
     Abort,
+    Leg,
     LoadReport,
     NodeDescription,
-    NodeReport,
     Outcome,
     RequestDelta,
     Role,
@@ -28,9 +27,8 @@ from baton.messages.messages import (
     StepFigures,
     StepReport,
     Submit,
-    TraceEvent,
-    TraceStep,
 )
+from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
 from baton.wire.server.server import RpcServer
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
 

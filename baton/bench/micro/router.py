@@ -30,10 +30,10 @@ from baton.bench.micro.relay_nodes import RelayNode, RelayNodes
 from baton.bench.micro.router_process import RouterProcess, router_process
 from baton.bench.results.host import processor
 from baton.bench.results.spread import Spread
-from baton.engine.request import SamplingParams
 from baton.errors import ConfigError
 from baton.ids import AttemptKey
 from baton.messages.messages import LoadReport, NodeDescription, StepFigures, StepReport
+from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer

@@ -16,9 +16,10 @@ from statistics import median
 from baton.clock import SystemClock
 from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import BatonError
+from baton.messages.sampling import SamplingParams
 
 RUNNING = (16, 128, 512, 1024)
 _BLOCK_SIZE = 16

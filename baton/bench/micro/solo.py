@@ -10,10 +10,11 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
+from baton.messages.sampling import SamplingParams
 from baton.runner import TorchSpec, load
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.bench.results.outcome import Outcomes
-from baton.messages.messages import NodeReport
+from baton.messages.node_report import NodeReport
 
 _TOLERANCE_S = 0.002
 """Spans come rounded, and a first token may leave the node while its step is still being timed."""

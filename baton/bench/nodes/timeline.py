@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from baton.ids import AttemptKey
-from baton.messages.messages import NodeTrace, StepFigures, TraceEvent, TraceStep
+from baton.messages.messages import StepFigures
+from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
 _MOST_ROWS = 4000
 """More can't be told apart in a picture."""

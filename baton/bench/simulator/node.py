@@ -32,11 +32,12 @@ from baton.engine.decode_run import DecodeRun
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.kv_cache.manager import AllocationAnswer
-from baton.engine.request import Leg, Request, RequestStatus, SamplingParams
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.ids import AttemptKey
+from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.messages import (
-    KVCacheUpdate,
+    Leg,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -47,6 +48,7 @@ from baton.messages.messages import (
     StepReport,
     Submit,
 )
+from baton.messages.sampling import SamplingParams
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from baton.node.reports.reports import load_of, outcome_of
 

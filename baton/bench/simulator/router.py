@@ -19,9 +19,9 @@ from baton.bench.simulator.node import SimulatedNode, TokenTimes
 from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
-from baton.engine.request import SamplingParams
 from baton.errors import BatonError
 from baton.messages.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
+from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest

@@ -18,7 +18,7 @@ from baton.cli.output import note, say
 from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption, TopPOption
 from baton.cli.target import RunDirOption, local_cluster
 from baton.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, Unreachable
-from baton.messages.messages import Chunk, Finished
+from baton.messages.generation import Chunk, Finished
 from baton.security.access import default_access
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from baton.errors import (
     Unreachable,
 )
 from baton.ids import new_request_id
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, Path
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path
 from baton.security.access import Access
 
 _PROGRESS_S = 20.0

@@ -32,7 +32,7 @@ from baton.cli.interrupts import interrupts_held
 from baton.cli.output import print_table, size
 from baton.client import GenerationClient
 from baton.errors import BatonError, ExitCode
-from baton.messages.messages import Finished, GenerateEvent, GenerateRequest
+from baton.messages.generation import Finished, GenerateEvent, GenerateRequest
 
 _MAX_TOKENS = 48
 _TEMPERATURE, _TOP_P, _SEED = 0.7, 0.9, 7

@@ -19,7 +19,7 @@ from baton.cli.views.followed_routers import follow
 from baton.cli.views.merged_events import Merge
 
 if TYPE_CHECKING:
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.steering import ClusterEvent
 
 _COLUMNS = ["AGE", "TYPE", "REASON", "SUBJECT", "DETAIL"]
 _WIDE = ["SEQ", "INCARNATION", "REQUEST", "ROUTER"]

@@ -12,7 +12,7 @@ from baton.cli.output import Format, fine_duration, print_json, print_table, pri
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.wire.codec.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+    from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
 
 _COLUMNS = ["", "PREFILL", "DECODE", "COST", "QUEUE", "CACHED", "PREFILL-MS", "HANDOFF", "DECODE-MS", "STALL", "TPOT"]
 

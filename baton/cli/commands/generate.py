@@ -16,7 +16,7 @@ from baton.cli.sampling_options import MinPOption, TemperatureOption, TopKOption
 from baton.cli.target import AddressesOption, RunDirOption, grpc_addresses, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, Unreachable
-from baton.messages.messages import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 
 _PROGRESS_S = 20.0
 """A router that died is back sooner; a person waits no longer."""

@@ -16,7 +16,7 @@ from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.watching import Listed, WatchOption, watch
 from baton.errors import Unreachable
-from baton.messages.messages import NodeReport, OpenHandoff
+from baton.messages.node_report import NodeReport, OpenHandoff
 
 _COLUMNS = ["NODE", "REQUEST", "ATTEMPT", "SIDE", "STATE", "PEER", "BLOCKS", "AGE"]
 OVER = "OVER"

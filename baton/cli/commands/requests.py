@@ -18,7 +18,7 @@ from baton.errors import RequestNotFound
 
 if TYPE_CHECKING:
     from baton.client import OperatorClient
-    from baton.wire.codec.request_rows import RequestRow
+    from baton.messages.request_rows import RequestRow
 
 _COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
 _WIDE = ["ROUTER", "TOTAL", "KV", "DETAIL"]

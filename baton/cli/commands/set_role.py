@@ -14,7 +14,7 @@ from baton.cli.steer import ASK_S, Patience, PatienceOption, ProgressLine, warn
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
 from baton.errors import BatonError, DeadlineExceeded
-from baton.messages.messages import NodeStatus
+from baton.messages.cluster import NodeStatus
 
 _ASK_EVERY_S = 0.2
 

@@ -18,7 +18,7 @@ from baton.cli.views.status_page import Overview, overview, status_lines
 from baton.errors import BatonError, ExitCode
 
 if TYPE_CHECKING:
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.steering import ClusterEvent
 
 _ASK_NODES_S = 2.0
 """At most: a node that is silent must not hide how the others are."""

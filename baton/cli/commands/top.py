@@ -29,8 +29,8 @@ from baton.errors import BatonError, DeadlineExceeded, Unreachable
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from baton.wire.codec.request_rows import RequestRow
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.request_rows import RequestRow
+    from baton.messages.steering import ClusterEvent
 
 _ASK_S = 2.0
 _REQUESTS = 200

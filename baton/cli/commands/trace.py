@@ -14,7 +14,7 @@ from baton.cli.output import VERSION, Format, fine_duration, print_json, print_y
 from baton.cli.target import OperatorAddressOption, RunDirOption
 
 if TYPE_CHECKING:
-    from baton.wire.codec.timelines import Timeline
+    from baton.messages.timelines import Timeline
 
 _LEAST_BAR, _MOST_BAR = 16, 60
 

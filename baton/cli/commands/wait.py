@@ -18,7 +18,7 @@ from baton.cli.usage import ClientUsageError
 from baton.cli.views.cluster_view import view_cluster
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, DeadlineExceeded, NodeNotFound, Unreachable
-from baton.messages.messages import NodeStatus
+from baton.messages.cluster import NodeStatus
 
 _WORDS = ("ready", "idle", "cordoned", "drained", "gone")
 _ROLES = ("prefill", "decode")

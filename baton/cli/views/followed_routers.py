@@ -14,7 +14,7 @@ from baton.cli.views.merged_events import Merge
 from baton.errors import BatonError, Unreachable
 
 if TYPE_CHECKING:
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.steering import ClusterEvent
 
 _ASK_S = 5.0
 _LOOK_EVERY_S = 1.0

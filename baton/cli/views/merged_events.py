@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.steering import ClusterEvent
 
 SAME_S = 5.0
 """Routers look once a second and read the registry every other one: what they see further apart are two things."""

@@ -9,7 +9,9 @@ from typing import Any
 
 from baton.cli.commands.leases import lease_json, oldest_first
 from baton.cli.output import duration, fine_duration
-from baton.messages.messages import HandoffReport, LoadReport, NodeDescription, NodeReport, NodeStatus
+from baton.messages.cluster import NodeStatus
+from baton.messages.messages import LoadReport, NodeDescription
+from baton.messages.node_report import HandoffReport, NodeReport
 
 Field = tuple[str, str]
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli.output import VERSION, fine_duration, table_lines
 from baton.cli.views.cluster_view import ClusterView
-from baton.messages.messages import HandoffSide, NodeReport, NodeStatus
+from baton.messages.cluster import NodeStatus
+from baton.messages.node_report import HandoffSide, NodeReport
 
 if TYPE_CHECKING:
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.steering import ClusterEvent
 
 """Of what is printed as JSON and YAML: it changes when a field goes, or means something else."""
 _FAILURES = 5

@@ -10,11 +10,11 @@ from baton.cli.commands.requests import OVER, brief_ms
 from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.status_page import bar
-from baton.messages.messages import NodeStatus
+from baton.messages.cluster import NodeStatus
 
 if TYPE_CHECKING:
-    from baton.wire.codec.request_rows import RequestRow
-    from baton.wire.codec.steering import ClusterEvent
+    from baton.messages.request_rows import RequestRow
+    from baton.messages.steering import ClusterEvent
 
 _HEALTH_STYLES = {"ok": "bold green", "degraded": "bold yellow", "unavailable": "bold red"}
 _NODE_STYLES = {"Ready": "green", "Starting": "cyan", "Cordoned": "yellow", "Draining": "yellow", "Suspect": "yellow"}

@@ -10,40 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Literal, NamedTuple
 
+from baton.messages.kv_cache import KVCacheEvent, Tier
 from baton.values import value
-
-Tier = Literal["device", "host"]
-
-
-class BlockStored(NamedTuple):
-    """Blocks that can be found from now on, in the order of their chain; some of them may have been before."""
-
-    block_hashes: Sequence[bytes]
-    parent_block_hash: bytes | None = None
-    """Of the block before the first; None when it begins a prompt, and in the host tier."""
-    token_ids: Sequence[int] = ()
-    """Of all these blocks; empty in the host tier, which only knows keys, and where no reader wants them."""
-    group: int = 0
-    """The group of layers whose KV it is."""
-    tier: Tier = "device"
-
-
-class BlockRemoved(NamedTuple):
-    """Blocks that were evicted from a tier."""
-
-    block_hashes: Sequence[bytes]
-    tier: Tier = "device"
-
-
-class AllBlocksCleared(NamedTuple):
-    """Nothing can be found any more, in any tier."""
-
-    block_hashes: Sequence[bytes] = ()
-
-
-KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @value(frozen=True, slots=True)

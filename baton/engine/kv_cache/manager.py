@@ -21,9 +21,10 @@ from baton.engine.batch import BlockCopy
 from baton.engine.kv_cache.block_hash import BlockHasher, group_key
 from baton.engine.kv_cache.block_pool import Block, BlockInvariantBroken, BlockPool
 from baton.engine.kv_cache.cache_groups import CacheGroups
-from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventLog, KVSnapshot, Tier
+from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES, HostTier, StepCopies
 from baton.engine.request import Request
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from baton.values import value
 
 

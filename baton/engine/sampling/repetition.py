@@ -9,30 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from baton.values import value
-
-MAX_PATTERN_SIZE = 64
-MAX_REPETITIONS = 1024
-
-
-@value(frozen=True, slots=True)
-class RepetitionDetection:
-    """When an output repeats itself too often; names as in vLLM."""
-
-    max_pattern_size: int
-    """Tokens of the longest pattern that is looked for."""
-    min_pattern_size: int = 1
-    """And of the shortest one."""
-    min_count: int = 2
-    """So often in a row the pattern has to come."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether it is within bounds and can be met at all."""
-        return (
-            1 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE
-            and 2 <= self.min_count <= MAX_REPETITIONS
-        )
+from baton.messages.sampling import RepetitionDetection
 
 
 class RepetitionDetector:

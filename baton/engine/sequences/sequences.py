@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.engine.batch import EngineCoreEventType, TokenLogprobs
+from baton.engine.batch import EngineCoreEventType
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.request import Leg, Request, SamplingParams
+from baton.engine.request import Request
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES, SequenceGroup
 from baton.engine.waiting.admission import Admission
 from baton.errors import InvalidRequest
+from baton.messages.messages import Leg
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 
 
 def check_sequences(params: SamplingParams) -> None:

@@ -28,7 +28,7 @@ from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.kv_cache.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.ledger import Ledger, OutputsByClient
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.sampling.stopping import check_stop
 from baton.engine.scheduler_config import SchedulerConfig
@@ -42,6 +42,7 @@ from baton.engine.waiting.request_queue import (
     Turn,
 )
 from baton.errors import TransferCause
+from baton.messages.messages import Leg
 
 
 class _Tried(enum.Enum):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from baton.engine.batch import EngineCoreEventType, ModelRunnerOutput, SchedulerOutput
 from baton.engine.ledger import Ledger
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption_cost import PreemptionRates, swap_is_cheaper
+from baton.messages.messages import Leg
 
 
 class Preemption:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from baton.engine.request import Leg, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
+from baton.messages.messages import Leg
 
 
 def tokens_to_compute(request: Request) -> int:

@@ -13,10 +13,10 @@ from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from baton.engine.batch import TokenLogprobs
 from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.messages.messages import Outcome, RequestDelta, StageTimings
+from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 
 MAX_ENDED = 4096

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from baton.config import NodeConfig
-from baton.engine.request import Leg, Request
+from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor
 from baton.ids import tenant_of
+from baton.messages.messages import Leg
 from baton.text.grammar import JsonGrammars
 from baton.text.schema_sandbox import SchemaSandbox
 

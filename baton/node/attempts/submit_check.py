@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 
-from baton.engine.request import Leg, SamplingParams
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.ids import SCOPED_ID_PATTERN
-from baton.messages.messages import NodeDescription, Role, Submit
+from baton.messages.messages import Leg, NodeDescription, Role, Submit
+from baton.messages.sampling import SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.ids import AttemptKey
-from baton.messages.messages import TraceEvent
+from baton.messages.node_report import TraceEvent
 
 
 class EventLog:

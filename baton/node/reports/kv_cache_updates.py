@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from baton.engine.kv_cache.events import BlockStored, KVEventBatch, KVSnapshot
-from baton.messages.messages import KVCacheUpdate
+from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
+from baton.messages.kv_cache import BlockStored, KVCacheUpdate
 
 _MOST_HASHES = 100_000
 """In one update of a snapshot: 3.4 MB, well under what gRPC takes."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import Struct
 
-from baton.messages.messages import StepFigures, TraceStep
+from baton.messages.messages import StepFigures
+from baton.messages.node_report import TraceStep
 
 _STEP = Struct("<qdQQQ?")
 """When it was committed, its four figures, and whether there was more to compute."""

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.batch import CachedRequestData, ForkedRequestData, NewRequestData, SchedulerOutput
-from baton.engine.request import SamplingParams
 from baton.engine.runner import KVLayout
+from baton.messages.sampling import SamplingParams
 from baton.runner.execution.sampler import has_penalties
 from baton.runner.execution.token_counts import TokenCounts
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.request import SamplingParams
+from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.execution.philox import uniform
 from baton.runner.execution.token_counts import TokenCounts
 

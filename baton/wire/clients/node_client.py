@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
 from baton.ids import AttemptKey
-from baton.messages.messages import NodeDescription, NodeReport, NodeTrace, Role, RouterMessage, StepReport, TraceEvent
+from baton.messages.messages import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.node_report import NodeReport, NodeTrace, TraceEvent
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 from baton.wire import status

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, Tier
-from baton.messages.messages import KVCacheUpdate
+from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
 from baton.v1 import node_pb2 as node
 
 _TIERS: dict[Tier, node.KVCacheTier] = {"device": node.KV_CACHE_TIER_DEVICE, "host": node.KV_CACHE_TIER_HOST}

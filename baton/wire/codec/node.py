@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from baton.engine.request import KVSource, Leg
 from baton.errors import InvalidRequest, TransferCause
 from baton.ids import AttemptKey
 from baton.messages.messages import (
     Abort,
     Adopt,
+    KVSource,
+    Leg,
     LoadReport,
     NodeDescription,
     Outcome,
@@ -18,10 +19,9 @@ from baton.messages.messages import (
     StepFigures,
     StepReport,
     Submit,
-    TraceEvent,
-    TraceStep,
     WatchKVCache,
 )
+from baton.messages.node_report import TraceEvent, TraceStep
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from baton.engine.compute_path import ComputePath
-from baton.messages.messages import EndedHandoffs, HandoffReport, HandoffSide, NodeReport, OpenHandoff, RefusedLink
+from baton.messages.node_report import (
+    ComputePath,
+    EndedHandoffs,
+    HandoffReport,
+    HandoffSide,
+    NodeReport,
+    OpenHandoff,
+    RefusedLink,
+)
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.node import (
     attempt_from_pb,

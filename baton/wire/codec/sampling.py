@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.engine.batch import TokenLogprobs
-from baton.engine.request import SamplingParams
-from baton.engine.sampling.repetition import RepetitionDetection
+from baton.messages.sampling import RepetitionDetection, SamplingParams, TokenLogprobs
 from baton.v1 import generation_pb2 as generation
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.messages import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
 from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_POSITIONS,

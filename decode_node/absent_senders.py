@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from baton.background import OnFault, current_watch
-from baton.messages.messages import KVSource
+from baton.messages.node import KVSource
 from kv_transfer.link.liveness import LOOK_AFTER_S, Port
 
 LOOK_EVERY_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.reports.figures import KV_FETCH_HELP

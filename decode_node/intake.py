@@ -29,8 +29,8 @@ from baton.engine.request import Request
 from baton.engine.runner import KVLayout
 from baton.errors import TransferCause, TransferFailed
 from baton.failpoints import failpoint
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource, Leg
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource, Leg
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.observe.metrics import Histogram

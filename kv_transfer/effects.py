@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 
 SAMPLE_EVERY = 16
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import NodeRole, RoleContext, Servicer

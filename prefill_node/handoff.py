@@ -22,8 +22,8 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import KVLayout, KVMemory
 from baton.errors import TransferCause
 from baton.failpoints import failpoint
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.observe.log_limit import LimitedLog
 from baton.runner.blocks.block_digests import BlockDigests

@@ -22,9 +22,9 @@ from baton.background import BackgroundWatch, OnFault, current_watch, start_back
 from baton.clock import SystemClock
 from baton.config import RouterConfig as ProcessConfig
 from baton.errors import BackgroundFault, ExitCode
-from baton.ids import new_incarnation
 from baton.messages.generation import ModelCard
-from baton.messages.messages import NodeDescription
+from baton.messages.ids import new_incarnation
+from baton.messages.node import NodeDescription
 from baton.node.name_claim import Asks, require_first, require_free_name, start_number
 from baton.observe.logs import log_also
 from baton.observe.metrics import render

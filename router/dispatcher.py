@@ -31,9 +31,9 @@ from baton.errors import (
     SlowReader,
 )
 from baton.fair_executor import FairExecutor
-from baton.ids import SCOPED_ID_PATTERN, AttemptKey, unscoped
 from baton.messages.generation import Accepted, Finished, GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.messages.messages import Abort, NodeDescription, RequestDelta, StepReport, WatchKVCache
+from baton.messages.ids import SCOPED_ID_PATTERN, AttemptKey, unscoped
+from baton.messages.node import Abort, NodeDescription, RequestDelta, StepReport, WatchKVCache
 from baton.observe.logs import of_attempt
 from router.admission.request import ValidRequest
 from router.admission.schemas import SchemaCheck

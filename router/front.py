@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RequestNotFound
-from baton.ids import scoped
 from baton.messages.cluster import ClusterStatus, NodeStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard, TakeChunk
-from baton.messages.messages import Role
+from baton.messages.ids import scoped
+from baton.messages.node import Role
 from baton.messages.request_limits import MAX_PROMPT_BYTES
 from baton.messages.request_rows import RequestRow
 from baton.messages.timelines import Timeline

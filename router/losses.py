@@ -19,8 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.background import current_watch
-from baton.ids import AttemptKey
-from baton.messages.messages import HEARTBEAT_S
+from baton.messages.ids import AttemptKey
+from baton.messages.node import HEARTBEAT_S
 from router.flight.flight_table import LinkBack, NodeGone
 from router.flight.run import Run
 

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 
 from baton.background import OnFault, current_watch
 from baton.errors import BatonError, ConfigError, Draining, NobodyListens, NodeLost
-from baton.ids import AttemptKey
-from baton.messages.messages import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import HEARTBEAT_S, NodeDescription, RouterMessage, StepReport
 from baton.registry import NodeRecord
 from router.timers import Timers, sleep_until
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from router.admission.admission import NO_HOPE, AdmissionQueue, Ticket
 from router.flight.flight_table import GiveUp, Place
 from router.flight.run import Run

@@ -29,9 +29,9 @@ from random import Random
 from baton.bench.micro.relay_nodes import MAX_MODEL_LEN, bench_description
 from baton.bench.results.host import processor
 from baton.bench.results.spread import Spread
-from baton.ids import AttemptKey
 from baton.messages.generation import Chunk, GenerateEvent, GenerateRequest, ModelCard
-from baton.messages.messages import Adopt, Leg, Outcome, RequestDelta, Role, StageTimings, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Adopt, Leg, Outcome, RequestDelta, Role, StageTimings, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.observe.loop_probe import ProbedEventLoop

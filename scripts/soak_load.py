@@ -20,8 +20,8 @@ from typing import Any
 
 from baton.client import AsyncGenerationClient
 from baton.errors import BatonError, Cancelled, InvalidRequest, QuotaExceeded, RequestNotFound, Unreachable
-from baton.ids import new_request_id
 from baton.messages.generation import Chunk, GenerateRequest
+from baton.messages.ids import new_request_id
 from baton.security.access import Access
 
 NUM_REQUESTS = 24

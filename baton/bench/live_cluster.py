@@ -18,7 +18,7 @@ from baton.bench.arrangement import Arrangement
 from baton.client import OperatorClient
 from baton.errors import ConfigError
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from baton.messages.node_report import TraceEvent
 from baton.wire.clients.node_client import NodeClient
 

@@ -37,8 +37,8 @@ from baton.errors import (
     Unreachable,
     WouldBeLate,
 )
-from baton.ids import new_request_id
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
+from baton.messages.ids import new_request_id
 
 _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05

@@ -11,7 +11,7 @@ from baton.engine.sampling.stopping import check_stop, most_outputs
 from baton.engine.sequences.sequences import take_beam
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
 _FIRST_FIGURES = 2

@@ -18,7 +18,7 @@ from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
 from baton.errors import TransferCause
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.engine.sampling.repetition import RepetitionDetector
-from baton.messages.messages import KVSource, Leg
+from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
 from baton.errors import DuplicateRequest, InvalidRequest
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 

@@ -8,7 +8,7 @@ from baton.engine.batch import BlockCopy, CachedRequestData, ForkedRequestData, 
 from baton.engine.decode_set import NO_DECODES, DecodeGroup
 from baton.engine.kv_cache.host_tier import NO_COPIES, StepCopies
 from baton.engine.request import Request
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 
 class StepPlan:

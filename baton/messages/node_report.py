@@ -6,8 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, NodeDescription, StepFigures
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport, NodeDescription, StepFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 
-from baton.ids import AttemptKey
-from baton.messages.messages import RouterMessage, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import RouterMessage, StepReport
 
 MAX_QUEUED_REPORTS = 10_000
 """A router that is this far behind is taken for dead: its work would only pile up here."""

@@ -15,7 +15,7 @@ from baton.config import NodeConfig
 from baton.engine.runner import ModelInfo, ModelRunner
 from baton.errors import ConfigError, EngineFault, ExitCode, Unreachable
 from baton.failpoints import look_for_failpoints
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from baton.node.leftovers import describe_left, may_be_written
 from baton.node.name_claim import Asks, require_free_name
 from baton.node.role import NodeRole, RoleContext

@@ -10,7 +10,7 @@ from baton.clock import Clock
 from baton.config import NodeConfig
 from baton.engine.connector import KVConnector, KVTransferOutput
 from baton.engine.runner import ModelRunner
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.observe.metrics import Distribution, Figure

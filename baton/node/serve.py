@@ -21,8 +21,8 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.runner import ModelRunner
 from baton.engine.scheduler import Scheduler
 from baton.errors import BackgroundFault, EngineFault
-from baton.ids import new_incarnation
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.ids import new_incarnation
+from baton.messages.node import NodeDescription, Role
 from baton.messages.node_report import OpenHandoff
 from baton.node.attempts.attempt_spans import AttemptSpans
 from baton.node.attempts.grammars import load_compiler

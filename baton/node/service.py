@@ -24,8 +24,8 @@ from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.request import Request
 from baton.engine.sequences.sequence_group import lone_sequence_id, split_sequence_id
 from baton.errors import CacheInUse, ConfigError, DeadlineExceeded, Draining, InvalidRequest
-from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     ENDED_WELL,
     HEARTBEAT_S,
     Abort,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from baton.messages.messages import Role
+from baton.messages.node import Role
 
 
 class NodeStop:

@@ -11,7 +11,7 @@ import structlog
 from structlog.typing import EventDict, Processor
 
 from baton.errors import UsageError
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("auto", "text", "json")

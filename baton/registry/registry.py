@@ -38,7 +38,7 @@ from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from baton.background import OnFault, start_background
 from baton.clock import Clock, SystemClock
 from baton.errors import ConfigError, Unreachable
-from baton.ids import random_token
+from baton.messages.ids import random_token
 from baton.registry.base import require
 from baton.registry.desired import WORDS, DesiredChange, DesiredMemory, DesiredState
 from baton.registry.feed import Feed

@@ -9,7 +9,7 @@ from baton.engine.connector import NO_EXTERNAL_TOKENS, BlockFate, ExternalTokens
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.engine.request import Request
 from baton.errors import TransferCause
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 
 @dataclass(frozen=True, slots=True)

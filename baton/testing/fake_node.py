@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.errors import NobodyListens, NodeLost
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
-from baton.messages.messages import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
+from baton.messages.node import LoadReport, NodeDescription, RequestDelta, RouterMessage, StepReport
 
 
 class FakeStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.role import Servicer

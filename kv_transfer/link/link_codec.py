@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.errors import TransferCause
-from baton.ids import SCOPED_ID_PATTERN
+from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.v1 import kv_link_pb2
 from baton.wire.codec.node import attempt_from_pb, attempt_to_pb, transfer_cause_from_pb, transfer_cause_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.sampling import TokenLogprobs
 from kv_transfer.layout import LayoutFingerprint
 

@@ -26,7 +26,7 @@ from random import Random
 from typing import Generic, TypeVar
 
 from baton.errors import QueueFull, WouldBeLate
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from baton.values import value
 
 _QUEUED_STEPS = 16

@@ -11,8 +11,8 @@ from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.errors import InvalidRequest, UnknownModel
-from baton.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.generation import GenerateRequest, ModelCard
+from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id, scoped
 from baton.messages.request_limits import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,

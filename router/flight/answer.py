@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.messages.generation import Chunk, GenerateEvent, SequenceFinished
-from baton.messages.messages import RequestDelta
+from baton.messages.node import RequestDelta
 from router.admission.request import ValidRequest
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
 from router.flight.text_stream import TextCodec, TextStream

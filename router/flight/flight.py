@@ -43,10 +43,10 @@ from baton.errors import (
     TransferCause,
     TransferFailed,
 )
-from baton.ids import AttemptKey
 from baton.machine import Machine
 from baton.messages.generation import Path
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     ENDED_WELL,
     Abort,
     Adopt,
@@ -107,7 +107,7 @@ class Flight:
 
     def __init__(self, request: ValidRequest, flight_id: int = 0, takeover: int = 0) -> None:
         """`flight_id` (64 bits) tells its attempts from those of any other flight of the same request id; `takeover` is
-        the number of the client's call that it serves, see `baton.messages.messages.Adopt`.
+        the number of the client's call that it serves, see `baton.messages.node.Adopt`.
         """
         self.request = request
         self.takeover = takeover

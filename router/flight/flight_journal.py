@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
+from baton.messages.ids import AttemptKey
 from baton.registry.flights import FlightRecords
 from router.admission.request import ValidRequest
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
@@ -38,7 +38,7 @@ class FlightJournal:
     ) -> None:
         """An attempt begins on these nodes, which were given so many tokens of the output, or is adopted there.
 
-        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.messages.messages.Adopt`).
+        `owner`: the flight that has it now; `takeover`: that one's number (see `baton.messages.node.Adopt`).
         """
         record = FlightRecord(
             request=request.without_prompt(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from baton.messages.messages import Leg, NodeDescription, Outcome, StageTimings
+from baton.messages.node import Leg, NodeDescription, Outcome, StageTimings
 
 _OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
 

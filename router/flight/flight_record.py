@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
+from baton.messages.ids import AttemptKey
 from router.admission.request import ValidRequest
 
 MAX_TRACEPARENT = 64
@@ -41,7 +41,7 @@ class FlightRecord:
     traceparent: Annotated[str, Field(max_length=MAX_TRACEPARENT)] = ""
     """What spans of it are children of; empty: it is not traced."""
     takeover: Annotated[int, Field(ge=1, lt=2**32)] = 1
-    """The number of the router that wrote it; see `baton.messages.messages.Adopt`."""
+    """The number of the router that wrote it; see `baton.messages.node.Adopt`."""
     version: Literal[2] = _VERSION
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
-from baton.messages.messages import Outcome, RequestDelta
+from baton.messages.node import Outcome, RequestDelta
 from baton.values import value
 from router.flight.flight_table import EmitTokens
 from router.flight.output_merge import OutputMerge

@@ -16,9 +16,9 @@ from collections.abc import Sequence, Set
 from typing import Final, TypeAlias
 
 from baton.errors import BatonError
-from baton.ids import AttemptKey
 from baton.messages.generation import Path
-from baton.messages.messages import Abort, Adopt, RequestDelta, StageTimings, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Adopt, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from baton.values import value
 from router.placement.placement import Placement

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent
-from baton.messages.messages import NodeDescription, RequestDelta
+from baton.messages.node import NodeDescription, RequestDelta
 from baton.messages.sampling import TokenLogprobs
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from baton.messages.messages import StageTimings
+from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
 from router.flight.flight_leg import Measured
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.ids import new_request_id
+from baton.messages.ids import new_request_id
 from baton.security.callers import current_caller
 from baton.security.matrix import is_page
 from baton.security.pages import PageDoor

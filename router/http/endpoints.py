@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest
-from baton.ids import REQUEST_ID_PATTERN, new_request_id
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
+from baton.messages.ids import REQUEST_ID_PATTERN, new_request_id
 from router.admission.validation import check_model
 from router.http.answers import (
     Collected,

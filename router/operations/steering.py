@@ -17,7 +17,7 @@ from baton.background import OnFault, start_background
 from baton.did_you_mean import did_you_mean
 from baton.errors import BatonError, CacheInUse, InvalidRequest, NodeNotFound, Unreachable
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import Role
+from baton.messages.node import Role
 from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.registry import DesiredChange, DesiredState, Membership

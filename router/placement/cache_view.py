@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from router.placement.block_index import BlockIndex
 
 _MOST_BLOCKS = 4096

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from baton.values import value
 from router.placement.placement import Candidate, Demand, KVWords, kv_words
 from router.placement.rates import StepRates

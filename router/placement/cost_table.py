@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.deadlines import Deadlines
-from baton.messages.messages import Role
+from baton.messages.node import Role
 from router.placement.cache_view import CacheKeys, cache_keys_of
 from router.placement.cost_model import (
     HANDOFF_MS,

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.messages.messages import StageTimings
+from baton.messages.node import StageTimings
 from baton.observe.metrics import Distribution, Figure, Histogram
 from router.placement.cost_model import Found, Question, Terms
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from baton.values import value
 
 _KV_FIELDS = ("model_fingerprint", "numerics", "dtype", "block_size", "link_protocol")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from baton.errors import BatonError, NoCapacity
-from baton.messages.messages import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
+from baton.messages.node import NodeDescription, Outcome, RequestDelta, Role, StageTimings, StepReport
 from baton.observe.metrics import Distribution, Figure
 from baton.values import value
 from router.admission.request import ValidRequest

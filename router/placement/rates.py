@@ -27,7 +27,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from baton.messages.messages import StageTimings, StepFigures
+from baton.messages.node import StageTimings, StepFigures
 from baton.values import value
 
 _DECAY = 0.998

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
-from baton.ids import AttemptKey
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport, NodeDescription
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport, NodeDescription
 from baton.registry import DesiredState, NodeRecord
 from router.admission.admission import is_full
 from router.placement.placement import Candidate, Candidates, Demand, NodeSize, disagreement, size_of

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg, Outcome, RequestDelta, StepReport, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, Outcome, RequestDelta, StepReport, Submit
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner

@@ -13,7 +13,7 @@ import pytest
 from baton.client.operator import OperatorClient
 from baton.config import NodeConfig
 from baton.messages.generation import GenerateRequest
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from baton.node.role import NodeRole, RoleContext
 from baton.node.serve import Node
 from baton.node.stop import NodeStop

@@ -14,8 +14,8 @@ from baton.engine.connector import BlockFate, LostKV
 from baton.engine.request import RequestStatus
 from baton.engine.runner import KVMemory
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource
 from baton.testing.fake_connector import FakeConnector
 from baton.v1 import kv_link_pb2, kv_link_pb2_grpc, node_pb2
 from kv_transfer.backends.base import TransferBackend

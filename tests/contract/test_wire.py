@@ -32,7 +32,6 @@ from baton.errors import (
     TransferFailed,
     Unreachable,
 )
-from baton.ids import AttemptKey
 from baton.messages.cluster import ClusterStatus
 from baton.messages.generation import (
     Accepted,
@@ -44,8 +43,9 @@ from baton.messages.generation import (
     Path,
     TakeChunk,
 )
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
-from baton.messages.messages import (
+from baton.messages.node import (
     Abort,
     KVSource,
     Leg,

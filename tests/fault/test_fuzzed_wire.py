@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from baton.messages.messages import Outcome, RequestDelta, StepReport
+from baton.messages.node import Outcome, RequestDelta, StepReport
 from baton.v1 import generation_pb2, node_pb2
 from baton.wire.codec.node import report_from_pb, report_to_pb
 from baton.wire.services.node_service import NodeServicer

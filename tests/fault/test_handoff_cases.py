@@ -12,7 +12,7 @@ import pytest
 from baton.errors import Cancelled, TransferCause
 from baton.failpoints import strike_by
 from baton.messages.generation import Finished, GenerateRequest
-from baton.messages.messages import KVSource
+from baton.messages.node import KVSource
 from baton.messages.sampling import SamplingParams
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.runner.simulated import expected_tokens

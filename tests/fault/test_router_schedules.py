@@ -17,7 +17,7 @@ from random import Random
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import AttemptsExhausted, BatonError, Cancelled, StreamDiverged, Unreachable
 from baton.messages.generation import GenerateRequest
-from baton.messages.messages import Role
+from baton.messages.node import Role
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults

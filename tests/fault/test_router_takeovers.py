@@ -14,7 +14,7 @@ from baton.client.continuation import CallKind, Continuation, repeatable
 from baton.client.rota import Rota
 from baton.errors import Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
-from baton.messages.messages import Abort, Adopt
+from baton.messages.node import Abort, Adopt
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from kv_transfer.backends.faulty import Faults

@@ -16,7 +16,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.embedding import embedding_of

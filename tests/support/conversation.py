@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from kv_transfer.effects import Recorded
 
 

@@ -15,7 +15,7 @@ from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
-from baton.messages.messages import KVSource, Leg
+from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import ScriptedRunner, expected_tokens, prompt_slots

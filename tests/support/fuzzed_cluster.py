@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any, TypeVar
 
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
-from baton.messages.messages import NodeDescription, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.runner.simulated import expected_tokens
 from baton.v1 import generation_pb2 as pb

@@ -16,8 +16,8 @@ from baton.clock import ManualClock, SystemClock
 from baton.engine.connector import KVTransferOutput, LostKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import KVLayout, KVMemory
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource, Leg
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.blocks.block_digests import block_digests
 from decode_node.intake import Intake, IntakeConnector

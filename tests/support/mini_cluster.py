@@ -16,7 +16,7 @@ from random import Random
 import grpc
 
 from baton.config import NodeConfig
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from baton.messages.node_report import TraceEvent
 from baton.node.serve import Node
 from baton.node.stop import NodeStop

@@ -11,8 +11,8 @@ from baton.clock import Clock, ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource, Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource, Leg, NodeDescription, RequestDelta, Role, StepReport, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog

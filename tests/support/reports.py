@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from baton.errors import NodeLost
-from baton.messages.messages import NodeDescription, RouterMessage, StepReport
+from baton.messages.node import NodeDescription, RouterMessage, StepReport
 from router.node_links import NodeStream
 
 

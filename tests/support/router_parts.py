@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from baton.ids import AttemptKey
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, Role
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord

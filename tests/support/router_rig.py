@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 
-from baton.ids import AttemptKey
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.messages.messages import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Adopt, NodeDescription, Outcome, RequestDelta, StageTimings, Submit
 from baton.messages.sampling import TokenLogprobs
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from baton.testing.fake_node import FakeNode, FakeNodes

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     Abort,
     Leg,
     LoadReport,

@@ -25,9 +25,9 @@ from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.errors import BatonError, NobodyListens, NodeLost, TransferCause
-from baton.ids import AttemptKey
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest, ModelCard
-from baton.messages.messages import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import HandoffReport, RefusedLink
 from baton.node.attempts.attempt_clock import TransferFigures
 from baton.node.outbox import Outbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.messages.messages import KVSource
+from baton.messages.node import KVSource
 from decode_node.absent_senders import AbsentSenders
 from kv_transfer.link.liveness import Port
 from tests.support.virtual_time import run_virtually

@@ -13,8 +13,8 @@ import pytest
 from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
-from baton.ids import AttemptKey
-from baton.messages.messages import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Adopt, Leg, Outcome, RequestDelta, Role, StepReport
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.port import MAX_QUEUED_REPORTS, Port
 from baton.testing.scripted_runner import expected_beams, expected_tokens

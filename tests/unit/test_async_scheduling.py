@@ -8,7 +8,7 @@ import pytest
 
 from baton.engine.request import FinishReason
 from baton.engine.runner import LazyExecutor
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import EagerExecutor
 

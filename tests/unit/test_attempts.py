@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
 from baton.machine import IllegalEvent
-from baton.messages.messages import Abort, Adopt, Outcome, RequestDelta
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Adopt, Outcome, RequestDelta
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempts import ATTEMPT_TABLE, Attempt, AttemptBook, AttemptEvent, AttemptState

@@ -34,7 +34,7 @@ from baton.bench.validate.strangers import ProcStrangers
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import ManualClock
 from baton.errors import BatonError, Unreachable
-from baton.messages.messages import NodeDescription, Role, StepFigures
+from baton.messages.node import NodeDescription, Role, StepFigures
 from baton.messages.node_report import NodeTrace, TraceStep
 from tests.support.node_rig import DESCRIPTION
 

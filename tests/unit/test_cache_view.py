@@ -11,7 +11,7 @@ import pytest
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog, KVSnapshot
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVCacheUpdate, Tier
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from baton.node.reports.kv_cache_updates import kv_cache_updates
 from router.placement.cache_view import CacheView, PromptKeys, cache_keys_of
 from tests.support.router_parts import decode

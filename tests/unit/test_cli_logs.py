@@ -17,7 +17,7 @@ import typer
 
 from baton.cli.cluster.log_files import LogFile, LogLine, merged, parse_line
 from baton.cli.commands.logs import begin_of, is_wanted, spelled
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.observe.logs import configure_logging, log_also, of_attempt
 
 AT = "2026-11-22T02:11:51.839405Z"

@@ -19,9 +19,9 @@ from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
 from baton.cli.views.node_page import node_json, node_lines
 from baton.errors import DeadlineExceeded, NodeNotFound
-from baton.ids import AttemptKey
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport
 from baton.messages.node_report import (
     ComputePath,
     EndedHandoffs,

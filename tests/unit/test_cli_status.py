@@ -9,9 +9,9 @@ import pytest
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.views.cluster_view import ClusterView
 from baton.cli.views.status_page import bar, overview, status_lines
-from baton.ids import AttemptKey
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport
 from baton.messages.node_report import HandoffReport, HandoffSide, NodeReport, OpenHandoff, RefusedLink
 from baton.messages.steering import ClusterEvent
 from tests.support.router_parts import decode, prefill

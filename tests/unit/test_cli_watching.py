@@ -9,9 +9,9 @@ import pytest
 from baton.cli.commands import get, leases, requests
 from baton.cli.main import main
 from baton.cli.views.watching import Rows, changed
-from baton.ids import AttemptKey
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport
 from baton.messages.node_report import HandoffReport, HandoffSide, NodeReport, OpenHandoff
 from baton.messages.request_rows import RequestRow
 from tests.support.router_parts import prefill

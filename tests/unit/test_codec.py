@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import BatonError, InvalidRequest, TransferCause
-from baton.ids import AttemptKey
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateRequest, Path, SequenceFinished
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheUpdate
-from baton.messages.messages import (
+from baton.messages.node import (
     Abort,
     Adopt,
     KVSource,

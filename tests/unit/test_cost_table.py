@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from router.placement.cost_model import NodeCosts, Question, ServiceLevel, cheapest, newcomers_share, node_costs
 from router.placement.cost_table import CostTable
 from router.placement.placement import Candidate, Candidates, Demand, fitting_nodes, with_room

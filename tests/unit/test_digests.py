@@ -13,7 +13,7 @@ import xxhash
 from baton.config import KVDigests
 from baton.engine.request import Request
 from baton.engine.runner import KVLayout, KVMemory, LayerGeometry, LayerGroup
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.cpu.kernel_file import KernelsUnavailable
 from baton.runner.blocks import block_digests as block_digests_module

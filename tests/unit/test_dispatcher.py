@@ -19,9 +19,9 @@ from baton.errors import (
     SlowReader,
     Unreachable,
 )
-from baton.ids import AttemptKey
 from baton.messages.generation import Chunk, Finished, GenerateRequest
-from baton.messages.messages import Adopt, Leg, LoadReport, Outcome, RequestDelta, StageTimings
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Adopt, Leg, LoadReport, Outcome, RequestDelta, StageTimings
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.node_links import MAX_BROKEN

@@ -16,7 +16,7 @@ from baton.errors import (
     QueueFull,
     WouldBeLate,
 )
-from baton.messages.messages import LoadReport, NodeDescription, Outcome
+from baton.messages.node import LoadReport, NodeDescription, Outcome
 from baton.observe.metrics import render
 from router.limits import DispatchLimits
 from router.operations.metrics import figures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import Cancelled, EngineFault, InvalidRequest, NoCapacity, QueueFull, RequestNotFound, WouldBeLate
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, LoadReport, NodeDescription, Outcome, RequestDelta, StageTimings
 from baton.observe.metrics import Distribution, Figure
 from router.flight.timeline import timeline
 from router.limits import DispatchLimits

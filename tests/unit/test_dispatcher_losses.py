@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from baton.errors import InvalidRequest, NoCapacity, Status
-from baton.messages.messages import Leg, Outcome, RequestDelta, Submit
+from baton.messages.node import Leg, Outcome, RequestDelta, Submit
 from router.flight.flight_table import AttemptCause
 from router.limits import DispatchLimits
 from router.losses import FLIGHTS_PER_TURN

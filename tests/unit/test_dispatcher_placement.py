@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
-from baton.messages.messages import NodeDescription, Outcome, StageTimings, WatchKVCache
+from baton.messages.node import NodeDescription, Outcome, StageTimings, WatchKVCache
 from router.placement.placer import PlacementSettings, Placer
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

@@ -18,9 +18,9 @@ from baton.errors import (
     InvalidRequest,
     RequestNotFound,
 )
-from baton.ids import AttemptKey
 from baton.messages.generation import Accepted, Chunk, GenerateRequest, ModelCard, SequenceFinished
-from baton.messages.messages import Adopt, Leg, NodeDescription, Outcome
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Adopt, Leg, NodeDescription, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.registry.flights import ENDED_S, LIFETIME_S
 from router.admission.request import ValidRequest

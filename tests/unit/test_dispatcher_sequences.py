@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.ids import AttemptKey
 from baton.messages.generation import SequenceFinished
-from baton.messages.messages import Abort, Leg, Outcome
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, Leg, Outcome
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import Reader, RouterRig, router_rig
 

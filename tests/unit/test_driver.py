@@ -20,7 +20,7 @@ from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
 from baton.messages.kv_cache import AllBlocksCleared
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox

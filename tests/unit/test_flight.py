@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.errors import AttemptsExhausted, ContinuedElsewhere, DeadlineExceeded, TransferCause
 from baton.machine import IllegalEvent, render_mermaid
-from baton.messages.messages import NodeDescription, Outcome, RequestDelta, Submit
+from baton.messages.node import NodeDescription, Outcome, RequestDelta, Submit
 from router.flight.flight import MAX_SPARED, REFILL_TOKENS, UNRELATED_LOSSES, Flight
 from router.flight.flight_table import (
     FLIGHT_TABLE,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
+from baton.messages.ids import AttemptKey
 from baton.messages.sampling import SamplingParams
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
 from router.admission.request import ValidRequest

@@ -31,8 +31,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource
 from kv_transfer.effects import Recorded, Released
 from kv_transfer.link.link_messages import (
     Abandon,

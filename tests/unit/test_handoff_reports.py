@@ -9,8 +9,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.kv_cache.block_pool import NULL_BLOCK
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
-from baton.messages.messages import KVSource
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource
 from baton.messages.node_report import EndedHandoffs, HandoffReport, HandoffSide, OpenHandoff, RefusedLink
 from baton.observe.metrics import Distribution, Figure
 from kv_transfer.figures import failure_figures, lease_figures, read_figures, transfer_figures

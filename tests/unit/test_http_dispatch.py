@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.errors import TransferCause
-from baton.messages.messages import Outcome, RequestDelta
+from baton.messages.node import Outcome, RequestDelta
 from router.front import GenerationHandler
 from router.limits import DispatchLimits
 from tests.support.http_client import AsgiClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 
 
 @pytest.mark.parametrize(

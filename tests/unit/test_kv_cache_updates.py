@@ -11,9 +11,9 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVEventLog, KVSnapshot
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheUpdate, Tier
-from baton.messages.messages import Leg, Submit, WatchKVCache
+from baton.messages.node import Leg, Submit, WatchKVCache
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import StepNews
 from baton.node.port import Port

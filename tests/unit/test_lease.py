@@ -9,8 +9,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine, render_mermaid
+from baton.messages.ids import AttemptKey
 from kv_transfer.link.link_messages import (
     Abandon,
     Closing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint

@@ -18,8 +18,8 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox

@@ -17,7 +17,7 @@ from baton.engine.batch import ModelRunnerOutput, SchedulerOutput
 from baton.engine.connector import BlockFate, ExternalTokens
 from baton.engine.request import Request
 from baton.errors import ConfigError
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.node.reports.figures import engine_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage

@@ -17,7 +17,7 @@ from baton.engine.request import FinishReason, Request
 from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews

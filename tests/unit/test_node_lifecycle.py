@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from baton.machine import IllegalEvent
-from baton.messages.messages import Role
+from baton.messages.node import Role
 from baton.node.lifecycle import NODE_TABLE, NodeEvent, NodeState, node_lifecycle
 from baton.node.stop import NodeStop
 

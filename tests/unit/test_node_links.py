@@ -10,8 +10,8 @@ import pytest
 
 from baton.background import BackgroundWatch, current_watch
 from baton.errors import BackgroundFault, NodeLost, Unreachable
-from baton.ids import AttemptKey
-from baton.messages.messages import HEARTBEAT_S, Abort, NodeDescription, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import HEARTBEAT_S, Abort, NodeDescription, StepReport
 from baton.testing.fake_node import FakeNode, FakeNodes
 from router.node_links import MAX_BROKEN, NodeLinks
 from router.timers import ManualTimers

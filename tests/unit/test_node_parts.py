@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
-from baton.ids import AttemptKey
-from baton.messages.messages import Abort, LoadReport, RouterMessage, StageTimings, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Abort, LoadReport, RouterMessage, StageTimings, StepReport
 from baton.node.attempts.attempt_clock import AttemptClock, TransferFigures
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog

@@ -17,8 +17,8 @@ from baton.engine.batch import SchedulerOutput
 from baton.engine.connector import KVTransferOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.errors import BackgroundFault, BatonError, ConfigError, EngineFault, NodeLost
-from baton.ids import AttemptKey
-from baton.messages.messages import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Adopt, Leg, NodeDescription, Outcome, RequestDelta, Role, Submit
 from baton.messages.node_report import HandoffReport, HandoffSide, OpenHandoff
 from baton.messages.sampling import SamplingParams
 from baton.node.process import RoleMaker, serve_roles

@@ -16,8 +16,8 @@ from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
-from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     HEARTBEAT_S,
     Abort,
     Adopt,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.nodes.timeline import Interval, NodeTimeline, moves_of, stretches
-from baton.ids import AttemptKey
-from baton.messages.messages import StepFigures
+from baton.messages.ids import AttemptKey
+from baton.messages.node import StepFigures
 from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
 KEY, OTHER = AttemptKey("a", 1, 1), AttemptKey("b", 1, 1)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest, NoCapacity
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg, LoadReport, NodeDescription, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, LoadReport, NodeDescription, Submit
 from baton.messages.sampling import SamplingParams
 from router.placement.placement import Candidate, Demand, Placement, choose, disagreement
 from router.placement.view import LOST_SHOWN_S, ClusterView

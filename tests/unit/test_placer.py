@@ -10,9 +10,9 @@ import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.errors import InvalidRequest, NoCapacity, TransferCause
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockStored, KVCacheUpdate
-from baton.messages.messages import (
+from baton.messages.node import (
     LoadReport,
     NodeDescription,
     Outcome,

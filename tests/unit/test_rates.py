@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from baton.messages.messages import StageTimings, StepFigures
+from baton.messages.node import StageTimings, StepFigures
 from router.placement.rates import GUESS, FleetRates, StepLearner, StepRates, TransferLearner
 
 CPU = StepRates(step_ms=3.0, token_ms=0.4, sequence_ms=0.8, context_ms=2e-4)

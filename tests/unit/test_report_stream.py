@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import NodeLost
-from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport, Outcome, RequestDelta, StageTimings, StepReport
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import node_pb2
 from baton.wire.codec.report_stream import ReportReader, ReportWriter

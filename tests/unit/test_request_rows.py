@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.cli.commands.requests import page
-from baton.messages.messages import Leg, Outcome, StageTimings
+from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.request_rows import RequestRow
 from baton.wire.codec.request_rows import row_from_pb, row_to_pb
 from router.operations.request_rows import ended_rows, running_rows

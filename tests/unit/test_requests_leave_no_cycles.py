@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
-from baton.messages.messages import Outcome
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Outcome
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire.http2.call import Call

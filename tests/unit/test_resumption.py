@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
 from baton.messages.generation import Chunk, GenerateEvent, Path, SequenceFinished
-from baton.messages.messages import Outcome, RequestDelta, StageTimings
+from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer

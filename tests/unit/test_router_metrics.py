@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.messages.messages import Outcome
+from baton.messages.node import Outcome
 from baton.observe.metrics import render
 from router.flight.flight_table import AttemptCause
 from router.operations.metrics import figures

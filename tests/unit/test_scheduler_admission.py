@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.request import FinishReason, RequestStatus
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import EngineCoreOutput, SchedulerOutput
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig
 
 CONVERSATIONS = sorted((Path(__file__).parent / "scheduler_conversations").glob("*.txt"))

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Request
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.testing.scripted_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of

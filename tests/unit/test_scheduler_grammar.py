@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.request import FinishReason, RequestStatus
 from baton.errors import InvalidRequest
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 

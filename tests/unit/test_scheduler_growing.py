@@ -12,7 +12,7 @@ from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model

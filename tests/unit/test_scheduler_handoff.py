@@ -7,7 +7,7 @@ import pytest
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of

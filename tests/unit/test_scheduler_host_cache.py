@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.batch import SchedulerOutput
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig, prompt_of
 
 FIRST, SECOND = prompt_of(16, 1), prompt_of(16, 2)

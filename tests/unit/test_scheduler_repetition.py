@@ -11,7 +11,7 @@ from baton.engine.batch import ModelRunnerOutput
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.errors import InvalidRequest
-from baton.messages.messages import Leg, Outcome
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
 from baton.node.reports.reports import outcome_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of

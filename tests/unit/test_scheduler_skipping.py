@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.request import FinishReason, RequestStatus
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 

@@ -16,7 +16,7 @@ from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.testing.fake_connector import FakeLoad
 from baton.testing.fake_grammar import ScriptedMatcher
 from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.batch import ComputedStep, ModelRunnerOutput, SchedulerOutput
 from baton.engine.request import RequestStatus
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.node.reports.reports import load_of, load_report
 from tests.support.engine_rig import EngineRig, prompt_of
 

@@ -15,7 +15,7 @@ from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import FinishReason, Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.model.random_model import write_random_model

@@ -18,7 +18,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
 from baton.messages.kv_cache import BlockStored
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import load_runner

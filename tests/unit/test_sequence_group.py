@@ -10,7 +10,7 @@ from baton.engine.batch import BlockCopy, SchedulerOutput
 from baton.engine.request import FinishReason, RequestStatus
 from baton.engine.sequences.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from tests.support.engine_rig import EngineRig, prompt_of
 
 BLOCK_SIZE = 4

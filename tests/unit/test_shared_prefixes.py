@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import BlockRemoved, BlockStored, KVCacheUpdate
-from baton.messages.messages import (
+from baton.messages.node import (
     LoadReport,
     NodeDescription,
     Outcome,

@@ -14,9 +14,9 @@ from baton.cli.commands.events import row
 from baton.cli.commands.wait import chosen, parse_condition
 from baton.cli.usage import ClientUsageError
 from baton.errors import BatonError, CacheInUse, ConfigError, InvalidRequest, NodeNotFound, Unreachable
-from baton.ids import AttemptKey
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport, NodeDescription, Role
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport, NodeDescription, Role
 from baton.messages.steering import ClusterEvent, DrainProgress
 from baton.node.leftovers import GIVE_UP_AFTER_S
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore

@@ -10,9 +10,9 @@ from contextlib import aclosing
 import pytest
 
 from baton.errors import DuplicateRequest, InvalidRequest, QuotaExceeded, RequestNotFound
-from baton.ids import SCOPED_ID_PATTERN, scoped, unscoped
 from baton.messages.generation import Accepted, GenerateEvent, GenerateRequest, ModelCard
-from baton.messages.messages import Outcome
+from baton.messages.ids import SCOPED_ID_PATTERN, scoped, unscoped
+from baton.messages.node import Outcome
 from baton.security.callers import Caller, current_caller
 from baton.security.matrix import CallerRole
 from router.admission.tenants import MAX_LABELS, OTHERS, Tenants

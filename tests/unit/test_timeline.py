@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.ids import new_request_id
 from baton.messages.generation import GenerateRequest
-from baton.messages.messages import StageTimings
+from baton.messages.ids import new_request_id
+from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
 from baton.wire.codec.timelines import timeline_from_pb, timeline_to_pb
 from router.flight.flight_leg import Measured

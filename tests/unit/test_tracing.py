@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
-from baton.ids import AttemptKey
 from baton.messages.generation import ModelCard
-from baton.messages.messages import Leg, Outcome, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, Outcome, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.node.attempts.attempt_spans import AttemptSpans, Stage, stages

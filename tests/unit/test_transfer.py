@@ -10,9 +10,9 @@ from random import Random
 import pytest
 
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
 from baton.machine import IllegalEvent, Machine
-from baton.messages.messages import KVSource
+from baton.messages.ids import AttemptKey
+from baton.messages.node import KVSource
 from kv_transfer.backends.base import check_ranges
 from kv_transfer.effects import Recorded
 from kv_transfer.link.link_messages import (

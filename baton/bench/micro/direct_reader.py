@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from baton.bench.micro.relay_nodes import RelayNodes, RelayStream
 from baton.errors import BatonError, NodeLost
-from baton.ids import AttemptKey
-from baton.messages.messages import StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import StepReport
 from baton.wire.clients.node_client import NodeClient
 
 

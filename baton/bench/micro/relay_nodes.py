@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     HEARTBEAT_S,
     Abort,
     Leg,

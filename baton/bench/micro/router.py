@@ -31,8 +31,8 @@ from baton.bench.micro.router_process import RouterProcess, router_process
 from baton.bench.results.host import processor
 from baton.bench.results.spread import Spread
 from baton.errors import ConfigError
-from baton.ids import AttemptKey
-from baton.messages.messages import LoadReport, NodeDescription, StepFigures, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import LoadReport, NodeDescription, StepFigures, StepReport
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.text.model_files import read_model_files

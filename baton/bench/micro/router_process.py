@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 from baton.node.reports.reports import node_record
 from baton.observe.ready import Failed, Ready, parse_announcement
 from baton.registry.embedded import READY_WORDS, embedded_redis

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from baton.ids import AttemptKey
-from baton.messages.messages import StepFigures
+from baton.messages.ids import AttemptKey
+from baton.messages.node import StepFigures
 from baton.messages.node_report import NodeTrace, TraceEvent, TraceStep
 
 _MOST_ROWS = 4000

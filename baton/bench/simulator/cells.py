@@ -22,7 +22,7 @@ from baton.bench.simulator.router import FirstTokenParts
 from baton.bench.simulator.simulation import Failure, Simulated, SimulationConfig, duration_s, simulate
 from baton.bench.workloads import Workload, WorkloadRequest
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.messages import Role
+from baton.messages.node import Role
 
 Progress = Callable[[int], None]
 _FIGURES, _FAILED, _PROGRESS = b"r", b"f", b"p"

@@ -16,7 +16,7 @@ from baton.bench.simulator.prompt import TOKEN
 from baton.engine.connector import ArrivedKV, BlockFate, ExternalTokens, KVTransferOutput, LostKV, NullConnector
 from baton.engine.request import Request, RequestStatus
 from baton.errors import TransferCause
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 _ARRIVED = ArrivedKV((TOKEN,))
 _COMPUTED = (RequestStatus.HANDED_OFF, RequestStatus.STOPPED, RequestStatus.LENGTH_CAPPED)

@@ -34,9 +34,9 @@ from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.kv_cache.manager import AllocationAnswer
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
-from baton.messages.messages import (
+from baton.messages.node import (
     Leg,
     LoadReport,
     NodeDescription,

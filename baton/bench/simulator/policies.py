@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from random import Random
 
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from router.admission.request import ValidRequest
 from router.placement.cost_model import Found, NodeCosts, Question, cheapest
 from router.placement.decisions import DecisionLog

@@ -20,7 +20,7 @@ from baton.bench.simulator.policies import Fetch, FetchingPlacer
 from baton.bench.simulator.prompt import SimulatedPrompt
 from baton.bench.workloads import WorkloadRequest
 from baton.errors import BatonError
-from baton.messages.messages import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
+from baton.messages.node import LoadReport, NodeDescription, Role, StageTimings, StepReport, Submit
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord

@@ -22,7 +22,7 @@ from baton.bench.simulator.step_times import FormulaTimes, StepTimes
 from baton.bench.workloads import WorkloadRequest
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import BatonError
-from baton.messages.messages import NodeDescription, Role
+from baton.messages.node import NodeDescription, Role
 from router.limits import DispatchLimits
 from router.placement.placer import ALONE_TOKENS, PlacementSettings
 

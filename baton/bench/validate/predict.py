@@ -23,7 +23,7 @@ from baton.bench.simulator.step_times import FormulaTimes
 from baton.bench.validate.fit import Fitted, StepCost, costs_of, fitted
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.errors import BatonError
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 
 QUIET = 0.08
 """Of all cores, what strangers may take without being measured themselves."""

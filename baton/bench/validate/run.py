@@ -32,7 +32,7 @@ from baton.bench.validate.strangers import ProcStrangers, Strangers
 from baton.bench.workloads.spec import WorkloadSpec
 from baton.clock import Clock
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unreachable
-from baton.messages.messages import NodeDescription
+from baton.messages.node import NodeDescription
 
 _SINGLE_REQUESTS = 4
 """At a time."""

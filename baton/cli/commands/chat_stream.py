@@ -32,8 +32,8 @@ from baton.errors import (
     UnknownModel,
     Unreachable,
 )
-from baton.ids import new_request_id
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, Path
+from baton.messages.ids import new_request_id
 from baton.security.access import Access
 
 _PROGRESS_S = 20.0

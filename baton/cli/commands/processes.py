@@ -17,7 +17,7 @@ from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError
 
 if TYPE_CHECKING:
-    from baton.messages.messages import Role
+    from baton.messages.node import Role
     from baton.node.process import RoleMaker
 
 _EXTRA = (
@@ -68,7 +68,7 @@ def _node(
 
 
 def _role_maker(role: Role) -> RoleMaker:
-    from baton.messages.messages import Role
+    from baton.messages.node import Role
 
     if role is Role.PREFILL:
         from prefill_node import app as prefill_app

@@ -10,7 +10,7 @@ from typing import Any
 from baton.cli.commands.leases import lease_json, oldest_first
 from baton.cli.output import duration, fine_duration
 from baton.messages.cluster import NodeStatus
-from baton.messages.messages import LoadReport, NodeDescription
+from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_report import HandoffReport, NodeReport
 
 Field = tuple[str, str]

@@ -11,7 +11,7 @@ from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS, BeamGroup
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES, SequenceGroup
 from baton.engine.waiting.admission import Admission
 from baton.errors import InvalidRequest
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 
 

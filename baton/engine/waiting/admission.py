@@ -42,7 +42,7 @@ from baton.engine.waiting.request_queue import (
     Turn,
 )
 from baton.errors import TransferCause
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 
 class _Tried(enum.Enum):

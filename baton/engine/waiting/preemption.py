@@ -8,7 +8,7 @@ from baton.engine.request import Request, RequestStatus
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption_cost import PreemptionRates, swap_is_cheaper
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 
 class Preemption:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from baton.engine.request import Request, RequestStatus
-from baton.messages.messages import Leg
+from baton.messages.node import Leg
 
 
 def tokens_to_compute(request: Request) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
-from baton.messages.messages import Outcome, StageTimings
+from baton.messages.node import Outcome, StageTimings
 
 _ENDS_ALL = frozenset({Outcome.ERROR, Outcome.REPETITION, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from baton.ids import AttemptKey
-from baton.messages.messages import Leg, Submit
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Leg, Submit
 from baton.node.attempts.attempt_clock import AttemptClock
 from baton.observe.tracing import Attributes, Tracer
 

@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
-from baton.ids import AttemptKey
 from baton.machine import Machine
-from baton.messages.messages import Outcome, RequestDelta, StageTimings
+from baton.messages.ids import AttemptKey
+from baton.messages.node import Outcome, RequestDelta, StageTimings
 from baton.messages.sampling import TokenLogprobs
 from baton.node.attempts.attempt_clock import AttemptClock
 
@@ -107,7 +107,7 @@ class Attempt:
         takeover: int = 0,
     ) -> None:
         """`owner`: the client index of its router's port; `router`: that router's incarnation; `given`: output tokens
-        that it was submitted with; `takeover`: see `baton.messages.messages.Adopt`.
+        that it was submitted with; `takeover`: see `baton.messages.node.Adopt`.
         """
         self.key = key
         self.owner: int | None = owner

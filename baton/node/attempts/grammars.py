@@ -12,8 +12,8 @@ from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, ConfigError, EngineFault, InvalidRequest
 from baton.fair_executor import FairExecutor
-from baton.ids import tenant_of
-from baton.messages.messages import Leg
+from baton.messages.ids import tenant_of
+from baton.messages.node import Leg
 from baton.text.grammar import JsonGrammars
 from baton.text.schema_sandbox import SchemaSandbox
 

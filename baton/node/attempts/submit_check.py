@@ -10,8 +10,8 @@ import math
 
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES
-from baton.ids import SCOPED_ID_PATTERN
-from baton.messages.messages import Leg, NodeDescription, Role, Submit
+from baton.messages.ids import SCOPED_ID_PATTERN
+from baton.messages.node import Leg, NodeDescription, Role, Submit
 from baton.messages.sampling import SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.node_report import TraceEvent
 
 

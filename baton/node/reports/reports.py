@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.engine.batch import ComputedStep, EngineCoreOutput, SchedulerStats
 from baton.engine.request import FinishReason
 from baton.engine.scheduler import Scheduler
-from baton.messages.messages import LoadReport, NodeDescription, Outcome, StepFigures
+from baton.messages.node import LoadReport, NodeDescription, Outcome, StepFigures
 from baton.registry import NodeRecord
 
 _OUTCOMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import Struct
 
-from baton.messages.messages import StepFigures
+from baton.messages.node import StepFigures
 from baton.messages.node_report import TraceStep
 
 _STEP = Struct("<qdQQQ?")

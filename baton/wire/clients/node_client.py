@@ -9,8 +9,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Cancelled, NobodyListens, NodeLost, Unreachable
-from baton.ids import AttemptKey
-from baton.messages.messages import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import NodeReport, NodeTrace, TraceEvent
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc

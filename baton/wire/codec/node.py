@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton.errors import InvalidRequest, TransferCause
-from baton.ids import AttemptKey
-from baton.messages.messages import (
+from baton.messages.ids import AttemptKey
+from baton.messages.node import (
     Abort,
     Adopt,
     KVSource,

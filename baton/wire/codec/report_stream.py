@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.errors import NodeLost
-from baton.ids import AttemptKey
-from baton.messages.messages import RequestDelta, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import RequestDelta, StepReport
 from baton.v1 import node_pb2 as node
 from baton.wire.codec.node import report_from_pb, report_to_pb
 

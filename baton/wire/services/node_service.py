@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import grpc
 
 from baton.errors import ConfigError, InvalidRequest
-from baton.ids import AttemptKey
-from baton.messages.messages import NodeDescription, Role, RouterMessage, StepReport
+from baton.messages.ids import AttemptKey
+from baton.messages.node import NodeDescription, Role, RouterMessage, StepReport
 from baton.messages.node_report import NodeReport, TraceEvent, TraceStep
 from baton.observe.log_limit import LimitedLog
 from baton.v1 import node_pb2 as node

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import TransferCause
-from baton.ids import AttemptKey
+from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.values import value

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import field
 from typing import Literal, NamedTuple
 
-from baton.engine.kv_cache.prefix_cache_stats import PrefixCacheStats
+from baton.engine.prefix_cache_stats import PrefixCacheStats
 from baton.engine.request import FinishReason
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import TransferCause

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from baton.engine.batch import EngineCoreEventType, EngineCoreOutput, ModelRunnerOutput
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.request import Request, RequestStatus
-from baton.engine.sampling.stopping import check_stop, most_outputs
-from baton.engine.sequences.sequences import take_beam
+from baton.engine.sequence_steps import take_beam
 from baton.engine.step_plan import StepPlan
+from baton.engine.stopping import check_stop, most_outputs
 from baton.engine.waiting.admission import Admission
 from baton.messages.node import Leg
 from baton.messages.sampling import TokenLogprobs

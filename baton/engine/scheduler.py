@@ -50,10 +50,10 @@ from baton.engine.kv_cache.manager import AllocationAnswer, KVCacheManager
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
-from baton.engine.sampling.stopping import most_outputs
 from baton.engine.scheduler_config import SchedulerConfig
-from baton.engine.sequences.sequences import check_sequences, open_group
+from baton.engine.sequence_steps import check_sequences, open_group
 from baton.engine.step_plan import StepPlan
+from baton.engine.stopping import most_outputs
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption import Preemption
 from baton.errors import DuplicateRequest, InvalidRequest

@@ -26,13 +26,13 @@ from typing import NamedTuple
 from baton.engine.batch import EngineCoreEventType, WaitingReason
 from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
-from baton.engine.kv_cache.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.ledger import Ledger, OutputsByClient
+from baton.engine.prefix_cache_stats import PrefixCacheCounts
 from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
-from baton.engine.sampling.stopping import check_stop
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
+from baton.engine.stopping import check_stop
 from baton.engine.waiting.request_queue import (
     NO_TURN,
     FCFSRequestQueue,

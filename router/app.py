@@ -30,7 +30,7 @@ from baton.observe.logs import log_also
 from baton.observe.metrics import render
 from baton.observe.process_figures import process_figures
 from baton.observe.ready import Ready, announce
-from baton.observe.tracing import start_tracing
+from baton.observe.start_tracing import start_tracing
 from baton.registry import Lease, Membership, NodeRecord, require
 from baton.registry.flights import LIFETIME_S, FlightRecords
 from baton.registry.redis_flights import RedisFlightRecords

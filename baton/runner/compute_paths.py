@@ -7,7 +7,7 @@ from baton.runner.backends.cpu import kernels
 from baton.runner.backends.cuda.cuda_operations import CudaOperations
 from baton.runner.backends.kernel_choice import CompiledOperations
 from baton.runner.backends.operations import Operations
-from baton.runner.measuring.profile import TimedOperations
+from baton.runner.backends.timed_operations import TimedOperations
 from baton.runner.model.transformer import Transformer
 
 

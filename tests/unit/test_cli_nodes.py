@@ -14,9 +14,9 @@ from baton.cli.ask_nodes import ask_all, can_be_asked
 from baton.cli.cluster.run_dir import RunDir
 from baton.cli.cluster.state import ClusterState, ProcessState
 from baton.cli.commands.describe import find_node
-from baton.cli.commands.leases import lease_json, lease_row, oldest_first
 from baton.cli.output import fine_duration, print_json, print_yaml
 from baton.cli.views.cluster_view import view_cluster
+from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.node_page import node_json, node_lines
 from baton.errors import DeadlineExceeded, NodeNotFound
 from baton.messages.cluster import NodeStatus

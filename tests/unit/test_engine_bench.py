@@ -15,8 +15,9 @@ from baton.bench.results.spread import Spread
 from baton.errors import BatonError
 from baton.runner import SimulatedSpec, TorchSpec, load
 from baton.runner.backends import reference
+from baton.runner.backends.timed_operations import TimedOperations
 from baton.runner.measuring.limits import UnpaddedOperations
-from baton.runner.measuring.profile import TimedOperations, load_timed
+from baton.runner.measuring.profile import load_timed
 from baton.runner.model.random_model import write_random_model
 from tests.support.tiny_models import TINY_MODELS
 

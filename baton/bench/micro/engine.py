@@ -27,9 +27,10 @@ from baton.runner.model.checkpoint import open_checkpoint
 from baton.text.model_files import read_model_files
 
 if TYPE_CHECKING:
+    from baton.runner.backends.timed_operations import StepSplit
     from baton.runner.measuring.attention_limit import AttentionTimes
     from baton.runner.measuring.limits import Limit, ProductShape
-    from baton.runner.measuring.profile import StepSplit, TimedRunner
+    from baton.runner.measuring.profile import TimedRunner
 
 _BATCHES = (1, 8, 16)
 _ROUNDS = 6

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from baton.cli.ask_nodes import ask_nodes, can_be_asked
-from baton.cli.output import ListFormat, fine_duration, note, print_list
+from baton.cli.output import ListFormat, note, print_list
 from baton.cli.selector import SelectorOption, parse_selector, select
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.views.cluster_view import view_cluster
+from baton.cli.views.lease_rows import lease_json, lease_row, oldest_first
 from baton.cli.views.watching import Listed, WatchOption, watch
 from baton.errors import Unreachable
 from baton.messages.node_report import NodeReport, OpenHandoff
@@ -100,42 +101,3 @@ def listed(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> Listed:
     """For -w: nothing has changed by being older."""
     state, row = replace(handoff, age_s=0.0), lease_row(report, handoff, wide=wide)
     return Listed(_key(report, handoff), state, row, lease_json(report, handoff))
-
-
-def oldest_first(report: NodeReport) -> list[OpenHandoff]:
-    """The node's leases or transfers that are not over."""
-    return sorted(report.handoff.open, key=lambda handoff: -handoff.age_s)
-
-
-def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
-    """As a JSON object."""
-    return {
-        "node": report.description.node_id,
-        "incarnation": report.description.incarnation,
-        "request_id": handoff.attempt.request_id,
-        "attempt": handoff.attempt.attempt,
-        "flight": f"{handoff.attempt.flight:x}",
-        "side": handoff.side.value,
-        "state": handoff.state,
-        "peer": handoff.peer,
-        "peer_incarnation": handoff.peer_incarnation,
-        "num_blocks": handoff.num_blocks,
-        "age_s": handoff.age_s,
-    }
-
-
-def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[str]:
-    """As a line of a table."""
-    attempt = handoff.attempt
-    row = [
-        report.description.node_id,
-        attempt.request_id,
-        str(attempt.attempt),
-        handoff.side.value,
-        handoff.state,
-        handoff.peer or "-",
-        str(handoff.num_blocks),
-        fine_duration(handoff.age_s),
-    ]
-    more = [report.description.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
-    return row + (more if wide else [])

@@ -13,6 +13,7 @@ from baton.cli.ask_routers import ask_all_routers, ask_routers
 from baton.cli.output import Format, ListFormat, fine_duration, note, print_json, print_list, print_yaml, say, size
 from baton.cli.target import OperatorAddressOption, RunDirOption
 from baton.cli.usage import ClientUsageError
+from baton.cli.views.request_rows import OVER, brief_ms
 from baton.cli.views.watching import Listed, WatchOption, watch
 from baton.errors import RequestNotFound
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 _COLUMNS = ["REQUEST", "STATE", "AGE", "PREFILL", "DECODE", "PROMPT", "OUTPUT", "ATTEMPTS", "TTFT"]
 _WIDE = ["ROUTER", "TOTAL", "KV", "DETAIL"]
 _SORTS = ("age", "state", "request", "output", "ttft", "attempts")
-OVER = frozenset({"Finished", "Failed", "Cancelled"})
 
 
 def requests(
@@ -163,8 +163,3 @@ def _cells(row: RequestRow, wide: bool) -> Sequence[str]:
         return cells
     total = "-" if row.total_ms is None else brief_ms(row.total_ms)
     return [*cells, row.router, total, size(row.kv_bytes) if row.kv_bytes else "-", row.detail or "-"]
-
-
-def brief_ms(milliseconds: float) -> str:
-    """`31ms`, `12s`."""
-    return f"{milliseconds:.0f}ms" if milliseconds < 9950 else fine_duration(milliseconds / 1e3)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from baton.cli.commands.leases import lease_json, oldest_first
 from baton.cli.output import duration, fine_duration
+from baton.cli.views.lease_rows import lease_json, oldest_first
 from baton.messages.cluster import NodeStatus
 from baton.messages.node import LoadReport, NodeDescription
 from baton.messages.node_report import HandoffReport, NodeReport

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.cli.commands.requests import OVER, brief_ms
 from baton.cli.output import duration, fine_duration
 from baton.cli.views.cluster_view import ClusterView
+from baton.cli.views.request_rows import OVER, brief_ms
 from baton.cli.views.status_page import bar
 from baton.messages.cluster import NodeStatus
 

@@ -1,0 +1,47 @@
+"""Leases and transfers of a node as rows and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.cli.output import fine_duration
+from baton.messages.node_report import NodeReport, OpenHandoff
+
+
+def oldest_first(report: NodeReport) -> list[OpenHandoff]:
+    """The node's leases or transfers that are not over."""
+    return sorted(report.handoff.open, key=lambda handoff: -handoff.age_s)
+
+
+def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
+    """As a JSON object."""
+    return {
+        "node": report.description.node_id,
+        "incarnation": report.description.incarnation,
+        "request_id": handoff.attempt.request_id,
+        "attempt": handoff.attempt.attempt,
+        "flight": f"{handoff.attempt.flight:x}",
+        "side": handoff.side.value,
+        "state": handoff.state,
+        "peer": handoff.peer,
+        "peer_incarnation": handoff.peer_incarnation,
+        "num_blocks": handoff.num_blocks,
+        "age_s": handoff.age_s,
+    }
+
+
+def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[str]:
+    """As a line of a table."""
+    attempt = handoff.attempt
+    row = [
+        report.description.node_id,
+        attempt.request_id,
+        str(attempt.attempt),
+        handoff.side.value,
+        handoff.state,
+        handoff.peer or "-",
+        str(handoff.num_blocks),
+        fine_duration(handoff.age_s),
+    ]
+    more = [report.description.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
+    return row + (more if wide else [])

@@ -34,7 +34,7 @@ def flash_fake(
         raise RuntimeError("this is not how Baton calls it")
     if (block_table is None) != (seqused_k is None) or (block_table is None) != (cu_seq_k is not None):
         raise RuntimeError("either pages with their lengths, or packed keys with their bounds")
-    # What a kernel does inside is nobody's business: while a graph is recorded (graph_fake.py), others may not ask.
+    # What a kernel does inside is nobody's business: while a graph is recorded (fake_graph.py), others may not ask.
     with torch._C.DisableTorchFunction():
         out = torch.full_like(query, torch.nan)
         starts = cu_seq_q.tolist()

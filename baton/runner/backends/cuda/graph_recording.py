@@ -19,7 +19,7 @@ class Graph(Protocol):
 Record = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
 """Records a computation; the tensor is where every replay puts its result, valid until the recorder's next replay,
 whichever graph's that is. Raises RuntimeError for one that asks the device for anything. `GpuRecorder` and, beside it,
-`graph_fake.FakeRecorder`."""
+`baton.testing.fake_graph.FakeRecorder`."""
 
 
 class GpuRecorder:

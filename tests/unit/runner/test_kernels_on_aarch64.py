@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = sorted((ROOT / "baton/runner/backends/cpu/kernels/csrc").glob("*.c"))
 COMPILER = os.environ.get("AARCH64_CC") or shutil.which("aarch64-linux-gnu-gcc")
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "performance.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "performance.py"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule
 
-from tests.unit.test_scheduler_stateful import EngineMachine, Sketch, sketches_of
+from tests.unit.engine.test_scheduler_stateful import EngineMachine, Sketch, sketches_of
 
 
 class BeamMachine(EngineMachine):

@@ -28,7 +28,7 @@ from baton.cli.cluster.supervisor.plan import plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig, load
 from baton.errors import ConfigError, UsageError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REDIS = ("/usr/bin/redis-server", "--unixsocket", "/run/baton/redis.sock", "--save", "")
 
 

@@ -23,7 +23,7 @@ from baton.clock import SystemClock
 from baton.errors import ExitCode
 
 BOUND_S = 60.0
-CHILD = Path(__file__).parents[1] / "support" / "supervised.py"
+CHILD = Path(__file__).parents[2] / "support" / "supervised.py"
 
 
 class Bench:
@@ -217,7 +217,7 @@ SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.unit.test_supervisor import Bench
+from tests.unit.cli.test_supervisor import Bench
 if sys.argv[3] == "serve":
     from baton.cli.cluster.supervisor import child
     child._LIBC = None
@@ -234,7 +234,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("mode", ["serve", "deaf"])
 def test_processes_die_with_a_supervisor_that_is_killed(tmp_path: Path, mode: str) -> None:
     """By the pipe alone, and by the kernel alone."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     supervisor = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, root, str(tmp_path), mode], stdout=subprocess.PIPE, cwd=root
     )

@@ -9,7 +9,7 @@ from baton.messages.ids import AttemptKey
 from baton.messages.sampling import TokenLogprobs
 from baton.v1 import kv_link_pb2
 from kv_transfer.layout import LayoutFingerprint
-from kv_transfer.link.link import link_codec
+from kv_transfer.link import link_codec
 from kv_transfer.link.link_messages import (
     Abandon,
     Begun,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BANNED = {
     "import pickle": "TID251",
     "from pickle import loads": "TID251",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from baton.cli.cluster.supervisor.restart import CHILD_TABLE, ChildState
+from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
 from baton.machine import render_mermaid
 from baton.node.attempts.attempts import ATTEMPT_TABLE, AttemptState
 from baton.node.lifecycle import NODE_TABLE, NodeState
@@ -17,6 +18,10 @@ from router.placement.breaker import BREAKER_TABLE, BreakerState
 
 PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 DIAGRAMS = {
+    "request": render_mermaid(
+        RequestStatus.WAITING,
+        {(state, event): after for (state, event), after in REQUEST_TABLE.items() if event not in ENDS_OF_ALL},
+    ),
     "flight": render_mermaid(FlightState.PLACING, FLIGHT_TABLE),
     "breaker": render_mermaid(BreakerState.CLOSED, BREAKER_TABLE),
     "attempt": render_mermaid(AttemptState.RUNNING, ATTEMPT_TABLE),

@@ -13,7 +13,7 @@ from baton.engine.kv_cache.block_hash import BlockHasher, CacheKeyFields
 from baton.engine.kv_cache.block_pool import BlockPool
 from baton.engine.kv_cache.host_tier import HostTier
 from baton.engine.kv_cache.manager import KVCacheManager
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.sequences.beam_group import BeamGroup
 from baton.engine.sequences.sequence_group import SequenceGroup, split_sequence_id
@@ -116,7 +116,7 @@ class Ledger:
         `first_index`: of the tokens that this output brings; None when it brings none.
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.status = status
+        request.end(status)
         request.stop_reason = stop_reason
         request.error = error
         self._settle_blocks(request, transferring)
@@ -131,16 +131,25 @@ class Ledger:
             if not self._leave_beams(request, beams):
                 return
             request = beams.root
-            request.status, request.error = status, error
         self.events.record(EngineCoreEventType.FINISHED, request.request_id, request.num_output_tokens)
         if first_index is None:
             first_index = request.num_output_tokens - request.num_unreported
             logprobs = request.last_logprobs
-        self.emit(request, first_index, logprobs, outputs, kv_lost, transfer_cause, embedding)
+        self.emit(
+            request,
+            first_index,
+            logprobs,
+            outputs,
+            status=status,
+            error=error,
+            kv_lost=kv_lost,
+            transfer_cause=transfer_cause,
+            embedding=embedding,
+        )
 
     def park(self, request: Request) -> None:
         """It has computed its beam: it gives up its seat, and it lives on only as somebody's heir."""
-        request.status = RequestStatus.WAITING
+        request.take(RequestEvent.BEAM_COMPUTED)
         del self.requests[request.request_id]
         self.parked[request.request_id] = request
         self._some_left = True
@@ -148,7 +157,7 @@ class Ledger:
     def retire_computed(self, beams: BeamGroup) -> None:
         """Nobody goes on as these: they end without a word. Until `free_parked` their blocks can still be shared."""
         for request in beams.computed:
-            request.status = RequestStatus.STOPPED
+            request.end(RequestStatus.STOPPED)
             self._settle_blocks(request, False, keep=True)
             self._finished_req_ids.add(request.request_id)
         beams.computed = []
@@ -173,9 +182,10 @@ class Ledger:
         del self.beams[root.request_id]
         self.events.record(EngineCoreEventType.FINISHED, root.request_id, len(found))
         if len(found) < beams.num_returned:
-            root.status, root.error = RequestStatus.ERROR, "the model offered too few continuations for a beam search"
-            self.emit(root, 0, (), outputs)
-        for output in found if root.error is None else ():
+            error = "the model offered too few continuations for a beam search"
+            self.emit(root, 0, (), outputs, status=RequestStatus.ERROR, error=error)
+            return
+        for output in found:
             outputs.add(root.client_index, output)
 
     def named(self, request_ids: Iterable[str]) -> list[Request]:
@@ -236,20 +246,23 @@ class Ledger:
         first_index: int,
         logprobs: Sequence[TokenLogprobs],
         outputs: OutputsByClient,
+        *,
+        status: RequestStatus | None = None,
+        error: str | None = None,
         kv_lost: bool = False,
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:
-        """Write an output with the request's tokens from `first_index` on and, when it has ended, why."""
+        """Write an output with the request's tokens from `first_index` on and, with a final `status`, why it ended."""
         new_token_ids = request.output_token_ids[first_index:]
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=new_token_ids,
             first_index=first_index,
             new_logprobs=logprobs[: len(new_token_ids)],
-            finish_reason=request.status.finish_reason,
+            finish_reason=status.finish_reason if status is not None else None,
             stop_reason=request.stop_reason,
-            error=request.error,
+            error=error,
             kv_lost=kv_lost,
             transfer_cause=transfer_cause,
             repeats_itself=request.repeats_itself,

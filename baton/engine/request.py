@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.engine.sampling.repetition import RepetitionDetector
+from baton.machine import IllegalEvent
 from baton.messages.node import KVSource, Leg
 from baton.messages.sampling import SamplingParams
 
@@ -35,14 +36,20 @@ class FinishReason(enum.Enum):
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. Everything from STOPPED on is final."""
+    """Where a request is. Everything from STOPPED on is final. REQUEST_TABLE says what leads where."""
 
     WAITING = enum.auto()
+    """For a seat, a budget or blocks; or, as a computed beam, for what goes on behind it."""
     WAITING_FOR_GRAMMAR = enum.auto()
+    """Its JSON schema is being compiled."""
     WAITING_FOR_REMOTE_KVS = enum.auto()
+    """Blocks for its prompt are reserved, and the connector fills them from another node."""
     RUNNING = enum.auto()
+    """It takes part in steps."""
     PREEMPTED = enum.auto()
+    """It gave way; its KV is computed again."""
     SWAPPED = enum.auto()
+    """It gave way; its KV is in the host tier."""
     STOPPED = enum.auto()
     LENGTH_CAPPED = enum.auto()
     ABORTED = enum.auto()
@@ -75,6 +82,82 @@ _FINISH_REASONS = {
 }
 
 
+class RequestEvent(enum.Enum):
+    """What can happen to a request, and which part of the scheduler says so."""
+
+    GRAMMAR_MISSING = enum.auto()
+    """Admission: it came with a schema that is not compiled yet."""
+    GRAMMAR_COMPILED = enum.auto()
+    """Admission, told by the node."""
+    LOAD_BEGUN = enum.auto()
+    """Admission: a decode leg has its blocks, and the connector was asked to fill them."""
+    LOADED = enum.auto()
+    """Admission, told by the connector: the prompt's KV is here."""
+    LOAD_LOST = enum.auto()
+    """Admission, told by the connector: it does not come, and what is missing is computed here."""
+    SEATED = enum.auto()
+    """Admission: it takes part in the step that is being decided."""
+    PREEMPTED = enum.auto()
+    """Preemption: its blocks were freed."""
+    SWAPPED_OUT = enum.auto()
+    """Preemption: its blocks are copied to the host tier."""
+    SWAP_LOST = enum.auto()
+    """Preemption: the step that was to copy them was lost."""
+    BEAM_COMPUTED = enum.auto()
+    """Ledger: a beam gave up its seat until the search has decided who goes on."""
+    STOPPED = enum.auto()
+    """This and all that follow, ledger: it ends."""
+    LENGTH_CAPPED = enum.auto()
+    ABORTED = enum.auto()
+    IGNORED = enum.auto()
+    ERROR = enum.auto()
+    INVALID = enum.auto()
+    HANDED_OFF = enum.auto()
+
+    __hash__ = object.__hash__
+
+
+def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
+    state, event = RequestStatus, RequestEvent
+    table = {
+        (state.WAITING, event.GRAMMAR_MISSING): state.WAITING_FOR_GRAMMAR,
+        (state.WAITING_FOR_GRAMMAR, event.GRAMMAR_COMPILED): state.WAITING,
+        (state.WAITING, event.LOAD_BEGUN): state.WAITING_FOR_REMOTE_KVS,
+        (state.WAITING_FOR_REMOTE_KVS, event.LOADED): state.WAITING,
+        (state.WAITING_FOR_REMOTE_KVS, event.LOAD_LOST): state.WAITING,
+        # Its sender was lost before it had blocks here.
+        (state.WAITING, event.LOAD_LOST): state.WAITING,
+        (state.WAITING_FOR_GRAMMAR, event.LOAD_LOST): state.WAITING_FOR_GRAMMAR,
+        (state.WAITING, event.SEATED): state.RUNNING,
+        (state.PREEMPTED, event.SEATED): state.RUNNING,
+        (state.SWAPPED, event.SEATED): state.RUNNING,
+        (state.RUNNING, event.PREEMPTED): state.PREEMPTED,
+        (state.RUNNING, event.SWAPPED_OUT): state.SWAPPED,
+        (state.SWAPPED, event.SWAP_LOST): state.PREEMPTED,
+        (state.RUNNING, event.BEAM_COMPUTED): state.WAITING,
+        # The root of a beam search whose KV came from elsewhere: others go on from it.
+        (state.WAITING, event.BEAM_COMPUTED): state.WAITING,
+        (state.RUNNING, event.STOPPED): state.STOPPED,
+        (state.RUNNING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
+        (state.RUNNING, event.HANDED_OFF): state.HANDED_OFF,
+        # By the first token, which arrived with its KV; or as a beam behind which nobody goes on.
+        (state.WAITING, event.STOPPED): state.STOPPED,
+        (state.WAITING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
+        (state.WAITING, event.IGNORED): state.IGNORED,
+        (state.PREEMPTED, event.IGNORED): state.IGNORED,
+    }
+    for live in RequestStatus:
+        if not live.is_finished:
+            table |= {(live, end): state[end.name] for end in ENDS_OF_ALL}
+    return table
+
+
+ENDS_OF_ALL = (RequestEvent.ABORTED, RequestEvent.ERROR, RequestEvent.INVALID)
+"""What may happen to a request wherever it is."""
+
+REQUEST_TABLE = _request_table()
+
+
 class Request:
     """One request inside one engine. Only the scheduler writes to it."""
 
@@ -102,6 +185,7 @@ class Request:
             raise ValueError("an embedding is of a prompt alone")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("exactly the decode leg names a KV source")
+        # As it was submitted. Only a load that is lost changes `leg` and `kv_source`: admission has it computed here.
         self.request_id = request_id
         self.take_prompt(list(prompt_token_ids))
         self.sampling_params = sampling_params
@@ -113,48 +197,75 @@ class Request:
         self.cache_salt = cache_salt
         self.leg = leg
         self.kv_source = kv_source
-
-        self.place = 0
-        """Among those that wait and have equal claims, smaller first; 0: it has none yet (see request_queue.Places)."""
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | None = None
-        self.error: str | None = None
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        """Of the tokens that it came with, those found in the local prefix cache at first admission."""
-        self.num_external_tokens = 0
-        """And those whose KV came from another node."""
-        self.num_preemptions = 0
-        self.output_token_ids = list(output_token_ids)
-        self.num_submitted_tokens = self.num_prompt_tokens + len(self.output_token_ids)
+        self.num_submitted_tokens = self.num_prompt_tokens + len(output_token_ids)
         """Tokens that it came with: its prompt, and what it had generated elsewhere. A prefill leg computes them, a
         decode leg pulls them."""
-        self.num_unreported = 0
-        """Of the output tokens, the last ones that no output has told of: another node drew them."""
-        self.last_logprobs: Sequence[TokenLogprobs] = ()
-        """Of the output tokens that go from one leg to the other, as long as both are on their way."""
-        self.block_hashes: list[bytes] = []
-        """Keys of the request's full blocks so far (prompt and output), in order."""
         self.stop_ids = sampling_params.stop_token_ids
         """Tokens at which it may stop."""
         if not sampling_params.ignore_eos:
             self.stop_ids |= eos_token_ids
+
+        # `take` and `end` alone write the status; the ledger writes why it ended.
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.error: str | None = None
+
+        # Admission and its queues.
+        self.place = 0
+        """Among those that wait and have equal claims, smaller first; 0: it has none yet (see request_queue.Places)."""
+        self.is_known = False
+        """The runner has its tokens."""
+        self.matchers: Sequence[TokenMatcher] = ()
+        """Of a request with a grammar: its own, then those of the sequences to come."""
+        self.num_cached_tokens = 0
+        """Of the tokens that it came with, those found in the local prefix cache at first admission."""
+        self.num_external_tokens = 0
+        """And those whose KV came from another node."""
+
+        # Preemption.
+        self.num_preemptions = 0
+
+        # The KV cache manager.
+        self.block_hashes: list[bytes] = []
+        """Keys of the request's full blocks so far (prompt and output), in order."""
+
+        # Steps: what is planned counts as computed, preemption and a lost load take it back, commit appends tokens. The
+        # first token of a decode leg arrives with its KV, and admission appends it.
+        self.num_computed_tokens = 0
+        self.output_token_ids = list(output_token_ids)
+        self.num_unreported = 0
+        """Of the output tokens, the last ones that no output has told of: another node drew them."""
+        self.last_logprobs: Sequence[TokenLogprobs] = ()
+        """Of the output tokens that go from one leg to the other, as long as both are on their way."""
+        self.attention_at = 0
+        """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
+
+        # Stopping.
         rule = sampling_params.repetition_detection
         self.repetition = RepetitionDetector(rule) if rule is not None else None
         self.repeats_itself = False
         """Its error is that its output does."""
+
+        # Several sequences, and beams.
         self.group: SequenceGroup | None = None
         """The request's sequences when there are several; this is one of them."""
         self.beams: BeamGroup | None = None
         """The beam search that this is a part of."""
         self.parent_id = ""
         """The beam that this one continues beside another; until it runs."""
-        self.is_known = False
-        """The runner has its tokens."""
-        self.matchers: Sequence[TokenMatcher] = ()
-        """Of a request with a grammar: its own, then those of the sequences to come."""
-        self.attention_at = 0
-        """While it decodes: the output length up to which a commit is no more than an append, stop ids aside."""
+
+    def take(self, event: RequestEvent) -> None:
+        """Go where the table says; raises IllegalEvent, and changes nothing, for what can't happen now."""
+        after = REQUEST_TABLE.get((self.status, event))
+        if after is None:
+            raise IllegalEvent(self.request_id, self.status, event, repr(self))
+        self.status = after
+
+    def end(self, status: RequestStatus) -> None:
+        """End with this final status; raises IllegalEvent, and changes nothing, if it can't end so now."""
+        if not status.is_finished:
+            raise ValueError(f"{status.name} is no end")
+        self.take(RequestEvent[status.name])
 
     def take_prompt(self, prompt_token_ids: list[int]) -> None:
         """This is its prompt. Nobody writes to one, so requests may share it."""

@@ -28,7 +28,7 @@ from baton.engine.connector import NO_EXTERNAL_TOKENS, ArrivedKV, ExternalTokens
 from baton.engine.kv_cache.manager import NO_COMPUTED_BLOCKS, AllocationAnswer, ComputedBlocks
 from baton.engine.ledger import Ledger, OutputsByClient
 from baton.engine.prefix_cache_stats import PrefixCacheCounts
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.engine.step_plan import StepPlan
@@ -148,7 +148,7 @@ class Admission:
             return
         if request.sampling_params.has_grammar and not request.matchers:
             request.place = self._places.behind_all()
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            request.take(RequestEvent.GRAMMAR_MISSING)
             self._for_grammar[request.request_id] = request
         else:
             self._queue_of(request).add(request)
@@ -157,7 +157,8 @@ class Admission:
         """A request has what it waited for: it queues where it came, before later ones. One that is over is skipped."""
         request = self._for_grammar.pop(request_id, None)
         if request is not None:
-            request.status, request.matchers = RequestStatus.WAITING, matchers
+            request.take(RequestEvent.GRAMMAR_COMPILED)
+            request.matchers = matchers
             self._queue_of(request).add(request)
 
     def put_back(self, request: Request) -> None:
@@ -225,7 +226,7 @@ class Admission:
     def arrive(self, request: Request, arrived: ArrivedKV, outputs: OutputsByClient) -> None:
         """A request's KV is here: its blocks may be found from now on, and it joins the next step unless it ends."""
         ledger = self._ledger
-        request.status = RequestStatus.WAITING
+        request.take(RequestEvent.LOADED)
         request.num_external_tokens = request.num_submitted_tokens - request.num_computed_tokens
         request.num_computed_tokens = request.num_submitted_tokens
         self.prefix_cache.note_hit("remote", request.num_external_tokens)
@@ -261,10 +262,10 @@ class Admission:
         request.num_external_tokens = max(0, num_here - request.num_computed_tokens)
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_LOST, request.request_id, num_here)
         request.leg, request.kv_source, request.num_computed_tokens = Leg.WHOLE, None, 0
+        request.take(RequestEvent.LOAD_LOST)
         if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
             self._for_grammar[request.request_id] = request
             return
-        request.status = RequestStatus.WAITING
         self._for_seat.prepend(request)
 
     def take_whole_step_wish(self) -> bool:
@@ -498,7 +499,7 @@ class Admission:
             return self._refuse(request, outputs)
         self._note_hits(request, computed)
         self._times_passed.pop(request.request_id, None)
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.take(RequestEvent.LOAD_BEGUN)
         self._ledger.events.record(EngineCoreEventType.REMOTE_KV_REQUESTED, request.request_id, num_external_tokens)
         try:
             self._ledger.connector.update_state_after_alloc(
@@ -525,7 +526,7 @@ class Admission:
     def _seat(self, request: Request) -> None:
         request.is_known = True
         request.parent_id = ""
-        request.status = RequestStatus.RUNNING
+        request.take(RequestEvent.SEATED)
         self._ledger.running.append(request)
         self._ledger.filling.append(request)
         self._times_passed.pop(request.request_id, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.batch import EngineCoreEventType, ModelRunnerOutput, SchedulerOutput
 from baton.engine.ledger import Ledger
-from baton.engine.request import Request, RequestStatus
+from baton.engine.request import Request, RequestEvent, RequestStatus
 from baton.engine.step_plan import StepPlan
 from baton.engine.waiting.admission import Admission
 from baton.engine.waiting.preemption_cost import PreemptionRates, swap_is_cheaper
@@ -46,7 +46,7 @@ class Preemption:
                 if request.status is RequestStatus.SWAPPED:
                     self._admission.take_out((request,))
                     self._ledger.kv_cache_manager.free(request.request_id)
-                    self._wait_anew(request)
+                    self._wait_anew(request, RequestEvent.SWAP_LOST)
         elif self._mode == "auto":
             self._measure(plan, scheduler_output, runner_output)
 
@@ -61,15 +61,15 @@ class Preemption:
         if self._may_swap(request) and manager.swap_out(request):
             self.num_swapped += 1
             plan.swapped_out.append(request)
-            request.status = RequestStatus.SWAPPED
+            request.take(RequestEvent.SWAPPED_OUT)
             self._admission.put_back(request)
         else:
             self.num_recomputed += 1
             manager.free(request.request_id)
-            self._wait_anew(request)
+            self._wait_anew(request, RequestEvent.PREEMPTED)
 
-    def _wait_anew(self, request: Request) -> None:
-        request.status = RequestStatus.PREEMPTED
+    def _wait_anew(self, request: Request, event: RequestEvent) -> None:
+        request.take(event)
         request.num_computed_tokens = 0
         self._admission.put_back(request)
 

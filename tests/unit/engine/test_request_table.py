@@ -1,0 +1,97 @@
+"""A request goes where its table says, and nowhere else."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from baton.engine.request import Request, RequestEvent, RequestStatus
+from baton.machine import IllegalEvent
+from baton.messages.sampling import SamplingParams
+
+S, E = RequestStatus, RequestEvent
+
+ENDS_ANYWHERE = {"ABORTED": S.ABORTED, "ERROR": S.ERROR, "INVALID": S.INVALID}
+EXPECTED: dict[RequestStatus, dict[str, RequestStatus]] = {
+    S.WAITING: {
+        **ENDS_ANYWHERE,
+        "GRAMMAR_MISSING": S.WAITING_FOR_GRAMMAR,
+        "LOAD_BEGUN": S.WAITING_FOR_REMOTE_KVS,
+        "LOAD_LOST": S.WAITING,
+        "SEATED": S.RUNNING,
+        "BEAM_COMPUTED": S.WAITING,
+        "STOPPED": S.STOPPED,
+        "LENGTH_CAPPED": S.LENGTH_CAPPED,
+        "IGNORED": S.IGNORED,
+    },
+    S.WAITING_FOR_GRAMMAR: {**ENDS_ANYWHERE, "GRAMMAR_COMPILED": S.WAITING, "LOAD_LOST": S.WAITING_FOR_GRAMMAR},
+    S.WAITING_FOR_REMOTE_KVS: {**ENDS_ANYWHERE, "LOADED": S.WAITING, "LOAD_LOST": S.WAITING},
+    S.RUNNING: {
+        **ENDS_ANYWHERE,
+        "PREEMPTED": S.PREEMPTED,
+        "SWAPPED_OUT": S.SWAPPED,
+        "BEAM_COMPUTED": S.WAITING,
+        "STOPPED": S.STOPPED,
+        "LENGTH_CAPPED": S.LENGTH_CAPPED,
+        "HANDED_OFF": S.HANDED_OFF,
+    },
+    S.PREEMPTED: {**ENDS_ANYWHERE, "SEATED": S.RUNNING, "IGNORED": S.IGNORED},
+    S.SWAPPED: {**ENDS_ANYWHERE, "SEATED": S.RUNNING, "SWAP_LOST": S.PREEMPTED},
+}
+ROADS = {
+    S.WAITING: [],
+    S.WAITING_FOR_GRAMMAR: [E.GRAMMAR_MISSING],
+    S.WAITING_FOR_REMOTE_KVS: [E.LOAD_BEGUN],
+    S.RUNNING: [E.SEATED],
+    S.PREEMPTED: [E.SEATED, E.PREEMPTED],
+    S.SWAPPED: [E.SEATED, E.SWAPPED_OUT],
+    S.STOPPED: [E.SEATED, E.STOPPED],
+    S.LENGTH_CAPPED: [E.SEATED, E.LENGTH_CAPPED],
+    S.ABORTED: [E.ABORTED],
+    S.IGNORED: [E.IGNORED],
+    S.ERROR: [E.ERROR],
+    S.INVALID: [E.INVALID],
+    S.HANDED_OFF: [E.SEATED, E.HANDED_OFF],
+}
+
+
+def request_in(state: RequestStatus) -> Request:
+    request = Request("r", [1, 2, 3], SamplingParams())
+    for event in ROADS[state]:
+        request.take(event)
+    assert request.status is state
+    return request
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(S, E)), ids=lambda one: one.name)
+def test_every_pair_moves_as_written_here_or_changes_nothing(state: RequestStatus, event: RequestEvent) -> None:
+    request = request_in(state)
+    after = EXPECTED.get(state, {}).get(event.name)
+    if after is None:
+        with pytest.raises(IllegalEvent, match=rf"r: {event.name} is illegal in {state.name}"):
+            request.take(event)
+        assert request.status is state
+    else:
+        request.take(event)
+        assert request.status is after
+
+
+@pytest.mark.parametrize("status", [status for status in S if status.is_finished], ids=lambda status: status.name)
+def test_a_final_status_is_reached_by_the_event_of_its_name_and_never_left(status: RequestStatus) -> None:
+    request = request_in(S.RUNNING if status is not S.IGNORED else S.WAITING)
+    request.end(status)
+    assert request.status is status
+    for another in S:
+        if another.is_finished:
+            with pytest.raises(IllegalEvent):
+                request.end(another)
+    assert request.status is status
+
+
+@pytest.mark.parametrize("status", [status for status in S if not status.is_finished], ids=lambda status: status.name)
+def test_nothing_ends_with_a_status_of_the_living(status: RequestStatus) -> None:
+    request = request_in(S.RUNNING)
+    with pytest.raises(ValueError, match="is no end"):
+        request.end(status)
+    assert request.status is S.RUNNING

@@ -3,6 +3,18 @@
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient
 from baton.client.operator import OperatorClient
+from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, SequenceFinished
 from baton.security.access import Access
 
-__all__ = ["Access", "AsyncGenerationClient", "GenerationClient", "OperatorClient"]
+__all__ = [
+    "Accepted",
+    "Access",
+    "AsyncGenerationClient",
+    "Chunk",
+    "Finished",
+    "GenerateEvent",
+    "GenerateRequest",
+    "GenerationClient",
+    "OperatorClient",
+    "SequenceFinished",
+]

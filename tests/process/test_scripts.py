@@ -151,6 +151,7 @@ def test_what_is_new_on_the_wire_is_no_harm(shell: Shell, copy: Path) -> None:
 
 def failing_project(place: Path) -> Path:
     """Three tests, of which one fails at its first run and one at each."""
+    (place / "pytest.ini").write_text("[pytest]\n")  # else a project around this place would be taken for theirs
     (place / "test_it.py").write_text(
         "from pathlib import Path\n"
         "def test_well(): pass\n"

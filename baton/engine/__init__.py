@@ -1,1 +1,1 @@
-"""The engine: scheduler, block pool, requests. Pure decisions; `runner` is the only part that computes tensors."""
+"""The engine: scheduler, block pool, requests. Pure decisions; `runner` is what it asks of whoever computes tensors."""

@@ -1,1 +1,1 @@
-"""What a process tells about itself: logs, and the one line that says it is ready."""
+"""What a process tells about itself: logs, metrics, spans, its event loop, and the line that says that it is ready."""

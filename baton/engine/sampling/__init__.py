@@ -1,1 +1,1 @@
-"""What the engine decides about tokens that were drawn: stops, repetitions, and what a grammar lets be drawn."""
+"""What may be drawn and what must not go on: grammars, and outputs that repeat themselves."""

@@ -116,7 +116,7 @@ class ModelRunnerOutput:
     invalid: Set[str] = frozenset()
     """Those of `failed` whose own fault it is."""
     embeddings: Mapping[str, bytes] = field(default_factory=dict)
-    """Of requests that embed, once their prompt is done; see `baton.runner.execution.embedding`."""
+    """Embeddings of requests whose prompt is done and that want one; see `baton.runner.execution.embedding`."""
     lost: bool = False
     """The runner broke: nothing of the step is there, its block copies included."""
     copy_seconds: float = 0.0

@@ -39,24 +39,24 @@ class RequestStatus(enum.Enum):
     """Where a request is. Everything from STOPPED on is final. REQUEST_TABLE says what leads where."""
 
     WAITING = enum.auto()
-    """For a seat, a budget or blocks; or, as a computed beam, for what goes on behind it."""
+    """The request waits for a seat, a budget or blocks; a computed beam waits for what continues it."""
     WAITING_FOR_GRAMMAR = enum.auto()
-    """Its JSON schema is being compiled."""
+    """The request's JSON schema is being compiled."""
     WAITING_FOR_REMOTE_KVS = enum.auto()
     """Blocks for its prompt are reserved, and the connector fills them from another node."""
     RUNNING = enum.auto()
-    """It takes part in steps."""
+    """The request takes part in steps."""
     PREEMPTED = enum.auto()
-    """It gave way; its KV is computed again."""
+    """The request gave way to others, and its KV will be computed again."""
     SWAPPED = enum.auto()
-    """It gave way; its KV is in the host tier."""
+    """The request gave way to others, and its KV is in the host tier."""
     STOPPED = enum.auto()
     LENGTH_CAPPED = enum.auto()
     ABORTED = enum.auto()
     IGNORED = enum.auto()
     ERROR = enum.auto()
     INVALID = enum.auto()
-    """What it asks for turned out to be impossible: its own fault, so it would be the same elsewhere."""
+    """What the request asks for turned out to be impossible, on every node: the fault is its own."""
     HANDED_OFF = enum.auto()
 
     __hash__ = object.__hash__
@@ -86,27 +86,27 @@ class RequestEvent(enum.Enum):
     """What can happen to a request, and which part of the scheduler says so."""
 
     GRAMMAR_MISSING = enum.auto()
-    """Admission: it came with a schema that is not compiled yet."""
+    """Reported by admission: the request came with a schema that is not compiled yet."""
     GRAMMAR_COMPILED = enum.auto()
-    """Admission, told by the node."""
+    """Reported by admission, which heard it from the node: the schema is compiled."""
     LOAD_BEGUN = enum.auto()
-    """Admission: a decode leg has its blocks, and the connector was asked to fill them."""
+    """Reported by admission: a decode leg has its blocks, and the connector was asked to fill them."""
     LOADED = enum.auto()
-    """Admission, told by the connector: the prompt's KV is here."""
+    """Reported by admission, which heard it from the connector: the prompt's KV is here."""
     LOAD_LOST = enum.auto()
-    """Admission, told by the connector: it does not come, and what is missing is computed here."""
+    """Reported by admission, which heard it from the connector: KV does not come, and is computed here."""
     SEATED = enum.auto()
-    """Admission: it takes part in the step that is being decided."""
+    """Reported by admission: the request takes part in the step that is being decided."""
     PREEMPTED = enum.auto()
-    """Preemption: its blocks were freed."""
+    """Reported by preemption: the request's blocks were freed."""
     SWAPPED_OUT = enum.auto()
-    """Preemption: its blocks are copied to the host tier."""
+    """Reported by preemption: the request's blocks are copied to the host tier."""
     SWAP_LOST = enum.auto()
-    """Preemption: the step that was to copy them was lost."""
+    """Reported by preemption: the step that was to copy them was lost."""
     BEAM_COMPUTED = enum.auto()
-    """Ledger: a beam gave up its seat until the search has decided who goes on."""
+    """Reported by the ledger: a beam gave up its seat until the search has decided which beams continue."""
     STOPPED = enum.auto()
-    """This and all that follow, ledger: it ends."""
+    """Reported by the ledger, as all that follow: the request ends with the status of that name."""
     LENGTH_CAPPED = enum.auto()
     ABORTED = enum.auto()
     IGNORED = enum.auto()
@@ -125,7 +125,7 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
         (state.WAITING, event.LOAD_BEGUN): state.WAITING_FOR_REMOTE_KVS,
         (state.WAITING_FOR_REMOTE_KVS, event.LOADED): state.WAITING,
         (state.WAITING_FOR_REMOTE_KVS, event.LOAD_LOST): state.WAITING,
-        # Its sender was lost before it had blocks here.
+        # The sender was lost before the request had blocks here.
         (state.WAITING, event.LOAD_LOST): state.WAITING,
         (state.WAITING_FOR_GRAMMAR, event.LOAD_LOST): state.WAITING_FOR_GRAMMAR,
         (state.WAITING, event.SEATED): state.RUNNING,
@@ -140,7 +140,7 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
         (state.RUNNING, event.STOPPED): state.STOPPED,
         (state.RUNNING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
         (state.RUNNING, event.HANDED_OFF): state.HANDED_OFF,
-        # By the first token, which arrived with its KV; or as a beam behind which nobody goes on.
+        # The first token, which arrived with the KV, ends the request; or nothing continues a beam.
         (state.WAITING, event.STOPPED): state.STOPPED,
         (state.WAITING, event.LENGTH_CAPPED): state.LENGTH_CAPPED,
         (state.WAITING, event.IGNORED): state.IGNORED,
@@ -153,7 +153,7 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
 
 
 ENDS_OF_ALL = (RequestEvent.ABORTED, RequestEvent.ERROR, RequestEvent.INVALID)
-"""What may happen to a request wherever it is."""
+"""Events that every live status accepts."""
 
 REQUEST_TABLE = _request_table()
 
@@ -185,7 +185,7 @@ class Request:
             raise ValueError("an embedding is of a prompt alone")
         if (leg is Leg.DECODE) != (kv_source is not None):
             raise ValueError("exactly the decode leg names a KV source")
-        # As it was submitted. Only a load that is lost changes `leg` and `kv_source`: admission has it computed here.
+        # What was submitted. Admission changes `leg` and `kv_source` alone, when a load is lost and is computed here.
         self.request_id = request_id
         self.take_prompt(list(prompt_token_ids))
         self.sampling_params = sampling_params
@@ -216,7 +216,7 @@ class Request:
         self.is_known = False
         """The runner has its tokens."""
         self.matchers: Sequence[TokenMatcher] = ()
-        """Of a request with a grammar: its own, then those of the sequences to come."""
+        """A request with a grammar has a matcher of its own, followed by those of the sequences to come."""
         self.num_cached_tokens = 0
         """Of the tokens that it came with, those found in the local prefix cache at first admission."""
         self.num_external_tokens = 0
@@ -255,16 +255,23 @@ class Request:
         """The beam that this one continues beside another; until it runs."""
 
     def take(self, event: RequestEvent) -> None:
-        """Go where the table says; raises IllegalEvent, and changes nothing, for what can't happen now."""
+        """Change the status as REQUEST_TABLE says.
+
+        Raises IllegalEvent, and changes nothing, for an event that the present status does not accept.
+        """
         after = REQUEST_TABLE.get((self.status, event))
         if after is None:
             raise IllegalEvent(self.request_id, self.status, event, repr(self))
         self.status = after
 
     def end(self, status: RequestStatus) -> None:
-        """End with this final status; raises IllegalEvent, and changes nothing, if it can't end so now."""
+        """End with a final status.
+
+        Raises ValueError for a status that is not final, and IllegalEvent if the request can't end so from its present
+        status; neither changes anything.
+        """
         if not status.is_finished:
-            raise ValueError(f"{status.name} is no end")
+            raise ValueError(f"{self.request_id} can't end with {status.name}: use a final status, from STOPPED on")
         self.take(RequestEvent[status.name])
 
     def take_prompt(self, prompt_token_ids: list[int]) -> None:

@@ -42,7 +42,7 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    """Whose it is, by the key that was shown; nothing that a client can say."""
+    """The owner of the request, by the key that was shown; a client can't say it."""
     ttft_slo_ms: float | None = None
     """The longest that the first token may take, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
@@ -115,7 +115,7 @@ class Finished:
     stop_reason: int | str | None
     prompt_tokens: int
     completion_tokens: int
-    """Of all sequences."""
+    """The tokens of all sequences together."""
     cached_tokens: int
     queue_ms: float
     prefill_ms: float
@@ -125,7 +125,7 @@ class Finished:
     kv_bytes: int
     path: Path
     embedding: bytes = b""
-    """Of a request that embeds: a vector of length 1, float32, little-endian."""
+    """The embedding, where one was asked for: a vector of length 1, float32, little-endian."""
 
 
 GenerateEvent = Accepted | Chunk | SequenceFinished | Finished

@@ -15,9 +15,9 @@ class BlockStored(NamedTuple):
 
     block_hashes: Sequence[bytes]
     parent_block_hash: bytes | None = None
-    """Of the block before the first; None when it begins a prompt, and in the host tier."""
+    """The key of the block before the first; None when that begins a prompt, and in the host tier."""
     token_ids: Sequence[int] = ()
-    """Of all these blocks; empty in the host tier, which only knows keys, and where no reader wants them."""
+    """The tokens of all these blocks; empty in the host tier, which only knows keys, and where no reader wants them."""
     group: int = 0
     """The group of layers whose KV it is."""
     tier: Tier = "device"

@@ -203,7 +203,7 @@ class RequestDelta:
     transfer_cause: TransferCause | None = None
     """With an outcome for which KV did not come: why."""
     embedding: bytes = b""
-    """Of an embedding leg that ended well: float32, little-endian."""
+    """The embedding, with the outcome of an embedding leg that ended well: float32, little-endian."""
     takeover: int = 0
     """With MOVED: the number of the router that owns the attempt; 0: it has none."""
 
@@ -222,7 +222,7 @@ class LoadReport:
     quarantined_blocks: int = 0
     draining: bool = False
     uncomputed_tokens: int = 0
-    """Of prompts that wait or are being computed."""
+    """Tokens of prompts that wait or are being computed."""
     context_tokens: int = 0
     """What running sequences have in the cache."""
 

@@ -31,14 +31,14 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     n: int = 1
-    """Sequences to generate from the prompt, each with a seed of its own (see sequence_group.py); of a beam search, the
-    best ones."""
+    """Sequences to generate from the prompt, each with a seed of its own
+    (`baton/engine/sequences/sequence_group.py`); of a beam search, the best ones."""
     beam_width: int = 0
-    """Beams of a beam search (see beam_search.py), which draws nothing; 0: none."""
+    """Beams of a beam search (see `baton/engine/sequences/beam_search.py`), which draws nothing; 0: none."""
     length_penalty: float = 1.0
     early_stopping: bool = False
     json_schema: str = ""
-    """What the output must fit, as text (see grammar.py); empty: anything."""
+    """What the output must fit, as text (see `baton/engine/sampling/grammar.py`); empty: anything."""
     repetition_detection: RepetitionDetection | None = None
     """An output that repeats itself so ends with an error; None: it may."""
 

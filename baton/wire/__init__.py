@@ -1,1 +1,1 @@
-"""The wire: Protocol Buffers and gRPC stay in here; everybody else speaks the dataclasses of `messages`."""
+"""The wire: Protocol Buffers and gRPC stay in here; everybody else speaks the dataclasses of `baton.messages`."""

@@ -9,12 +9,12 @@ from baton.messages.node_report import NodeReport, OpenHandoff
 
 
 def oldest_first(report: NodeReport) -> list[OpenHandoff]:
-    """The node's leases or transfers that are not over."""
+    """Returns the node's leases or transfers that are not over, oldest first."""
     return sorted(report.handoff.open, key=lambda handoff: -handoff.age_s)
 
 
 def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
-    """As a JSON object."""
+    """Returns a lease or transfer as a JSON object."""
     return {
         "node": report.description.node_id,
         "incarnation": report.description.incarnation,
@@ -31,7 +31,7 @@ def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
 
 
 def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[str]:
-    """As a line of a table."""
+    """Returns a lease or transfer as a line of a table; `wide`: with the columns of `-o wide`."""
     attempt = handoff.attempt
     row = [
         report.description.node_id,

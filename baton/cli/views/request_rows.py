@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from baton.cli.output import fine_duration
-
-if TYPE_CHECKING:
-    pass
-
 
 OVER = frozenset({"Finished", "Failed", "Cancelled"})
 

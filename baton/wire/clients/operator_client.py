@@ -14,10 +14,7 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire import status
-from baton.wire.codec.explanations import decision_from_pb
-from baton.wire.codec.request_rows import row_from_pb
-from baton.wire.codec.steering import event_from_pb, progress_from_pb
-from baton.wire.codec.timelines import timeline_from_pb
+from baton.wire.codec.operator import decision_from_pb, event_from_pb, progress_from_pb, row_from_pb, timeline_from_pb
 from baton.wire.credentials import PLAIN, Dialer
 from baton.wire.services.operator_service import status_from_pb
 

@@ -14,10 +14,7 @@ from baton.messages.request_rows import RequestRow
 from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
-from baton.wire.codec.explanations import decision_to_pb
-from baton.wire.codec.request_rows import row_to_pb
-from baton.wire.codec.steering import event_to_pb, progress_to_pb
-from baton.wire.codec.timelines import timeline_to_pb
+from baton.wire.codec.operator import decision_to_pb, event_to_pb, progress_to_pb, row_to_pb, timeline_to_pb
 
 SERVICE_NAME = "baton.v1.Operator"
 

@@ -23,7 +23,7 @@ from baton.messages.node import (
 )
 from baton.messages.sampling import SamplingParams
 from baton.observe.metrics import Distribution, Figure
-from baton.wire.codec.explanations import decision_from_pb, decision_to_pb
+from baton.wire.codec.operator import decision_from_pb, decision_to_pb
 from router.admission.request import ValidRequest
 from router.operations.explained import explained
 from router.placement.placer import Choice, PlacementSettings, Placer, Policy

@@ -9,7 +9,7 @@ import pytest
 from baton.cli.commands.requests import page
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.request_rows import RequestRow
-from baton.wire.codec.request_rows import row_from_pb, row_to_pb
+from baton.wire.codec.operator import row_from_pb, row_to_pb
 from router.operations.request_rows import ended_rows, running_rows
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig

@@ -15,7 +15,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.ids import new_request_id
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
-from baton.wire.codec.timelines import timeline_from_pb, timeline_to_pb
+from baton.wire.codec.operator import timeline_from_pb, timeline_to_pb
 from router.flight.flight_leg import Measured
 from router.flight.timeline import Moments, TimelineLog, Traced, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster

@@ -1,0 +1,53 @@
+"""What a router tells operators: the fields of dataclass and protobuf message are the same, and absent is None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+
+from baton.messages.explanations import PlacementDecision, PlacementOutcome, PlacementWay
+from baton.messages.request_rows import RequestRow
+from baton.messages.steering import ClusterEvent, DrainProgress
+from baton.messages.timelines import Timeline, TimelineStage
+from baton.v1 import operator_pb2 as pb
+from baton.wire.codec import operator
+
+PAIRS: list[tuple[type[Any], type[Message]]] = [
+    (PlacementDecision, pb.PlacementDecision),
+    (PlacementOutcome, pb.PlacementOutcome),
+    (PlacementWay, pb.PlacementWay),
+    (RequestRow, pb.RequestRow),
+    (DrainProgress, pb.DrainNodeResponse),
+    (ClusterEvent, pb.ClusterEvent),
+    (Timeline, pb.Timeline),
+    (TimelineStage, pb.TimelineStage),
+]
+ROW = operator.row_from_pb(pb.RequestRow(request_id="r", state="Running"))
+TIMELINE = operator.timeline_from_pb(pb.Timeline(request_id="r"))
+
+
+@pytest.mark.parametrize(("plain", "message"), PAIRS, ids=lambda kind: kind.__name__)
+def test_a_field_is_in_both_or_in_neither(plain: type[Any], message: type[Message]) -> None:
+    assert {field.name for field in fields(plain)} == set(message.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("told", "again"),
+    [
+        (ROW, lambda row: operator.row_from_pb(operator.row_to_pb(row))),
+        (replace(ROW, ttft_ms=0.0, total_ms=0.0), lambda row: operator.row_from_pb(operator.row_to_pb(row))),
+        (TIMELINE, lambda timeline: operator.timeline_from_pb(operator.timeline_to_pb(timeline))),
+        (replace(TIMELINE, ttft_ns=0), lambda timeline: operator.timeline_from_pb(operator.timeline_to_pb(timeline))),
+    ],
+    ids=["row without times", "row with times of zero", "timeline without a token", "timeline with its token at once"],
+)
+def test_absent_is_none_and_zero_is_zero(told: Any, again: Callable[[Any], Any]) -> None:
+    assert again(told) == told
+
+
+def test_what_is_absent_is_none() -> None:
+    assert (ROW.ttft_ms, ROW.total_ms, TIMELINE.ttft_ns) == (None, None, None)

@@ -8,9 +8,9 @@ from dataclasses import field
 from typing import Literal, NamedTuple
 
 from baton.engine.prefix_cache_stats import PrefixCacheStats
-from baton.engine.request import FinishReason
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import TransferCause
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from baton.values import value
 
@@ -157,19 +157,16 @@ class EngineCoreOutput(NamedTuple):
     first_index: int
     """Output index of `new_token_ids[0]`."""
     new_logprobs: Sequence[TokenLogprobs] = ()
-    finish_reason: FinishReason | None = None
+    outcome: Outcome | None = None
+    """How the request ended; None while it goes on."""
     stop_reason: int | None = None
     error: str | None = None
-    kv_lost: bool = False
-    """The error is that the prompt's KV did not arrive: another attempt may succeed."""
     transfer_cause: TransferCause | None = None
-    """Why it did not, also where no other attempt is wanted."""
+    """Why the prompt's KV did not arrive, also where no other attempt is wanted."""
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     embedding: bytes = b""
-    """Float32, little-endian; of a request that embeds, with its end."""
-    repeats_itself: bool = False
-    """The error is that the output does: it would be the same elsewhere."""
+    """The embedding, float32 and little-endian, with the end of a request that asks for one."""
 
 
 WaitingReason = Literal["capacity", "deferred", "grammar", "remote_kv", "arrived", "preempted", "swapped"]

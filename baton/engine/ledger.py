@@ -104,7 +104,6 @@ class Ledger:
         *,
         stop_reason: int | None = None,
         error: str | None = None,
-        kv_lost: bool = False,
         transfer_cause: TransferCause | None = None,
         first_index: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
@@ -112,7 +111,7 @@ class Ledger:
     ) -> None:
         """Settle the request's blocks and write its last output. The caller takes it out of its queue.
 
-        `kv_lost`: the prompt's KV did not arrive, and another attempt is wanted; `transfer_cause`: why it did not.
+        `transfer_cause`: why the prompt's KV did not arrive, where that is the reason.
         `first_index`: of the tokens that this output brings; None when it brings none.
         """
         transferring = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -142,7 +141,6 @@ class Ledger:
             outputs,
             status=status,
             error=error,
-            kv_lost=kv_lost,
             transfer_cause=transfer_cause,
             embedding=embedding,
         )
@@ -211,8 +209,8 @@ class Ledger:
         """Its connector raised: the request fails, the engine does not."""
         self.num_connector_errors += 1
         error, lost = f"the KV connector failed: {exc!r}", request.leg is Leg.DECODE
-        cause = TransferCause.REFUSED if lost else None
-        self.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=lost, transfer_cause=cause)
+        status, cause = (RequestStatus.KV_LOST, TransferCause.REFUSED) if lost else (RequestStatus.ERROR, None)
+        self.end(request, status, outputs, error=error, transfer_cause=cause)
 
     def most_tokens(self, request: Request) -> int:
         """How long it may become, prompt and output."""
@@ -249,7 +247,6 @@ class Ledger:
         *,
         status: RequestStatus | None = None,
         error: str | None = None,
-        kv_lost: bool = False,
         transfer_cause: TransferCause | None = None,
         embedding: bytes = b"",
     ) -> None:
@@ -260,12 +257,10 @@ class Ledger:
             new_token_ids=new_token_ids,
             first_index=first_index,
             new_logprobs=logprobs[: len(new_token_ids)],
-            finish_reason=status.finish_reason if status is not None else None,
+            outcome=status.outcome if status is not None else None,
             stop_reason=request.stop_reason,
             error=error,
-            kv_lost=kv_lost,
             transfer_cause=transfer_cause,
-            repeats_itself=request.repeats_itself,
             num_cached_tokens=min(request.num_cached_tokens, request.num_prompt_tokens),
             num_external_tokens=request.num_external_tokens,
             embedding=embedding,
@@ -311,7 +306,7 @@ class Ledger:
         group.members.remove(request)
         if not group.members:
             del self.groups[group.request_id]
-        elif request.status in (RequestStatus.ERROR, RequestStatus.INVALID, RequestStatus.IGNORED):
+        elif request.status.outcome is not None and not request.status.outcome.ends_one_sequence:
             self.broken_groups.append((group, request))
 
     def _settle_blocks(self, request: Request, transferring: bool, *, keep: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.machine import IllegalEvent
-from baton.messages.node import KVSource, Leg
+from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,24 +19,11 @@ if TYPE_CHECKING:
     from baton.messages.sampling import TokenLogprobs
 
 
-class FinishReason(enum.Enum):
-    """Why a request ended; the value is what clients see."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    IGNORED = "ignored"
-    ERROR = "error"
-    INVALID = "invalid"
-    """It can't be done as it was asked for, here or elsewhere; never seen by a client."""
-    HANDED_OFF = "handed_off"
-    """The prefill leg is done and the decode leg goes on; never seen by a client."""
-
-    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
-
-
 class RequestStatus(enum.Enum):
-    """Where a request is. Everything from STOPPED on is final. REQUEST_TABLE says what leads where."""
+    """Where a request is. Each status from STOPPED on is final and has an outcome, which says what it means.
+
+    REQUEST_TABLE says which status follows which.
+    """
 
     WAITING = enum.auto()
     """The request waits for a seat, a budget or blocks; a computed beam waits for what continues it."""
@@ -56,29 +43,32 @@ class RequestStatus(enum.Enum):
     IGNORED = enum.auto()
     ERROR = enum.auto()
     INVALID = enum.auto()
-    """What the request asks for turned out to be impossible, on every node: the fault is its own."""
+    KV_LOST = enum.auto()
+    REPETITION = enum.auto()
     HANDED_OFF = enum.auto()
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # by identity: Enum's own is a call into Python, in every lookup
 
     @property
     def is_finished(self) -> bool:
-        return self in _FINISH_REASONS
+        return self in _OUTCOMES
 
     @property
-    def finish_reason(self) -> FinishReason | None:
-        """The reason clients see, or None while the request lives."""
-        return _FINISH_REASONS.get(self)
+    def outcome(self) -> Outcome | None:
+        """How a request with this status ended; None while it lives."""
+        return _OUTCOMES.get(self)
 
 
-_FINISH_REASONS = {
-    RequestStatus.STOPPED: FinishReason.STOP,
-    RequestStatus.LENGTH_CAPPED: FinishReason.LENGTH,
-    RequestStatus.ABORTED: FinishReason.ABORT,
-    RequestStatus.IGNORED: FinishReason.IGNORED,
-    RequestStatus.ERROR: FinishReason.ERROR,
-    RequestStatus.INVALID: FinishReason.INVALID,
-    RequestStatus.HANDED_OFF: FinishReason.HANDED_OFF,
+_OUTCOMES = {
+    RequestStatus.STOPPED: Outcome.STOP,
+    RequestStatus.LENGTH_CAPPED: Outcome.LENGTH,
+    RequestStatus.ABORTED: Outcome.ABORTED,
+    RequestStatus.IGNORED: Outcome.IGNORED,
+    RequestStatus.ERROR: Outcome.ERROR,
+    RequestStatus.INVALID: Outcome.INVALID,
+    RequestStatus.KV_LOST: Outcome.KV_LOST,
+    RequestStatus.REPETITION: Outcome.REPETITION,
+    RequestStatus.HANDED_OFF: Outcome.HANDED_OFF,
 }
 
 
@@ -112,6 +102,8 @@ class RequestEvent(enum.Enum):
     IGNORED = enum.auto()
     ERROR = enum.auto()
     INVALID = enum.auto()
+    KV_LOST = enum.auto()
+    REPETITION = enum.auto()
     HANDED_OFF = enum.auto()
 
     __hash__ = object.__hash__
@@ -152,7 +144,13 @@ def _request_table() -> dict[tuple[RequestStatus, RequestEvent], RequestStatus]:
     return table
 
 
-ENDS_OF_ALL = (RequestEvent.ABORTED, RequestEvent.ERROR, RequestEvent.INVALID)
+ENDS_OF_ALL = (
+    RequestEvent.ABORTED,
+    RequestEvent.ERROR,
+    RequestEvent.INVALID,
+    RequestEvent.KV_LOST,
+    RequestEvent.REPETITION,
+)
 """Events that every live status accepts."""
 
 REQUEST_TABLE = _request_table()
@@ -243,8 +241,6 @@ class Request:
         # Stopping.
         rule = sampling_params.repetition_detection
         self.repetition = RepetitionDetector(rule) if rule is not None else None
-        self.repeats_itself = False
-        """Its error is that its output does."""
 
         # Several sequences, and beams.
         self.group: SequenceGroup | None = None

@@ -282,13 +282,9 @@ class Scheduler:
         while self._ledger.broken_groups:
             group, first = self._ledger.broken_groups.pop()
             status, error = RequestStatus.ERROR, "another sequence of the request failed"
-            if first.status is RequestStatus.INVALID:
+            if first.status in (RequestStatus.INVALID, RequestStatus.REPETITION):
                 # Not the node's fault in any of them: a router that read ERROR would hold it against the node.
                 status, error = first.status, first.error or error
-            elif first.repeats_itself:
-                error = first.error or error
-                for member in group.members:
-                    member.repeats_itself = True
             self._finish(list(group.members), status, error, outputs)
 
     # --- deciding a step ---
@@ -468,14 +464,8 @@ class Scheduler:
                 self._admission.compute_here(request, lost.num_valid_blocks)
             else:
                 reroutes = self.config.on_transfer_failure == "reroute"
-                self._ledger.end(
-                    request,
-                    RequestStatus.ERROR,
-                    outputs,
-                    error=lost.story,
-                    kv_lost=reroutes,
-                    transfer_cause=lost.cause,
-                )
+                status = RequestStatus.KV_LOST if reroutes else RequestStatus.ERROR
+                self._ledger.end(request, status, outputs, error=lost.story, transfer_cause=lost.cause)
         for request_id in transfers.released:
             self.num_unknown_transfers += not self.kv_cache_manager.release(request_id)
         self._finish_broken_groups(outputs)

@@ -48,7 +48,8 @@ def check_stop(request: Request, max_model_len: int) -> Stop | None:
 
 def _at_repetition(request: Request, pattern_size: int) -> Stop:
     rule = request.sampling_params.repetition_detection
-    request.repeats_itself = True
     times = rule.min_count if rule is not None else 0
     size = f"{pattern_size} tokens" if pattern_size > 1 else "token"
-    return Stop(RequestStatus.ERROR, error=f"the output repeats itself: its last {size} came {times} times in a row")
+    return Stop(
+        RequestStatus.REPETITION, error=f"the output repeats itself: its last {size} came {times} times in a row"
+    )

@@ -147,26 +147,49 @@ RouterMessage = Submit | Abort | WatchKVCache | Adopt
 
 
 class Outcome(enum.Enum):
-    """How an attempt ended on a node."""
+    """How a request, or one of its sequences, ended on a node.
+
+    This is the one list of ends: the engine's final statuses name theirs (`RequestStatus.outcome`), the node protocol
+    carries it under the same names, and the router makes of it another attempt, an error, or the end of a stream. Only
+    the two of FINISH_REASONS reach clients, as the value that the OpenAI API calls `finish_reason`.
+    """
 
     STOP = "stop"
+    """The output ended with a stop token; an embedding is complete."""
     LENGTH = "length"
+    """The output has as many tokens as the request or the model permits."""
     HANDED_OFF = "handed_off"
+    """The prefill leg is done, and the decode leg continues it."""
     ABORTED = "aborted"
+    """A router or the node gave the request up."""
     IGNORED = "ignored"
+    """The prompt does not fit into the node's KV cache."""
     ERROR = "error"
+    """The node failed; the request is not to blame."""
     KV_LOST = "kv_lost"
+    """The prompt's KV did not arrive from the other node. Another attempt may succeed."""
     REFUSED = "refused"
+    """The node takes no requests at present."""
     MOVED = "moved"
-    """Another router has adopted it."""
+    """Another router has adopted the attempt."""
     UNKNOWN = "unknown"
-    """There is nothing of it here to adopt."""
+    """The node has nothing of the attempt that a router wanted to adopt."""
     INVALID = "invalid"
-    """What it asks for can't be done, here or elsewhere: its error is the field's name, a colon and why."""
+    """No node can do what the request asks for. The error is the field's name, a colon, and the reason."""
     REPETITION = "repetition"
-    """Its output repeats itself, and the request asked for an error then. It would elsewhere, too."""
+    """The output repeats itself, and the request asked for an error in that case. Another node would repeat it too."""
 
     __hash__ = object.__hash__
+
+    @property
+    def ends_one_sequence(self) -> bool:
+        """Whether the other sequences of the same request run on. Every other outcome is the end of all of them."""
+        return self in _ENDS_ONE_SEQUENCE
+
+
+FINISH_REASONS = frozenset({Outcome.STOP, Outcome.LENGTH})
+"""Outcomes with which a sequence is complete. Their values are what clients read as `finish_reason`."""
+_ENDS_ONE_SEQUENCE = FINISH_REASONS | {Outcome.ABORTED}
 
 
 @value(frozen=True, slots=True)

@@ -23,9 +23,10 @@ from baton.engine.batch import (
 from baton.engine.connector import KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, CacheInUse, InvalidRequest
+from baton.messages.node import Outcome
 from baton.node.attempts.grammars import NO_GRAMMARS, GrammarCompiler
 
 
@@ -249,7 +250,7 @@ class EngineDriver:
 
 
 def _refused(request: Request, error: BatonError) -> EngineCoreOutput:
-    return EngineCoreOutput(request.request_id, (), 0, finish_reason=FinishReason.ERROR, error=str(error))
+    return EngineCoreOutput(request.request_id, (), 0, outcome=Outcome.ERROR, error=str(error))
 
 
 def _merge(parts: Sequence[Mapping[int, EngineCoreOutputs]]) -> Mapping[int, EngineCoreOutputs]:

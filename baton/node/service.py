@@ -53,7 +53,7 @@ from baton.node.leftovers import GIVE_UP_AFTER_S, describe_left, only_reads_left
 from baton.node.port import Port
 from baton.node.reports.event_log import EventLog
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.reports import load_report, outcome_of, step_figures
+from baton.node.reports.reports import load_report, step_figures
 from baton.node.reports.step_log import StepLog
 from baton.node.role import NodeRole
 from baton.observe.logs import of_attempt
@@ -516,7 +516,7 @@ class NodeService:
         if attempt is None:
             request_id, sequence_index = split_sequence_id(request_id)
             attempt = self._attempts.get(request_id)
-        outcome = outcome_of(output)
+        outcome = output.outcome
         if attempt is None:
             # It was aborted a moment ago: whoever began it hears of its end, unless it was not theirs any more.
             key = AttemptKey.parse(request_id)

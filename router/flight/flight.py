@@ -48,6 +48,7 @@ from baton.messages.generation import Path
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
     ENDED_WELL,
+    FINISH_REASONS,
     Abort,
     Adopt,
     Leg,
@@ -99,7 +100,6 @@ thousands."""
 UNRELATED_LOSSES = 3
 """Lost nodes that a flight never used and that prove that the flight is not the cause: more than the two nodes that
 one other request of the same kind may have broken."""
-_ENDS_WELL = frozenset({Outcome.STOP, Outcome.LENGTH})
 
 
 class Flight:
@@ -337,7 +337,7 @@ class Flight:
         leg.taken = True
         if delta.timings is not None:
             leg.timings = delta.timings
-        if self.request.embeds and (delta.token_ids or (delta.outcome in _ENDS_WELL and not delta.embedding)):
+        if self.request.embeds and (delta.token_ids or (delta.outcome in FINISH_REASONS and not delta.embedding)):
             return self._give_up(EngineFault(f"node {leg.node.node_id} did not embed what it was to embed"))
         self._embedding = delta.embedding
         if delta.sequence_index >= len(self._sequences):

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from baton.messages.node import Leg, NodeDescription, Outcome, StageTimings
 
-_OF_ONE_SEQUENCE = frozenset({Outcome.STOP, Outcome.LENGTH, Outcome.ABORTED})
-
 
 class Measured(NamedTuple):
     """What the nodes of an attempt have said of it."""
@@ -50,7 +48,7 @@ class FlightLeg:
     def note_outcome(self, sequence_index: int, outcome: Outcome) -> bool:
         """One of its sequences ended, or all of them did with it; whether nothing runs there any more."""
         self.ended_sequences.add(sequence_index)
-        if outcome not in _OF_ONE_SEQUENCE or len(self.ended_sequences) == self.num_sequences:
+        if not outcome.ends_one_sequence or len(self.ended_sequences) == self.num_sequences:
             self.outcome = outcome
         return self.outcome is not None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.errors import StreamDiverged
-from baton.messages.node import Outcome, RequestDelta
+from baton.messages.node import FINISH_REASONS, Outcome, RequestDelta
 from baton.values import value
 from router.flight.flight_table import EmitTokens
 from router.flight.output_merge import OutputMerge
@@ -67,7 +67,7 @@ class FlightSequence:
         if delta.token_ids:
             run = self._merge.add(delta.first_index, delta.token_ids, delta.logprobs)
             self._num_attempt_tokens = max(self._num_attempt_tokens, delta.first_index + len(delta.token_ids))
-        if delta.outcome in (Outcome.STOP, Outcome.LENGTH):
+        if delta.outcome in FINISH_REASONS:
             num_tokens = max(self._num_attempt_tokens, delta.first_index)
             self._end = SequenceEnd(num_tokens, delta.outcome, delta.stop_token_id)
         if run is None:

@@ -14,9 +14,9 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.backends.torch_operations import TorchOperations
 from baton.runner.execution.embedding import embedding_of
@@ -50,7 +50,7 @@ def embed(engine: EngineCore, prompts: Mapping[str, Sequence[int]]) -> dict[str,
     while len(found) < len(prompts):
         for output in (output for outputs in engine.step().values() for output in outputs.outputs):
             if output.request_id in prompts:
-                assert (output.finish_reason, list(output.new_token_ids)) == (FinishReason.STOP, []), output
+                assert (output.outcome, list(output.new_token_ids)) == (Outcome.STOP, []), output
                 found[output.request_id] = output.embedding
     return found
 

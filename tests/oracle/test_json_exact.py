@@ -14,10 +14,11 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.runner import LazyExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_id, sequence_seed
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
@@ -256,7 +257,7 @@ def test_a_length_that_is_reached_first_ends_it_as_usual(runner: TorchModelRunne
     engine.core.grammar_compiled("r", [grammars.matcher(schema_text("object"))])
     while engine.core.has_work():
         engine.core.step()
-    assert request.status.finish_reason is FinishReason.LENGTH
+    assert request.status.outcome is Outcome.LENGTH
 
 
 def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
@@ -269,4 +270,4 @@ def test_a_schema_that_becomes_too_complex_fails_its_request_alone(
     engine.core.grammar_compiled("costly", [ScriptedMatcher([range(VOCAB)] * 9, {EOS}, too_complex_at=4)])
     assert engine.run({"object": prompts["object"]}, params)["object"] == alone["object"]
     assert engine.errors == {"costly": "json_schema: too complex"}
-    assert (costly.status.finish_reason, costly.num_output_tokens) == (FinishReason.INVALID, 4)
+    assert (costly.status.outcome, costly.num_output_tokens) == (Outcome.INVALID, 4)

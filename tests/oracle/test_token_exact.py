@@ -11,8 +11,9 @@ import torch
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.model.random_model import write_random_model
 from baton.runner.model_runner import TorchModelRunner, load_runner
@@ -40,16 +41,16 @@ def make_engine(runner: TorchModelRunner) -> EngineCore:
 def run_all(engine: EngineCore, requests: list[Request]) -> dict[str, list[int]]:
     """Step until everything has ended; every request must end for its length."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    reasons: dict[str, FinishReason] = {}
+    reasons: dict[str, Outcome] = {}
     for request in requests:
         engine.add_request(request)
     while engine.has_work():
         for outputs in engine.step().values():
             for output in outputs.outputs:
                 tokens[output.request_id].extend(output.new_token_ids)
-                if output.finish_reason is not None:
-                    reasons[output.request_id] = output.finish_reason
-    assert set(reasons.values()) == {FinishReason.LENGTH}
+                if output.outcome is not None:
+                    reasons[output.request_id] = output.outcome
+    assert set(reasons.values()) == {Outcome.LENGTH}
     assert set(reasons) == set(tokens)
     return tokens
 

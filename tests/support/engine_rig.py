@@ -10,12 +10,12 @@ from baton.engine.batch import EngineCoreOutput, EngineCoreOutputs, ModelRunnerO
 from baton.engine.connector import ArrivedKV, KVTransferOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import StepExecutor
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequences.sequence_group import sequence_seed, split_sequence_id
 from baton.errors import TransferCause
-from baton.messages.node import KVSource, Leg
+from baton.messages.node import KVSource, Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import ScriptedRunner, expected_tokens, prompt_slots
@@ -182,9 +182,9 @@ class EngineRig:
         seed, vocab = sequence_seed(request.sampling_params.seed, index), self.runner.model.vocab_size
         return expected_tokens(request.prompt_token_ids, num_tokens, seed=seed, vocab_size=vocab)
 
-    def reason(self, request_id: str) -> FinishReason | None:
+    def reason(self, request_id: str) -> Outcome | None:
         """Why a request ended; None while it lives."""
-        return self.ends[request_id].finish_reason if request_id in self.ends else None
+        return self.ends[request_id].outcome if request_id in self.ends else None
 
     def events(self) -> list[tuple[str, str, int]]:
         """(type, request id, value) of the events since the last call."""
@@ -198,7 +198,7 @@ class EngineRig:
             if output.new_token_ids:
                 assert output.first_index == len(self.tokens[output.request_id])
             self.tokens[output.request_id] += output.new_token_ids
-            if output.finish_reason is not None:
+            if output.outcome is not None:
                 self.ends[output.request_id] = output
         self.scheduler.check_invariant()
         return outputs

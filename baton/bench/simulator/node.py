@@ -50,7 +50,7 @@ from baton.messages.node import (
 )
 from baton.messages.sampling import SamplingParams
 from baton.node.reports.kv_cache_updates import kv_cache_updates
-from baton.node.reports.reports import load_of, outcome_of
+from baton.node.reports.reports import load_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
@@ -381,7 +381,7 @@ class SimulatedNode:
         deltas: list[RequestDelta] = []
         for of_client in outputs.values():
             for output in of_client.outputs:
-                if output.finish_reason is None and output.request_id not in joined:
+                if output.outcome is None and output.request_id not in joined:
                     continue
                 attempt = self._attempts.get(output.request_id)
                 if attempt is not None:
@@ -395,11 +395,11 @@ class SimulatedNode:
             attempt.first_token_at = now
             attempt.num_cached_tokens = output.num_cached_tokens
             attempt.num_external_tokens = output.num_external_tokens
-        if output.finish_reason is None:
+        if output.outcome is None:
             return (self._delta(attempt, None, ""),)
         # Tokens that simply follow are told by themselves: a flight takes them all at once.
         before = [self._delta(attempt, None, "", spared=1)] if attempt.num_told else []
-        delta = self._delta(attempt, outcome_of(output), output.error or "")
+        delta = self._delta(attempt, output.outcome, output.error or "")
         delta.timings = self._timings(attempt)
         del self._attempts[output.request_id]
         return (*before, delta) if before and before[0].token_ids else (delta,)

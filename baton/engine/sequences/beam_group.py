@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.batch import EngineCoreOutput
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import beam_id, sequence_id
+from baton.messages.node import Outcome
 
 MIN_BEAMS, MAX_BEAMS = 2, 8
 
@@ -98,7 +99,7 @@ class BeamGroup:
             sequence_id(root.request_id, index),
             token_ids,
             0,
-            finish_reason=FinishReason.STOP if is_stop else FinishReason.LENGTH,
+            outcome=Outcome.STOP if is_stop else Outcome.LENGTH,
             stop_reason=last if is_stop and not is_eos else None,
             num_cached_tokens=root.num_cached_tokens,
             num_external_tokens=root.num_external_tokens,

@@ -249,7 +249,7 @@ class Admission:
                 return
         if not arrived.first_token_ids:
             error, cause = "the KV arrived without a first token", TransferCause.REFUSED
-            ledger.end(request, RequestStatus.ERROR, outputs, error=error, kv_lost=True, transfer_cause=cause)
+            ledger.end(request, RequestStatus.KV_LOST, outputs, error=error, transfer_cause=cause)
             return
         self._arrived.append(request)
 

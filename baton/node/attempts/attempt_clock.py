@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from baton.engine.batch import EngineCoreEvent, EngineCoreEventType
 from baton.messages.node import Outcome, StageTimings
 
-_ENDS_ALL = frozenset({Outcome.ERROR, Outcome.REPETITION, Outcome.INVALID, Outcome.KV_LOST, Outcome.IGNORED})
-
 
 @dataclass(frozen=True, slots=True)
 class TransferFigures:
@@ -43,7 +41,7 @@ class AttemptClock:
     def ended(self, outcome: Outcome) -> bool:
         """One of its sequences ended so; whether nothing of the attempt runs here any more."""
         self.num_sequences -= 1
-        return self.num_sequences <= 0 or outcome in _ENDS_ALL
+        return self.num_sequences <= 0 or not outcome.ends_one_sequence
 
     def timings(
         self, now: float, cached_tokens: int, external_tokens: int, moved: TransferFigures | None

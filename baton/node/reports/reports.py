@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from baton.engine.batch import ComputedStep, EngineCoreOutput, SchedulerStats
-from baton.engine.request import FinishReason
+from baton.engine.batch import ComputedStep, SchedulerStats
 from baton.engine.scheduler import Scheduler
-from baton.messages.node import LoadReport, NodeDescription, Outcome, StepFigures
+from baton.messages.node import LoadReport, NodeDescription, StepFigures
 from baton.registry import NodeRecord
-
-_OUTCOMES = {
-    FinishReason.STOP: Outcome.STOP,
-    FinishReason.LENGTH: Outcome.LENGTH,
-    FinishReason.HANDED_OFF: Outcome.HANDED_OFF,
-    FinishReason.ABORT: Outcome.ABORTED,
-    FinishReason.IGNORED: Outcome.IGNORED,
-    FinishReason.ERROR: Outcome.ERROR,
-    FinishReason.INVALID: Outcome.INVALID,
-}
-
-
-def outcome_of(output: EngineCoreOutput) -> Outcome | None:
-    """How its request ended; None: it goes on."""
-    if output.finish_reason is None:
-        return None
-    outcome = _OUTCOMES[output.finish_reason]
-    if outcome is Outcome.ERROR and output.repeats_itself:
-        return Outcome.REPETITION
-    return Outcome.KV_LOST if outcome is Outcome.ERROR and output.kv_lost else outcome
 
 
 def step_figures(step: ComputedStep) -> StepFigures:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
+from baton.messages.node import FINISH_REASONS
 from baton.v1 import generation_pb2 as generation
+from baton.wire.codec.enums import numbers
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
 
 _OPTIONAL_FIELDS = (
@@ -32,8 +34,7 @@ _OPTIONAL_FIELDS = (
 )
 _SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 _FINISH_REASONS = {
-    "stop": generation.FINISH_REASON_STOP,
-    "length": generation.FINISH_REASON_LENGTH,
+    outcome.value: number for outcome, number in numbers(FINISH_REASONS, generation.FinishReason).items()
 }
 _FINISH_NAMES = {value: name for name, value in _FINISH_REASONS.items()}
 _PATH_KEYS = (

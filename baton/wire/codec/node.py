@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from baton.errors import InvalidRequest, TransferCause
 from baton.messages.ids import AttemptKey
 from baton.messages.node import (
@@ -23,45 +25,17 @@ from baton.messages.node import (
 )
 from baton.messages.node_report import TraceEvent, TraceStep
 from baton.v1 import node_pb2 as node
+from baton.wire.codec.enums import numbers
 from baton.wire.codec.kv_cache import kv_update_from_pb, kv_update_to_pb
 from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, sampling_from_pb, sampling_to_pb
 
-_ROLES = {Role.PREFILL: node.ROLE_PREFILL, Role.DECODE: node.ROLE_DECODE}
+_ROLES: Mapping[Role, node.Role] = numbers((Role.PREFILL, Role.DECODE), node.Role)
 _ROLE_NAMES = {value: role for role, value in _ROLES.items()}
-_LEGS = {
-    Leg.WHOLE: node.LEG_WHOLE,
-    Leg.PREFILL: node.LEG_PREFILL,
-    Leg.DECODE: node.LEG_DECODE,
-    Leg.EMBED: node.LEG_EMBED,
-}
+_LEGS = numbers(Leg, node.Leg)
 _LEG_NAMES = {value: leg for leg, value in _LEGS.items()}
-_OUTCOMES = {
-    None: node.OUTCOME_UNSPECIFIED,
-    Outcome.STOP: node.OUTCOME_STOP,
-    Outcome.LENGTH: node.OUTCOME_LENGTH,
-    Outcome.HANDED_OFF: node.OUTCOME_HANDED_OFF,
-    Outcome.ABORTED: node.OUTCOME_ABORTED,
-    Outcome.IGNORED: node.OUTCOME_IGNORED,
-    Outcome.ERROR: node.OUTCOME_ERROR,
-    Outcome.KV_LOST: node.OUTCOME_KV_LOST,
-    Outcome.REFUSED: node.OUTCOME_REFUSED,
-    Outcome.MOVED: node.OUTCOME_MOVED,
-    Outcome.UNKNOWN: node.OUTCOME_UNKNOWN,
-    Outcome.INVALID: node.OUTCOME_INVALID,
-    Outcome.REPETITION: node.OUTCOME_REPETITION,
-}
+_OUTCOMES = {None: node.OUTCOME_UNSPECIFIED} | numbers(Outcome, node.Outcome)
 _OUTCOME_NAMES = {value: outcome for outcome, value in _OUTCOMES.items()}
-_TRANSFER_CAUSES = {
-    None: node.TRANSFER_CAUSE_UNSPECIFIED,
-    TransferCause.PEER_GONE: node.TRANSFER_CAUSE_PEER_GONE,
-    TransferCause.LEASE_LOST: node.TRANSFER_CAUSE_LEASE_LOST,
-    TransferCause.DIGEST_MISMATCH: node.TRANSFER_CAUSE_DIGEST_MISMATCH,
-    TransferCause.LAYOUT_MISMATCH: node.TRANSFER_CAUSE_LAYOUT_MISMATCH,
-    TransferCause.DEADLINE: node.TRANSFER_CAUSE_DEADLINE,
-    TransferCause.REFUSED: node.TRANSFER_CAUSE_REFUSED,
-    TransferCause.CANCELLED: node.TRANSFER_CAUSE_CANCELLED,
-    TransferCause.STALLED: node.TRANSFER_CAUSE_STALLED,
-}
+_TRANSFER_CAUSES = {None: node.TRANSFER_CAUSE_UNSPECIFIED} | numbers(TransferCause, node.TransferCause)
 _TRANSFER_CAUSE_NAMES = {value: cause for cause, value in _TRANSFER_CAUSES.items()}
 
 

@@ -11,10 +11,11 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.runner import LazyExecutor, StepExecutor
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import PreemptionMode, SchedulerConfig
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model
@@ -31,7 +32,7 @@ class Sequence(NamedTuple):
     """What became of one request."""
 
     token_ids: list[int]
-    reason: FinishReason
+    reason: Outcome
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +92,8 @@ def generate(
                 own = tokens.setdefault(output.request_id, [])
                 assert output.first_index == len(own)
                 own += output.new_token_ids
-                if output.finish_reason is not None:
-                    ends[output.request_id] = Sequence(own, output.finish_reason)
+                if output.outcome is not None:
+                    ends[output.request_id] = Sequence(own, output.outcome)
 
     while core.has_work():
         note(core.step())
@@ -111,7 +112,7 @@ def test_outputs_do_not_depend_on_asynchronous_scheduling(runner: TorchModelRunn
     assert not none
     stops = {name: alone[name].token_ids[4] for name in ("r2", "r3", "r6")}
     expected, _ = generate(runner, None, "recompute", 128, stops)
-    assert {own.reason for own in expected.values()} == {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT}
+    assert {own.reason for own in expected.values()} == {Outcome.LENGTH, Outcome.STOP, Outcome.ABORTED}
     assert len({tuple(own.token_ids) for own in expected.values()}) == NUM_REQUESTS
     for make_executor in EXECUTORS:
         ended, num_preemptions = generate(runner, make_executor(), mode, 24, stops)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.request import FinishReason
 from baton.engine.runner import LazyExecutor
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import EagerExecutor
 
@@ -30,7 +29,7 @@ def test_a_token_comes_one_call_after_its_step_was_decided() -> None:
     assert [output.first_index for output in rig.step()] == [0]
     assert [output.first_index for output in rig.step()] == [1]
     (last,) = rig.step()
-    assert (last.first_index, last.finish_reason) == (2, FinishReason.LENGTH)
+    assert (last.first_index, last.outcome) == (2, Outcome.LENGTH)
     assert not rig.core.has_work()
     check_tokens(rig, "r")
 
@@ -58,7 +57,7 @@ def test_a_stop_token_makes_the_step_in_flight_stale_for_its_request_alone() -> 
     rig.run()
     assert rig.scheduler.num_skipped_results == 1
     assert rig.tokens["stopped"] == rig.expected("stopped", 3)
-    assert rig.reason("stopped") is FinishReason.STOP
+    assert rig.reason("stopped") is Outcome.STOP
     check_tokens(rig, "other")
 
 
@@ -188,7 +187,7 @@ def test_a_refusal_does_not_wait_for_the_step_in_flight() -> None:
     rig.add("r", 6, max_tokens=3)
     rig.step()
     rig.add("endless", 40)
-    assert rig.reason("endless") is FinishReason.IGNORED
+    assert rig.reason("endless") is Outcome.IGNORED
 
 
 def test_whoever_waits_for_fenced_blocks_is_tried_again_when_they_come_free() -> None:

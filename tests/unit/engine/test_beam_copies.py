@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import CachedRequestData, SchedulerOutput
-from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
+from baton.messages.node import Outcome
 from baton.messages.sampling import TokenLogprobs
 from baton.testing.scripted_runner import expected_beams, prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -109,7 +109,7 @@ def test_only_the_second_child_of_a_beam_and_further_ones_fork(caching: bool) ->
         num_forks += len(forked)
         before = set(output.num_scheduled_tokens)
         rig.commit(output)
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("r") is Outcome.LENGTH
     assert num_heirs > num_forks > WIDTH
     assert rig.runner.num_requests <= WIDTH
 
@@ -236,7 +236,7 @@ def test_a_search_that_a_lost_step_ends_is_forgotten(where: str, seats: int) -> 
         rig.step()
     setattr(rig.runner, where, RuntimeError("broken"))
     rig.run()
-    assert rig.reason("r") is FinishReason.ERROR
+    assert rig.reason("r") is Outcome.ERROR
     rig.add("after", 6, beam_width=4, n=4, max_tokens=9)
     rig.step()
     assert rig.runner.num_requests == 1

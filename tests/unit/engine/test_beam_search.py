@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import beam_id, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.testing.scripted_runner import expected_beams
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -25,7 +24,7 @@ def expected(
 
 def found(rig: EngineRig, count: int, request_id: str = "r") -> list[list[int]]:
     names = [request_id, *(f"{request_id}~{index}" for index in range(1, count))]
-    assert all(rig.reason(name) in (FinishReason.STOP, FinishReason.LENGTH) for name in names)
+    assert all(rig.reason(name) in (Outcome.STOP, Outcome.LENGTH) for name in names)
     return [rig.tokens[name] for name in names]
 
 
@@ -102,7 +101,7 @@ def test_stop_tokens_end_beams() -> None:
         assert found(rig, 3) == expected(prompt, 3, 12, stops)
         for name in ("r", "r~1", "r~2"):
             is_stop = rig.tokens[name][-1] in stops
-            assert rig.reason(name) is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
+            assert rig.reason(name) is (Outcome.STOP if is_stop else Outcome.LENGTH)
 
 
 def test_only_the_best_are_returned() -> None:
@@ -159,7 +158,7 @@ def test_a_pulled_prompt_is_not_computed_again() -> None:
     prompt = prompt_of(10, 4)
     rig.add("p", prompt, leg=Leg.PREFILL, beam_width=3, max_tokens=6)
     rig.run()
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == [], "a search has no first token yet"
     rig.add("r", prompt, leg=Leg.DECODE, beam_width=3, n=2, max_tokens=6)
     rig.step()
@@ -183,7 +182,7 @@ def test_an_abort_ends_all_beams_in_one_word(steps: int) -> None:
     with pytest.raises(DuplicateRequest):
         rig.scheduler.add_request(rig.requests["r"])
     (ended,) = rig.abort("r")
-    assert (ended.request_id, ended.finish_reason) == ("r", FinishReason.ABORT)
+    assert (ended.request_id, ended.outcome) == ("r", Outcome.ABORTED)
     assert rig.abort("r") == []
     rig.run()
     assert_nothing_left(rig)
@@ -198,7 +197,7 @@ def test_one_failed_beam_fails_the_request() -> None:
     beams = [name for name, request in rig.scheduler.requests.items() if request.beams is not None]
     rig.runner.failures[beams[1]] = "non-finite logits"
     rig.run()
-    assert (rig.reason("r"), rig.ends["r"].error) == (FinishReason.ERROR, "non-finite logits")
+    assert (rig.reason("r"), rig.ends["r"].error) == (Outcome.ERROR, "non-finite logits")
     assert set(rig.ends) == {"r", "bystander"}
     assert rig.tokens["bystander"] == rig.expected("bystander", 9)
     assert_nothing_left(rig)
@@ -211,7 +210,7 @@ def test_a_broken_runner_fails_the_request() -> None:
         rig.step()
     rig.runner.raise_next = RuntimeError("broken")
     rig.run()
-    assert rig.reason("r") is FinishReason.ERROR
+    assert rig.reason("r") is Outcome.ERROR
     assert_nothing_left(rig)
 
 
@@ -220,7 +219,7 @@ def test_a_transfer_that_fails_ends_the_search() -> None:
     rig.add("r", 10, leg=Leg.DECODE, beam_width=4, max_tokens=7)
     rig.step()
     (ended,) = rig.transfer(failed={"r": "peer gone"})
-    assert ended.kv_lost
+    assert ended.outcome is Outcome.KV_LOST
     rig.run()
     assert not rig.scheduler.has_requests()
 

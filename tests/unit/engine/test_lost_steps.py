@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from baton.engine.request import FinishReason
+from baton.messages.node import Outcome
 from tests.support.engine_rig import EngineRig
 from tests.support.executors import Ahead, executor_for
 
@@ -21,7 +21,7 @@ def test_what_ended_before_a_lost_step_is_forgotten_all_the_same(ahead: Ahead) -
     rig.runner.raise_first = RuntimeError("broken")
     while "long" not in rig.ends:
         rig.step()
-    assert rig.reason("long") is FinishReason.ERROR
+    assert rig.reason("long") is Outcome.ERROR
     rig.run()
     rig.add("after", 8, max_tokens=6)
     for _ in range(4):
@@ -43,6 +43,6 @@ def test_who_has_taken_such_an_id_meanwhile_is_not_forgotten() -> None:
     rig.runner.raise_first = RuntimeError("broken")
     rig.add("r", 8, max_tokens=9)
     rig.run()
-    assert rig.reason("other") is FinishReason.ERROR
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("other") is Outcome.ERROR
+    assert rig.reason("r") is Outcome.LENGTH
     assert rig.tokens["r"] == rig.expected("r", 9)

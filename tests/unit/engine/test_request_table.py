@@ -12,7 +12,7 @@ from baton.messages.sampling import SamplingParams
 
 S, E = RequestStatus, RequestEvent
 
-ENDS_ANYWHERE = {"ABORTED": S.ABORTED, "ERROR": S.ERROR, "INVALID": S.INVALID}
+ENDS_ANYWHERE = {status.name: status for status in (S.ABORTED, S.ERROR, S.INVALID, S.KV_LOST, S.REPETITION)}
 EXPECTED: dict[RequestStatus, dict[str, RequestStatus]] = {
     S.WAITING: {
         **ENDS_ANYWHERE,
@@ -52,6 +52,8 @@ ROADS = {
     S.IGNORED: [E.IGNORED],
     S.ERROR: [E.ERROR],
     S.INVALID: [E.INVALID],
+    S.KV_LOST: [E.KV_LOST],
+    S.REPETITION: [E.SEATED, E.REPETITION],
     S.HANDED_OFF: [E.SEATED, E.HANDED_OFF],
 }
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.errors import ConfigError, DuplicateRequest
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -18,7 +19,7 @@ def test_a_request_runs_to_its_length() -> None:
     rig.add("r", 10, max_tokens=5)
     rig.run()
     assert rig.tokens["r"] == rig.expected("r", 5)
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("r") is Outcome.LENGTH
     assert not rig.scheduler.has_requests()
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
 
@@ -84,7 +85,7 @@ def test_seats_are_limited() -> None:
     rig.step()
     assert rig.scheduler.get_request_counts() == (2, 3)
     rig.run()
-    assert [rig.reason(f"r{number}") for number in range(5)] == [FinishReason.LENGTH] * 5
+    assert [rig.reason(f"r{number}") for number in range(5)] == [Outcome.LENGTH] * 5
     assert list(rig.ends) == ["r0", "r1", "r2", "r3", "r4"]
 
 
@@ -219,7 +220,7 @@ def test_an_abort_ends_a_request_once_in_any_state(steps: int) -> None:
     for _ in range(steps):
         rig.step()
     (output,) = rig.abort("r", "r", "nobody")
-    assert (output.finish_reason, output.new_token_ids) == (FinishReason.ABORT, [])
+    assert (output.outcome, output.new_token_ids) == (Outcome.ABORTED, [])
     assert rig.abort("r") == []
     assert not rig.scheduler.has_requests()
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
@@ -232,7 +233,7 @@ def test_an_abort_of_a_preempted_request() -> None:
     rig.add("new", 7, max_tokens=12)
     while rig.requests["new"].status is not RequestStatus.PREEMPTED:
         rig.step()
-    assert rig.abort("new")[0].finish_reason is FinishReason.ABORT
+    assert rig.abort("new")[0].outcome is Outcome.ABORTED
     rig.run()
     assert rig.tokens["old"] == rig.expected("old", 12)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.engine.request import FinishReason, RequestStatus
-from baton.messages.node import Leg
+from baton.engine.request import RequestStatus
+from baton.messages.node import Leg, Outcome
 from tests.support.engine_rig import EngineRig
 
 
@@ -107,7 +107,7 @@ def test_newcomers_leave_the_watermark_free_while_others_run() -> None:
     rig.run()
     rig.add("third", 76, max_tokens=1)
     rig.run()
-    assert rig.reason("third") is FinishReason.LENGTH, "alone it may take nearly everything"
+    assert rig.reason("third") is Outcome.LENGTH, "alone it may take nearly everything"
 
 
 def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
@@ -140,7 +140,7 @@ def test_without_chunks_a_prompt_that_lacks_blocks_does_not_stop_the_others() ->
         rig.step()
     assert rig.tokens["stream"] == rig.expected("stream", 12), "not one step was lost"
     rig.run()
-    assert rig.reason("whole") is FinishReason.LENGTH
+    assert rig.reason("whole") is Outcome.LENGTH
 
 
 def test_an_idle_engine_sleeps_and_a_request_wakes_it() -> None:
@@ -167,7 +167,7 @@ def test_an_engine_whose_next_request_lacks_blocks_sleeps_until_some_are_release
     rig = EngineRig(num_blocks=6)
     rig.add("offered", 16, leg=Leg.PREFILL)
     rig.step()
-    assert rig.reason("offered") is FinishReason.HANDED_OFF
+    assert rig.reason("offered") is Outcome.HANDED_OFF
     rig.add("next", 16, max_tokens=1)
     rig.step()
     assert running(rig) == []
@@ -189,4 +189,4 @@ def test_an_abort_of_the_one_in_front_wakes_the_engine() -> None:
     rig.abort("big")
     assert rig.core.has_work()
     rig.run()
-    assert rig.reason("small") is FinishReason.LENGTH
+    assert rig.reason("small") is Outcome.LENGTH

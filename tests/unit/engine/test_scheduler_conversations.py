@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import EngineCoreOutput, SchedulerOutput
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from tests.support.engine_rig import EngineRig
 
 CONVERSATIONS = sorted((Path(__file__).parent / "scheduler_conversations").glob("*.txt"))
+_ENDS = {Outcome.ABORTED: "abort", Outcome.KV_LOST: "error"}
+"""What the files call these ends; they call all others as the outcome's value does."""
 _WORDS = ("leg", "like", "preemption_mode", "policy")
 
 
@@ -109,8 +111,8 @@ class Conversation:
         line = f"out {output.request_id}"
         if output.new_token_ids:
             line += f" {output.first_index}+{len(output.new_token_ids)}"
-        if output.finish_reason is not None:
-            line += f" {output.finish_reason.value}"
+        if output.outcome is not None:
+            line += f" {_ENDS.get(output.outcome, output.outcome.value)}"
         return line
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Request
-from baton.messages.node import Leg
+from baton.engine.request import Request
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.testing.scripted_runner import expected_embedding
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -14,7 +14,7 @@ from tests.support.executors import Ahead, executor_for
 
 
 def embedding(rig: EngineRig, request_id: str) -> bytes:
-    assert rig.reason(request_id) is FinishReason.STOP, rig.ends.get(request_id)
+    assert rig.reason(request_id) is Outcome.STOP, rig.ends.get(request_id)
     assert rig.tokens[request_id] == []
     return rig.ends[request_id].embedding
 
@@ -74,7 +74,7 @@ def test_who_leaves_frees_its_blocks_in_mid_prompt() -> None:
     rig.add("e", 30, leg=Leg.EMBED)
     rig.step()
     (output,) = rig.abort("e")
-    assert (output.finish_reason, output.embedding) == (FinishReason.ABORT, b"")
+    assert (output.outcome, output.embedding) == (Outcome.ABORTED, b"")
     assert rig.core.make_stats().free_blocks == rig.config.num_blocks - 1
 
 
@@ -84,7 +84,7 @@ def test_a_prompt_may_be_as_long_as_the_model_goes() -> None:
     rig.add("longer", 21, leg=Leg.EMBED)
     rig.run()
     assert embedding(rig, "whole") == expected_embedding(rig.submitted("whole"))
-    assert rig.reason("longer") is FinishReason.IGNORED
+    assert rig.reason("longer") is Outcome.IGNORED
 
 
 def test_a_runner_that_forgets_it_fails_it_alone() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, Request
-from baton.messages.node import Leg
+from baton.engine.request import Request
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from tests.support.engine_rig import EngineRig
 
@@ -17,7 +17,7 @@ def test_a_whole_request_goes_on_behind_it(num_prompt_tokens: int, given: int) -
     request = rig.add("r", num_prompt_tokens, max_tokens=10, given=given)
     rig.run()
     assert rig.tokens["r"] == rig.expected("r", 10)
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("r") is Outcome.LENGTH
     events = [(kind, value) for kind, _, value in rig.events() if kind != "chunk_computed"]
     assert events == [("queued", num_prompt_tokens + given), ("scheduled", 0), ("first_token", 0), ("finished", 10)]
     assert request.num_preemptions == 0
@@ -41,14 +41,14 @@ def test_a_prefill_leg_computes_it_all_and_hands_off_with_the_next_token() -> No
     assert (len(block_ids), num_tokens) == (5, 17)
     rig.check_offered("p", block_ids, num_tokens)
     assert rig.tokens["p"] == rig.expected("p", 8)
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
 
 
 def test_a_prefill_leg_whose_next_token_is_the_last_one_is_over() -> None:
     rig = EngineRig()
     rig.add("p", 10, leg=Leg.PREFILL, given=7, max_tokens=8)
     rig.run()
-    assert rig.reason("p") is FinishReason.LENGTH
+    assert rig.reason("p") is Outcome.LENGTH
 
 
 def test_a_decode_leg_pulls_it_all_and_tells_of_what_follows() -> None:
@@ -76,7 +76,7 @@ def test_a_decode_leg_whose_kv_does_not_come_may_compute_it_all_here() -> None:
 def test_one_that_is_as_long_as_the_engine_can_hold_is_refused() -> None:
     rig = EngineRig(max_model_len=16)
     rig.add("r", 10, given=6, max_tokens=20)
-    assert rig.reason("r") is FinishReason.IGNORED
+    assert rig.reason("r") is Outcome.IGNORED
 
 
 @pytest.mark.parametrize("params", [SamplingParams(n=2), SamplingParams(beam_width=2)])

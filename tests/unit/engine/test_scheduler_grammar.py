@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, RequestStatus
+from baton.engine.request import RequestStatus
 from baton.errors import InvalidRequest
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 
@@ -24,7 +24,7 @@ def test_it_waits_while_others_run_and_then_runs_as_they_do() -> None:
     assert not rig.core.has_work()
     rig.add("other", 6, max_tokens=2)
     rig.run()
-    assert rig.reason("other") is FinishReason.LENGTH
+    assert rig.reason("other") is Outcome.LENGTH
     assert waiting.status is RequestStatus.WAITING_FOR_GRAMMAR
     by_reason = rig.core.make_stats().num_requests_waiting_by_reason
     assert {reason: count for reason, count in by_reason.items() if count} == {"grammar": 1}
@@ -54,7 +54,7 @@ def test_it_can_end_while_it_waits(status: RequestStatus) -> None:
     rig = EngineRig()
     rig.add("g", 6, json_schema=SCHEMA)
     (end,) = rig.abort("g", status=status)
-    assert end.finish_reason is status.finish_reason
+    assert end.outcome is status.outcome
     rig.core.grammar_compiled("g", [matcher()])
     assert not rig.core.has_work()
     assert sum(rig.core.make_stats().num_requests_waiting_by_reason.values()) == 0
@@ -76,7 +76,7 @@ def test_the_decode_leg_asks_for_its_prompt_once_the_grammar_is_there() -> None:
 def test_one_that_can_never_fit_does_not_wait_for_its_grammar() -> None:
     rig = EngineRig(num_blocks=4)
     rig.add("g", 100, json_schema=SCHEMA)
-    assert rig.reason("g") is FinishReason.IGNORED
+    assert rig.reason("g") is Outcome.IGNORED
 
 
 def test_beams_have_no_grammar() -> None:

@@ -10,9 +10,9 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner.execution.step_thread import StepThread
 from baton.runner.model.random_model import write_random_model
@@ -26,7 +26,7 @@ def test_a_prompt_that_fits_with_its_window_is_computed() -> None:
     rig = EngineRig(num_blocks=77, windows=(None, 160), block_size=16, max_num_batched_tokens=512)
     rig.add("long", 960, max_tokens=4)
     rig.run()
-    assert rig.reason("long") is FinishReason.LENGTH
+    assert rig.reason("long") is Outcome.LENGTH
     assert rig.tokens["long"] == rig.expected("long", 4)
     assert rig.core.make_stats().free_blocks == 76
 
@@ -42,7 +42,7 @@ def test_it_holds_no_more_than_it_was_given(windows: tuple[int | None, ...], leg
     rig.add("long", 180, leg=leg, max_tokens=12)
     rig.run()
     if leg is Leg.PREFILL:
-        assert rig.reason("long") is FinishReason.HANDED_OFF
+        assert rig.reason("long") is Outcome.HANDED_OFF
         rig.check_offered("long", *rig.connector.leased["long"])
         rig.transfer(released=["long"])
     else:
@@ -54,7 +54,7 @@ def test_it_holds_no_more_than_it_was_given(windows: tuple[int | None, ...], leg
 def test_what_can_never_fit_is_refused_at_once() -> None:
     rig = EngineRig(num_blocks=1 + 20, windows=(None, 10))
     rig.add("long", 90, max_tokens=4)
-    assert rig.reason("long") is FinishReason.IGNORED
+    assert rig.reason("long") is Outcome.IGNORED
 
 
 def test_its_last_blocks_are_found_by_the_next_one() -> None:
@@ -136,5 +136,5 @@ def test_one_of_several_sequences_becomes_as_long_as_the_pool_whatever_windows_l
     rig = EngineRig(**limits, max_num_batched_tokens=5, max_num_seqs=1 if "n" in params else 2)
     rig.add("r", 1, **{"max_tokens": 17, "ignore_eos": True} | params)
     rig.run()
-    assert {end.finish_reason for end in rig.ends.values()} == {FinishReason.LENGTH}
+    assert {end.outcome for end in rig.ends.values()} == {Outcome.LENGTH}
     assert (len(rig.tokens["r"]), rig.scheduler.max_model_len) == (16, 4096)

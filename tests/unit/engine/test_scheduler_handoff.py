@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.connector import ArrivedKV, ExternalTokens, KVTransferOutput
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.errors import DuplicateRequest, TransferCause
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import prompt_slots
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -26,12 +26,12 @@ def test_a_prefill_leg_offers_as_it_computes_and_hands_off_with_its_first_token(
     assert offered == [((1, 2, 3, 4, 5), 8), ((1, 2, 3, 4, 5), 16)]
     assert rig.connector.leased["p"] == ((1, 2, 3, 4, 5), 18)
     assert rig.tokens["p"] == rig.expected("p", 1)
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.requests["p"].status is RequestStatus.HANDED_OFF
 
 
-@pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, FinishReason.LENGTH), ({}, FinishReason.STOP)])
-def test_a_prefill_leg_whose_first_token_stops_is_really_over(params: dict[str, int], reason: FinishReason) -> None:
+@pytest.mark.parametrize(("params", "reason"), [({"max_tokens": 1}, Outcome.LENGTH), ({}, Outcome.STOP)])
+def test_a_prefill_leg_whose_first_token_stops_is_really_over(params: dict[str, int], reason: Outcome) -> None:
     rig = EngineRig()
     first = EngineRig()
     first.add("p", prompt_of(10), max_tokens=1)
@@ -102,7 +102,7 @@ def test_a_prefill_leg_is_never_preempted() -> None:
         rig.step()
         preempted += [name for kind, name, _ in rig.events() if kind == "preempted"]
     assert preempted == ["stream"]
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
     rig.transfer(released=["p"])
     rig.run()
     assert rig.tokens["stream"] == rig.expected("stream", 30)
@@ -129,7 +129,7 @@ def test_a_decode_leg_waits_for_its_kv_and_goes_on_with_the_second_token() -> No
     assert (first.first_index, first.new_token_ids, first.num_external_tokens) == (0, rig.expected("d", 2), 10)
     rig.run()
     assert rig.tokens["d"] == rig.expected("d", 5)
-    assert rig.reason("d") is FinishReason.LENGTH
+    assert rig.reason("d") is Outcome.LENGTH
     assert rig.events() == [
         ("queued", "d", 10),
         ("remote_kv_requested", "d", 10),
@@ -286,7 +286,7 @@ def test_an_arrival_whose_first_token_stops_it_ends_with_it(how: str) -> None:
     rig.step()
     (end,) = rig.deliver(name)
     assert (end.new_token_ids, end.first_index) == ([first], 0)
-    assert end.finish_reason is (FinishReason.LENGTH if how == "max_tokens" else FinishReason.STOP)
+    assert end.outcome is (Outcome.LENGTH if how == "max_tokens" else Outcome.STOP)
     assert end.stop_reason == (first if how == "stop token" else None)
     assert not rig.core.has_work()
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
@@ -297,7 +297,7 @@ def test_an_arrival_without_a_token_fails() -> None:
     rig.add("d", 10, leg=Leg.DECODE)
     rig.step()
     (end,) = rig.transfer(arrived={"d": []})
-    assert (end.finish_reason, end.kv_lost) == (FinishReason.ERROR, True)
+    assert end.outcome is Outcome.KV_LOST
 
 
 @pytest.mark.parametrize("quarantine", [True, False])
@@ -306,7 +306,7 @@ def test_a_failed_transfer_ends_its_request_with_the_reason(quarantine: bool) ->
     rig.add("d", 10, leg=Leg.DECODE)
     rig.step()
     (end,) = rig.transfer(failed={"d": "peer gone"})
-    assert (end.finish_reason, end.error, end.kv_lost) == (FinishReason.ERROR, "peer gone", True)
+    assert (end.outcome, end.error) == (Outcome.KV_LOST, "peer gone")
     assert rig.core.make_stats().quarantined_blocks == (3 if quarantine else 0)
     assert not rig.core.has_work()
     rig.transfer(released=["d"])
@@ -385,7 +385,7 @@ def test_late_unknown_and_repeated_reports_change_nothing_and_are_counted() -> N
 def test_a_decode_leg_that_never_fits_is_refused() -> None:
     rig = EngineRig(num_blocks=3)
     rig.add("d", 9, leg=Leg.DECODE)
-    assert rig.reason("d") is FinishReason.IGNORED
+    assert rig.reason("d") is Outcome.IGNORED
     assert rig.connector.loads == {}
 
 
@@ -394,7 +394,7 @@ def test_a_prompt_as_long_as_the_pool_is_loaded_whole() -> None:
     rig.add("d", 8, leg=Leg.DECODE, max_tokens=9)
     rig.step()
     (end,) = rig.deliver("d")
-    assert end.finish_reason is FinishReason.LENGTH
+    assert end.outcome is Outcome.LENGTH
 
 
 # --- the connector's own doing ---
@@ -438,7 +438,7 @@ def test_a_promise_that_does_not_complete_the_prompt_is_refused() -> None:
     rig = EngineRig(connector=HalfConnector())
     rig.add("d", 10, leg=Leg.DECODE)
     (end,) = rig.step()
-    assert end.finish_reason is FinishReason.ERROR
+    assert end.outcome is Outcome.KV_LOST
     assert "does not complete a prompt" in (end.error or "")
     assert rig.core.make_stats().free_blocks == 64
 
@@ -458,9 +458,8 @@ def test_a_connector_that_raises_fails_its_request_and_not_the_engine(method: st
     rig.add("bad", 10, leg=leg, max_tokens=3)
     rig.add("good", 6, max_tokens=3)
     rig.run()
-    assert rig.reason("bad") is FinishReason.ERROR
+    assert rig.reason("bad") is (Outcome.KV_LOST if leg is Leg.DECODE else Outcome.ERROR)
     assert f"told to fail in {method}" in (rig.ends["bad"].error or "")
-    assert rig.ends["bad"].kv_lost == (leg is Leg.DECODE)
     assert rig.tokens["good"] == rig.expected("good", 3)
     assert rig.core.make_stats().quarantined_blocks == held, "a load may have begun before it raised"
     assert rig.scheduler.num_connector_errors == 1
@@ -472,7 +471,7 @@ def test_blocks_of_unknown_fate_are_kept(leg: Leg, leased: int, quarantined: int
     rig.add("r", 10, leg=leg)
     rig.step()
     rig.connector.raise_in = "request_finished"
-    assert rig.abort("r")[0].finish_reason is FinishReason.ABORT
+    assert rig.abort("r")[0].outcome is Outcome.ABORTED
     stats = rig.core.make_stats()
     assert (stats.leased_blocks, stats.quarantined_blocks) == (leased, quarantined)
     assert rig.scheduler.num_connector_errors == 1
@@ -618,13 +617,13 @@ def test_a_connector_that_raises_is_not_believed_about_what_arrived() -> None:
     assert computed_tokens(rig, "d") == 20
 
 
-@pytest.mark.parametrize("policy", ["reroute", "fail"])
-def test_under_other_policies_what_arrived_is_quarantined_with_the_rest(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "outcome"), [("reroute", Outcome.KV_LOST), ("fail", Outcome.ERROR)])
+def test_under_other_policies_what_arrived_is_quarantined_with_the_rest(policy: str, outcome: Outcome) -> None:
     rig = EngineRig(on_transfer_failure=policy)
     rig.add("d", 20, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     rig.lose("d", 3)
-    assert rig.reason("d") is FinishReason.ERROR
+    assert rig.reason("d") is outcome
     assert rig.core.make_stats().quarantined_blocks == 5
     assert not rig.scheduler.kv_cache_manager.pool.num_cached_blocks
 
@@ -649,7 +648,7 @@ def test_one_that_is_computed_here_may_be_aborted_while_its_read_goes_on() -> No
     rig.transfer(failed={"d": "peer gone"})
     rig.step()
     rig.abort("d")
-    assert rig.reason("d") is FinishReason.ABORT
+    assert rig.reason("d") is Outcome.ABORTED
     assert rig.core.make_stats().quarantined_blocks == 5
     rig.transfer(released=["d"])
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
@@ -687,7 +686,7 @@ def test_what_will_not_come_ends_though_it_never_had_blocks(many: dict[str, int]
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=6, **many)
     rig.step()
     rig.transfer(failed={"d": "peer gone", "nobody": "peer gone"})
-    assert (rig.reason("d"), rig.ends["d"].error, rig.ends["d"].kv_lost) == (FinishReason.ERROR, "peer gone", True)
+    assert (rig.reason("d"), rig.ends["d"].error) == (Outcome.KV_LOST, "peer gone")
     assert rig.scheduler.num_unknown_transfers == 1
     assert not rig.core.has_work()
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
@@ -701,7 +700,7 @@ def test_a_failure_that_comes_after_the_arrival_changes_nothing() -> None:
     rig.transfer(failed={"d": "too late"})
     assert rig.scheduler.num_unknown_transfers == 1
     rig.run()
-    assert (rig.tokens["d"][0], rig.reason("d")) == (5, FinishReason.LENGTH)
+    assert (rig.tokens["d"][0], rig.reason("d")) == (5, Outcome.LENGTH)
 
 
 def test_a_prefill_leg_says_that_it_begins_when_it_has_its_blocks() -> None:
@@ -722,17 +721,17 @@ def test_one_who_could_not_say_so_begins_all_the_same() -> None:
     rig.connector.raise_in = "update_state_after_alloc"
     rig.add("p", 17, leg=Leg.PREFILL)
     rig.run()
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.scheduler.num_connector_errors == 1
 
 
-@pytest.mark.parametrize(("policy", "kv_lost"), [("reroute", True), ("fail", False)])
-def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, kv_lost: bool) -> None:
+@pytest.mark.parametrize(("policy", "outcome"), [("reroute", Outcome.KV_LOST), ("fail", Outcome.ERROR)])
+def test_a_load_that_fails_says_whether_another_attempt_is_wanted(policy: str, outcome: Outcome) -> None:
     rig = EngineRig(on_transfer_failure=policy)
     rig.add("d", 18, leg=Leg.DECODE, max_tokens=3)
     rig.step()
     (end,) = rig.transfer(failed={"d": "block 3"}, cause=TransferCause.DIGEST_MISMATCH)
-    assert (end.finish_reason, end.kv_lost, end.error) == (FinishReason.ERROR, kv_lost, "block 3")
+    assert (end.outcome, end.error) == (outcome, "block 3")
     assert end.transfer_cause is TransferCause.DIGEST_MISMATCH
 
 

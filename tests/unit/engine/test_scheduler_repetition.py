@@ -8,12 +8,11 @@ from random import Random
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.sampling.repetition import RepetitionDetector
 from baton.errors import InvalidRequest
 from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import MAX_PATTERN_SIZE, RepetitionDetection, SamplingParams
-from baton.node.reports.reports import outcome_of
 from tests.support.engine_rig import SOURCE, EngineRig, prompt_of
 
 RULE = RepetitionDetection(max_pattern_size=3, min_pattern_size=2, min_count=3)
@@ -67,9 +66,8 @@ def drive(rig: EngineRig) -> None:
 def check_end(rig: EngineRig, name: str = "r") -> None:
     end = rig.ends[name]
     assert rig.tokens[name] == TOKENS[:END]
-    assert end.finish_reason is FinishReason.ERROR
     assert end.error == "the output repeats itself: its last 3 tokens came 3 times in a row"
-    assert outcome_of(end) is Outcome.REPETITION
+    assert end.outcome is Outcome.REPETITION
     assert not rig.core.has_work()
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
 
@@ -80,7 +78,7 @@ def test_an_output_that_repeats_itself_ends_with_an_error() -> None:
     rig.add("free", 6, max_tokens=14)
     drive(rig)
     assert rig.tokens["free"] == TOKENS
-    assert rig.reason("free") is FinishReason.LENGTH
+    assert rig.reason("free") is Outcome.LENGTH
     check_end(rig)
 
 
@@ -116,7 +114,7 @@ def test_the_first_token_of_a_prefill_leg_may_be_the_one() -> None:
     rig.tokens["r"] = TOKENS[: END - 1]
     drive(rig)
     assert rig.tokens["r"] == TOKENS[:END]
-    assert outcome_of(rig.ends["r"]) is Outcome.REPETITION
+    assert rig.ends["r"].outcome is Outcome.REPETITION
 
 
 def test_preemption_changes_nothing() -> None:
@@ -134,7 +132,7 @@ def test_min_tokens_does_not_keep_it_going_and_a_stop_at_the_same_token_comes_fi
     rig.add("r", 6, max_tokens=14, min_tokens=12, repetition_detection=RULE)
     rig.add("stops", 6, max_tokens=14, min_tokens=12, stop_token_ids=frozenset({3}), repetition_detection=RULE)
     drive(rig)
-    assert rig.reason("stops") is FinishReason.STOP
+    assert rig.reason("stops") is Outcome.STOP
     check_end(rig)
 
 
@@ -142,9 +140,9 @@ def test_the_other_sequences_of_the_request_end_with_it() -> None:
     rig = EngineRig()
     rig.add("r", 6, max_tokens=14, n=2, repetition_detection=RULE)
     drive(rig)
-    assert {name: outcome_of(end) for name, end in rig.ends.items()} == dict.fromkeys(("r", "r~1"), Outcome.REPETITION)
+    assert {name: end.outcome for name, end in rig.ends.items()} == dict.fromkeys(("r", "r~1"), Outcome.REPETITION)
     assert rig.core.make_stats().free_blocks == rig.core.make_stats().total_blocks
-    assert rig.requests["r"].status is RequestStatus.ERROR
+    assert rig.requests["r"].status is RequestStatus.REPETITION
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.request import FinishReason, RequestStatus
-from baton.messages.node import Leg
+from baton.engine.request import RequestStatus
+from baton.messages.node import Leg, Outcome
 from baton.testing.fake_grammar import ScriptedMatcher
 from tests.support.engine_rig import EngineRig
 
@@ -158,7 +158,7 @@ def test_whose_grammar_was_compiled_is_tried_where_it_came(policy: str, leg: Leg
             if rig.requests[name].status is RequestStatus.WAITING_FOR_REMOTE_KVS:
                 rig.deliver(name)
     assert list(rig.ends) == ["first", "with grammar", "later"]
-    assert rig.reason("later") is FinishReason.LENGTH
+    assert rig.reason("later") is Outcome.LENGTH
 
 
 def test_grammars_compiled_in_another_order_change_no_turn() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.engine.batch import EngineCoreOutput
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler_config import PreemptionMode, TransferFailurePolicy
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_id, split_sequence_id
 from baton.engine.waiting.request_queue import tokens_to_compute
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.testing.fake_connector import FakeLoad
 from baton.testing.fake_grammar import ScriptedMatcher
 from baton.testing.scripted_runner import expected_beams, expected_embedding, expected_tokens
@@ -333,7 +333,7 @@ class EngineMachine(RuleBasedStateMachine):
         for name, request in self.rig.requests.items():
             if request.group is not None and request.group.is_forked:
                 names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
-            if request.beams is not None and self.rig.reason(name) in (FinishReason.STOP, FinishReason.LENGTH):
+            if request.beams is not None and self.rig.reason(name) in (Outcome.STOP, Outcome.LENGTH):
                 names |= {sequence_id(name, index) for index in range(request.sampling_params.n)}
         return names
 
@@ -380,41 +380,41 @@ class EngineMachine(RuleBasedStateMachine):
             self._check_beams(index, request, end)
             return
         assert got == undisturbed[: len(got)], f"{request!r}"
-        if end.finish_reason is FinishReason.HANDED_OFF:
+        if end.outcome is Outcome.HANDED_OFF:
             assert len(got) == request.num_given_tokens + 1
             assert len(undisturbed) > len(got) or request.sampling_params.n > 1
-        elif end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert end.finish_reason is reason
+        elif end.outcome in (Outcome.STOP, Outcome.LENGTH):
+            assert end.outcome is reason
             assert len(got) == len(undisturbed)
-        elif end.finish_reason is FinishReason.IGNORED:
+        elif end.outcome is Outcome.IGNORED:
             assert not undisturbed
         else:
-            assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            assert end.outcome in (Outcome.ABORTED, Outcome.ERROR, Outcome.KV_LOST)
 
     def _check_embedding(self, request: Request, end: EngineCoreOutput) -> None:
         assert self.rig.tokens[end.request_id] == []
-        if end.finish_reason is FinishReason.STOP:
+        if end.outcome is Outcome.STOP:
             assert end.embedding == expected_embedding(request.prompt_token_ids)
             return
         assert not end.embedding
-        if end.finish_reason is FinishReason.IGNORED:
+        if end.outcome is Outcome.IGNORED:
             config = self.rig.config
             assert request.num_prompt_tokens > min(config.max_model_len, config.num_slots)
         else:
-            assert end.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+            assert end.outcome in (Outcome.ABORTED, Outcome.ERROR)
 
     def _check_beams(self, index: int, request: Request, end: EngineCoreOutput) -> None:
         got, params = self.rig.tokens[end.request_id], request.sampling_params
-        if end.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if end.outcome not in (Outcome.STOP, Outcome.LENGTH):
             assert got == []
             return
         limit = min(params.max_tokens, self.rig.scheduler.most_tokens(request) - request.num_prompt_tokens)
         search = BeamSearch(params.beam_width, EOS, limit)
         vocab = self.rig.runner.model.vocab_size
         assert got == expected_beams(request.prompt_token_ids, search, vocab_size=vocab)[index]
-        assert end.finish_reason is (FinishReason.STOP if got[-1] in EOS else FinishReason.LENGTH)
+        assert end.outcome is (Outcome.STOP if got[-1] in EOS else Outcome.LENGTH)
 
-    def _undisturbed(self, name: str) -> tuple[list[int], FinishReason]:
+    def _undisturbed(self, name: str) -> tuple[list[int], Outcome]:
         """A sequence's whole output on an engine of its own."""
         request = self.rig.requests[split_sequence_id(name)[0]]
         room = self.rig.scheduler.most_tokens(request) - request.num_prompt_tokens
@@ -422,8 +422,8 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = self.rig.expected(name, limit)
         for index, token_id in enumerate(tokens):
             if token_id in EOS:
-                return tokens[: index + 1], FinishReason.STOP
-        return tokens, FinishReason.LENGTH
+                return tokens[: index + 1], Outcome.STOP
+        return tokens, Outcome.LENGTH
 
 
 TestEngineMachine = EngineMachine.TestCase

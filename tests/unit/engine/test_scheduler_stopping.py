@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from baton.engine.batch import ModelRunnerOutput
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
+from baton.messages.node import Outcome
 from baton.messages.sampling import SamplingParams, TokenLogprobs
 from tests.support.engine_rig import EngineRig, prompt_of
 
@@ -31,30 +32,30 @@ def test_the_script_does_not_repeat_itself() -> None:
 @pytest.mark.parametrize(
     ("params", "eos", "reason", "stop_reason", "length"),
     [
-        ({}, (), FinishReason.LENGTH, None, 10),
-        ({"max_tokens": 1}, (), FinishReason.LENGTH, None, 1),
-        ({}, TOKENS[3:4], FinishReason.STOP, None, 4),
-        ({}, TOKENS[5:3:-1], FinishReason.STOP, None, 5),
-        ({"ignore_eos": True}, TOKENS[3:4], FinishReason.LENGTH, None, 10),
-        ({"min_tokens": 4}, TOKENS[3:4], FinishReason.STOP, None, 4),
-        ({"min_tokens": 5}, TOKENS[3:4], FinishReason.LENGTH, None, 10),
-        ({"min_tokens": 5}, (TOKENS[3], TOKENS[7]), FinishReason.STOP, None, 8),
-        ({"stop_token_ids": frozenset(TOKENS[2:3])}, (), FinishReason.STOP, TOKENS[2], 3),
-        ({"stop_token_ids": frozenset(TOKENS[2:3]), "min_tokens": 4}, (), FinishReason.LENGTH, None, 10),
-        ({"stop_token_ids": frozenset(TOKENS[2:3]), "ignore_eos": True}, TOKENS[1:2], FinishReason.STOP, TOKENS[2], 3),
-        ({"stop_token_ids": frozenset(TOKENS[2:3])}, TOKENS[2:3], FinishReason.STOP, None, 3),
-        ({"stop_token_ids": frozenset(TOKENS[2:3]), "max_tokens": 3}, (), FinishReason.STOP, TOKENS[2], 3),
-        ({"max_tokens": 4}, TOKENS[3:4], FinishReason.STOP, None, 4),
+        ({}, (), Outcome.LENGTH, None, 10),
+        ({"max_tokens": 1}, (), Outcome.LENGTH, None, 1),
+        ({}, TOKENS[3:4], Outcome.STOP, None, 4),
+        ({}, TOKENS[5:3:-1], Outcome.STOP, None, 5),
+        ({"ignore_eos": True}, TOKENS[3:4], Outcome.LENGTH, None, 10),
+        ({"min_tokens": 4}, TOKENS[3:4], Outcome.STOP, None, 4),
+        ({"min_tokens": 5}, TOKENS[3:4], Outcome.LENGTH, None, 10),
+        ({"min_tokens": 5}, (TOKENS[3], TOKENS[7]), Outcome.STOP, None, 8),
+        ({"stop_token_ids": frozenset(TOKENS[2:3])}, (), Outcome.STOP, TOKENS[2], 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "min_tokens": 4}, (), Outcome.LENGTH, None, 10),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "ignore_eos": True}, TOKENS[1:2], Outcome.STOP, TOKENS[2], 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3])}, TOKENS[2:3], Outcome.STOP, None, 3),
+        ({"stop_token_ids": frozenset(TOKENS[2:3]), "max_tokens": 3}, (), Outcome.STOP, TOKENS[2], 3),
+        ({"max_tokens": 4}, TOKENS[3:4], Outcome.STOP, None, 4),
     ],
 )
 def test_stops(
-    params: dict[str, Any], eos: tuple[int, ...], reason: FinishReason, stop_reason: int | None, length: int
+    params: dict[str, Any], eos: tuple[int, ...], reason: Outcome, stop_reason: int | None, length: int
 ) -> None:
     rig = EngineRig()
     rig.add("r", PROMPT, eos=frozenset(eos), **{"max_tokens": 10, **params})
     rig.run()
     assert rig.tokens["r"] == TOKENS[:length], "the token that stops is part of the output"
-    assert (rig.ends["r"].finish_reason, rig.ends["r"].stop_reason) == (reason, stop_reason)
+    assert (rig.ends["r"].outcome, rig.ends["r"].stop_reason) == (reason, stop_reason)
 
 
 @pytest.mark.parametrize("min_tokens", [0, 9])
@@ -63,7 +64,7 @@ def test_the_models_length_ends_a_request(min_tokens: int) -> None:
     rig.add("r", PROMPT, max_tokens=10, min_tokens=min_tokens)
     rig.run()
     assert rig.tokens["r"] == TOKENS[:3]
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("r") is Outcome.LENGTH
 
 
 def test_the_pool_bounds_the_models_length() -> None:
@@ -73,7 +74,7 @@ def test_the_pool_bounds_the_models_length() -> None:
     rig.add("r", PROMPT, max_tokens=10)
     rig.run()
     assert rig.tokens["r"] == TOKENS[:3]
-    assert rig.reason("r") is FinishReason.LENGTH
+    assert rig.reason("r") is Outcome.LENGTH
 
 
 @pytest.mark.parametrize(("num_tokens", "refused"), [(8, False), (9, True), (40, True)])
@@ -82,11 +83,11 @@ def test_a_prompt_that_never_fits_is_refused_at_once(num_tokens: int, refused: b
     rig.add("huge", num_tokens, max_tokens=4)
     rig.add("small", 3, max_tokens=1)
     if refused:
-        assert rig.reason("huge") is FinishReason.IGNORED, "before any step"
+        assert rig.reason("huge") is Outcome.IGNORED, "before any step"
     rig.step()
     if refused:
         assert f"a prompt of {num_tokens} tokens leaves no room" in (rig.ends["huge"].error or "")
-        assert rig.reason("small") is FinishReason.LENGTH, "nobody waits behind it"
+        assert rig.reason("small") is Outcome.LENGTH, "nobody waits behind it"
     else:
         assert rig.tokens["huge"] == rig.expected("huge", 1)
 
@@ -96,7 +97,7 @@ def test_a_refusal_that_nobody_asked_for_comes_with_the_next_step() -> None:
     rig.scheduler.add_request(Request("huge", list(range(40)), SamplingParams()))
     assert rig.core.has_work()
     (outputs,) = rig.core.step().values()
-    assert [output.finish_reason for output in outputs.outputs] == [FinishReason.IGNORED]
+    assert [output.outcome for output in outputs.outputs] == [Outcome.IGNORED]
     assert not rig.core.has_work()
 
 
@@ -107,7 +108,7 @@ def test_a_failed_request_ends_alone() -> None:
     rig.step()
     rig.runner.failures["bad"] = "non-finite logits"
     rig.step()
-    assert (rig.reason("bad"), rig.ends["bad"].error) == (FinishReason.ERROR, "non-finite logits")
+    assert (rig.reason("bad"), rig.ends["bad"].error) == (Outcome.ERROR, "non-finite logits")
     rig.run()
     assert rig.tokens["good"] == TOKENS
 
@@ -131,7 +132,7 @@ def test_a_runner_that_raises_fails_the_step_and_not_the_engine() -> None:
     rig.runner.raise_next = RuntimeError("device lost")
     rig.step()
     assert rig.ends["a"].error == rig.ends["b"].error == "the runner failed: RuntimeError('device lost')"
-    assert rig.reason("a") is FinishReason.ERROR
+    assert rig.reason("a") is Outcome.ERROR
     assert rig.scheduler.kv_cache_manager.pool.accounts().owned == 0
     rig.run()
     assert rig.tokens["waits"] == TOKENS
@@ -142,7 +143,7 @@ def test_a_runner_that_forgets_a_request_does_not_hang_it() -> None:
     rig.add("r", 4, max_tokens=5)
     output = rig.scheduler.schedule()
     rig.commit(output, ModelRunnerOutput({}))
-    assert (rig.reason("r"), rig.ends["r"].error) == (FinishReason.ERROR, "the runner returned no token")
+    assert (rig.reason("r"), rig.ends["r"].error) == (Outcome.ERROR, "the runner returned no token")
 
 
 def test_tokens_behind_a_stop_are_cut_with_their_logprobs() -> None:

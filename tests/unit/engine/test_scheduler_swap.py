@@ -12,10 +12,10 @@ from baton.clock import ManualClock
 from baton.engine.batch import SchedulerOutput
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
-from baton.engine.request import FinishReason, Request, RequestStatus
+from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.errors import ConfigError
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.runner import SimulatedSpec, load
 from baton.runner.model.random_model import write_random_model
@@ -114,7 +114,7 @@ def test_a_swapped_request_comes_back_before_newcomers() -> None:
         rig.step()
     rig.run()
     assert rig.tokens["new"] == rig.expected("new", 8)
-    assert rig.reason("tiny") is FinishReason.LENGTH
+    assert rig.reason("tiny") is Outcome.LENGTH
 
 
 def test_nothing_is_loaded_into_blocks_that_are_still_to_be_copied_out() -> None:
@@ -144,7 +144,7 @@ def test_an_abort_of_a_swapped_request_frees_its_host_blocks(committed: bool) ->
         computed = rig.runner.execute_model(decided)
         rig.abort("new")
         rig.commit(decided, computed)
-    assert rig.reason("new") is FinishReason.ABORT
+    assert rig.reason("new") is Outcome.ABORTED
     stats = rig.core.make_stats()
     assert stats.num_requests_waiting_by_reason["swapped"] == 0
     assert stats.free_host_blocks == 15
@@ -162,7 +162,7 @@ def test_a_swap_out_that_got_lost_is_computed_again() -> None:
             rig.runner.raise_first = RuntimeError("broken")
         rig.step()
     rig.runner.raise_first = None
-    assert rig.reason("old") is FinishReason.ERROR
+    assert rig.reason("old") is Outcome.ERROR
     assert rig.requests["new"].status is RequestStatus.PREEMPTED
     assert rig.core.make_stats().free_host_blocks == 15
     rig.run()
@@ -176,7 +176,7 @@ def test_a_swap_in_that_got_lost_fails_its_request() -> None:
     while rig.requests["new"].status is RequestStatus.SWAPPED:
         rig.runner.raise_first = RuntimeError("broken") if "old" in rig.ends else None
         rig.step()
-    assert rig.reason("new") is FinishReason.ERROR
+    assert rig.reason("new") is Outcome.ERROR
     assert rig.core.make_stats().free_host_blocks == 15
 
 

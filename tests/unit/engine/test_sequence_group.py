@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from baton.engine.batch import BlockCopy, SchedulerOutput
-from baton.engine.request import FinishReason, RequestStatus
+from baton.engine.request import RequestStatus
 from baton.engine.sequences.sequence_group import lone_sequence_id, sequence_id, sequence_seed, split_sequence_id
 from baton.errors import DuplicateRequest, InvalidRequest
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from tests.support.engine_rig import EngineRig, prompt_of
 
 BLOCK_SIZE = 4
@@ -23,7 +23,7 @@ def names(count: int, request_id: str = "r") -> list[str]:
 def assert_all_right(rig: EngineRig, count: int, max_tokens: int, request_id: str = "r") -> None:
     for name in names(count, request_id):
         assert rig.tokens[name] == rig.expected(name, max_tokens), name
-        assert rig.reason(name) is FinishReason.LENGTH
+        assert rig.reason(name) is Outcome.LENGTH
 
 
 def step(rig: EngineRig) -> SchedulerOutput:
@@ -143,7 +143,7 @@ def test_the_request_id_ends_all_sequences_and_a_lone_id_one() -> None:
     for _ in range(4):
         rig.step()
     (ended,) = rig.abort(lone_sequence_id("r", 0))
-    assert (ended.request_id, ended.finish_reason) == ("r", FinishReason.ABORT)
+    assert (ended.request_id, ended.outcome) == ("r", Outcome.ABORTED)
     (ended,) = rig.abort(lone_sequence_id("r", 2))
     assert ended.request_id == "r~2"
     rig.step()
@@ -176,7 +176,7 @@ def test_one_failed_sequence_fails_the_request(broken: str) -> None:
         rig.step()
     rig.runner.failures[broken] = "non-finite logits"
     rig.run()
-    assert {rig.reason(name) for name in names(3)} == {FinishReason.ERROR}
+    assert {rig.reason(name) for name in names(3)} == {Outcome.ERROR}
     assert rig.ends[broken].error == "non-finite logits"
     assert rig.tokens["bystander"] == rig.expected("bystander", 4)
 
@@ -190,8 +190,8 @@ def test_what_is_one_sequences_own_fault_is_the_requests() -> None:
     failed = {"r~1": "json_schema: too complex"}
     result = replace(rig.runner.execute_model(decided), failed=failed, invalid=frozenset(failed))
     told = rig.scheduler.update_from_output(decided, result)
-    ends = {end.request_id: end for outputs in told.values() for end in outputs.outputs if end.finish_reason}
-    assert {name: ends[name].finish_reason for name in names(3)} == dict.fromkeys(names(3), FinishReason.INVALID)
+    ends = {end.request_id: end for outputs in told.values() for end in outputs.outputs if end.outcome}
+    assert {name: ends[name].outcome for name in names(3)} == dict.fromkeys(names(3), Outcome.INVALID)
     assert {end.error for end in ends.values()} == {"json_schema: too complex"}
 
 
@@ -211,12 +211,12 @@ def test_the_prefill_leg_hands_off_though_its_own_sequence_is_over() -> None:
     rig = EngineRig()
     rig.add("p", 10, leg=Leg.PREFILL, n=2, max_tokens=1)
     rig.run()
-    assert rig.reason("p") is FinishReason.HANDED_OFF
+    assert rig.reason("p") is Outcome.HANDED_OFF
     assert rig.tokens["p"] == rig.expected("p", 1)
     rig.add("d", 10, leg=Leg.DECODE, n=2, max_tokens=1)
     rig.step()
     rig.deliver("d")
-    assert rig.reason("d") is FinishReason.LENGTH
+    assert rig.reason("d") is Outcome.LENGTH
     rig.run()
     assert rig.tokens["d~1"] == rig.expected("d~1", 1)
 
@@ -227,7 +227,7 @@ def test_a_transfer_that_fails_ends_the_request_once() -> None:
     rig.step()
     assert rig.abort(lone_sequence_id("r", 0)) == [], "there are no sequences yet, and the others need the prompt"
     (ended,) = rig.transfer(failed={"r": "peer gone"})
-    assert ended.kv_lost
+    assert ended.outcome is Outcome.KV_LOST
     rig.run()
     assert not rig.scheduler.has_requests()
 
@@ -248,7 +248,7 @@ def test_a_sequence_that_ends_at_once_leaves_the_others_to_go_on() -> None:
     (first,) = rig.tokens["other"]
     rig.add("s", prompt, n=3, max_tokens=5, stop_token_ids=frozenset({first}))
     rig.run()
-    assert rig.reason("s") is FinishReason.STOP
+    assert rig.reason("s") is Outcome.STOP
     for name in names(3, "s")[1:]:
         expected = rig.expected(name, 5)
         assert rig.tokens[name] == expected[: expected.index(first) + 1] if first in expected else expected

@@ -15,12 +15,12 @@ from baton.engine.connector import ArrivedKV, KVConnector, KVTransferOutput, Los
 from baton.engine.core import EngineCore
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_config import SchedulerConfig
 from baton.errors import CacheInUse, TransferCause
 from baton.messages.kv_cache import AllBlocksCleared
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.node.driver import EngineDriver, StepNews
 from baton.node.outbox import Outbox
@@ -51,7 +51,7 @@ class DriverRig:
                 for output in outputs.outputs:
                     if output.request_id == request_id:
                         seen.append(output)
-                        if output.finish_reason is not None:
+                        if output.outcome is not None:
                             return seen
 
 
@@ -78,7 +78,7 @@ def test_it_runs_what_is_submitted_and_sleeps_in_between(rig: DriverRig) -> None
         rig.driver.submit(request(f"r{number}"))
         outputs = rig.until_end(f"r{number}")
         assert sum(len(output.new_token_ids) for output in outputs) == 3
-        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert outputs[-1].outcome is Outcome.LENGTH
     assert rig.news.empty(), "it turned although there was nothing to do"
 
 
@@ -88,10 +88,10 @@ def test_a_live_id_ends_the_second_one_alone(rig: DriverRig) -> None:
     while 2 not in (news := rig.news.get(timeout=LONG_S)).outputs:
         assert not news.outputs
     (refused,) = news.outputs[2].outputs
-    assert refused.finish_reason is FinishReason.ERROR
+    assert refused.outcome is Outcome.ERROR
     assert "here already" in (refused.error or "")
     rig.driver.tell_transfer(KVTransferOutput(failed={"r": LostKV(TransferCause.PEER_GONE, "gone")}))
-    assert rig.until_end("r")[-1].kv_lost
+    assert rig.until_end("r")[-1].outcome is Outcome.KV_LOST
 
 
 def test_orders_are_obeyed_as_they_came(rig: DriverRig) -> None:
@@ -99,10 +99,10 @@ def test_orders_are_obeyed_as_they_came(rig: DriverRig) -> None:
     rig.driver.abort(["r", "nobody"])
     rig.driver.submit(request("r", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.abort(["r"])
-    assert rig.until_end("r")[-1].finish_reason is FinishReason.ABORT
+    assert rig.until_end("r")[-1].outcome is Outcome.ABORTED
     rig.driver.abort(["r"])
     rig.driver.submit(request("after"))
-    assert rig.until_end("after")[-1].finish_reason is FinishReason.LENGTH
+    assert rig.until_end("after")[-1].outcome is Outcome.LENGTH
 
 
 def test_a_released_transfer_wakes_who_waits_for_blocks(rig: DriverRig) -> None:
@@ -113,7 +113,7 @@ def test_a_released_transfer_wakes_who_waits_for_blocks(rig: DriverRig) -> None:
     rig.driver.submit(waits)
     assert rig.news.get(timeout=LONG_S).stats.num_waiting == 1
     rig.driver.tell_transfer(KVTransferOutput(released=frozenset({"big"})))
-    assert rig.until_end("waits")[-1].finish_reason is FinishReason.LENGTH
+    assert rig.until_end("waits")[-1].outcome is Outcome.LENGTH
 
 
 def test_news_carry_events_and_the_load_after_the_turn(rig: DriverRig) -> None:
@@ -139,7 +139,7 @@ def test_a_runner_that_raises_fails_its_step_and_the_engine_goes_on(rig: DriverR
     rig.driver.submit(request("r"))
     assert "out of luck" in (rig.until_end("r")[-1].error or "")
     rig.driver.submit(request("next"))
-    assert rig.until_end("next")[-1].finish_reason is FinishReason.LENGTH
+    assert rig.until_end("next")[-1].outcome is Outcome.LENGTH
     assert rig.crashes.empty()
 
 
@@ -255,10 +255,10 @@ def test_an_abort_that_comes_while_the_runner_computes_ends_its_request_alone() 
         output = rig.outputs.get(timeout=LONG_S)
         if output.request_id == "other":
             tokens += output.new_token_ids
-        if output.finish_reason is not None:
-            ends[output.request_id] = output.finish_reason
+        if output.outcome is not None:
+            ends[output.request_id] = output.outcome
     rig.driver.stop()
-    assert ends == {"aborted": FinishReason.ABORT, "other": FinishReason.LENGTH}
+    assert ends == {"aborted": Outcome.ABORTED, "other": Outcome.LENGTH}
     assert tokens == expected_tokens(prompt_of(6), SamplingParams(max_tokens=3), SPEC)
 
 
@@ -273,12 +273,12 @@ def test_an_end_that_needs_no_step_waits_for_none(ahead: bool) -> None:
     rig.driver.submit(request("aborted", leg=Leg.DECODE, kv_source=SOURCE))
     rig.driver.abort(["aborted"])
     rig.gate.allow(2)
-    ends: dict[str, FinishReason] = {}
+    ends: dict[str, Outcome] = {}
     while len(ends) < 2:
         output = rig.outputs.get(timeout=LONG_S)
-        if output.finish_reason is not None:
-            ends[output.request_id] = output.finish_reason
-    assert ends == {"huge": FinishReason.IGNORED, "aborted": FinishReason.ABORT}
+        if output.outcome is not None:
+            ends[output.request_id] = output.outcome
+    assert ends == {"huge": Outcome.IGNORED, "aborted": Outcome.ABORTED}
     rig.gate.allow(None)
     rig.driver.stop()
 

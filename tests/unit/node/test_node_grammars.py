@@ -13,11 +13,11 @@ import baton
 from baton.config import NodeConfig
 from baton.engine.batch import EngineCoreOutput
 from baton.engine.core import EngineCore
-from baton.engine.request import FinishReason, Request
+from baton.engine.request import Request
 from baton.engine.runner import ModelInfo
 from baton.engine.sampling.grammar import TokenMatcher
 from baton.errors import BatonError, InvalidRequest
-from baton.messages.node import Leg
+from baton.messages.node import Leg, Outcome
 from baton.messages.sampling import SamplingParams
 from baton.node.attempts.grammars import GrammarCompiler, load_compiler
 from baton.node.driver import EngineDriver, StepNews
@@ -70,7 +70,7 @@ class Rig:
         """The last output of a request."""
         while request_id not in self.ends:
             output = self.outputs.get(timeout=LONG_S)
-            if output.finish_reason is not None:
+            if output.outcome is not None:
                 self.ends[output.request_id] = output
         return self.ends[request_id]
 
@@ -96,9 +96,9 @@ def test_others_run_while_a_grammar_is_compiled(rig: Rig) -> None:
     rig.driver.submit(request("g", "schema"))
     assert rig.compiler.begun.get(timeout=LONG_S) == "schema"
     rig.driver.submit(request("other"))
-    assert rig.end("other").finish_reason is FinishReason.LENGTH
+    assert rig.end("other").outcome is Outcome.LENGTH
     rig.compiler.gate.set()
-    assert rig.end("g").finish_reason is FinishReason.LENGTH
+    assert rig.end("g").outcome is Outcome.LENGTH
 
 
 @pytest.mark.parametrize("schema", ["bad", "worse"])
@@ -107,19 +107,19 @@ def test_one_that_can_not_be_compiled_fails_its_request_alone(rig: Rig, schema: 
     rig.driver.submit(request("bad", schema))
     rig.driver.submit(request("good", "schema"))
     end = rig.end("bad")
-    assert end.finish_reason is {"bad": FinishReason.INVALID, "worse": FinishReason.ERROR}[schema]
+    assert end.outcome is {"bad": Outcome.INVALID, "worse": Outcome.ERROR}[schema]
     assert (end.error or "").startswith("json_schema: ")
-    assert rig.end("good").finish_reason is FinishReason.LENGTH
+    assert rig.end("good").outcome is Outcome.LENGTH
 
 
 def test_one_that_is_aborted_meanwhile_is_over_at_once(rig: Rig) -> None:
     rig.driver.submit(request("g", "schema"))
     rig.compiler.begun.get(timeout=LONG_S)
     rig.driver.abort(["g"])
-    assert rig.end("g").finish_reason is FinishReason.ABORT
+    assert rig.end("g").outcome is Outcome.ABORTED
     rig.compiler.gate.set()
     rig.driver.submit(request("next", "schema"))
-    assert rig.end("next").finish_reason is FinishReason.LENGTH
+    assert rig.end("next").outcome is Outcome.LENGTH
 
 
 def test_a_schema_is_compiled_here_only_after_a_child_has_let_it_pass() -> None:
@@ -205,7 +205,7 @@ def test_without_a_compiler_a_schema_is_an_error() -> None:
     driver.start()
     driver.submit(request("g", "schema"))
     end = rig.end("g")
-    assert (end.finish_reason, end.error) == (FinishReason.INVALID, "json_schema: this node's model has no text")
+    assert (end.outcome, end.error) == (Outcome.INVALID, "json_schema: this node's model has no text")
     driver.stop()
 
 

@@ -12,7 +12,6 @@ import pytest
 from baton.clock import ManualClock
 from baton.engine.batch import ComputedStep, EngineCoreOutput, EngineCoreOutputs, StepTimes
 from baton.engine.connector import KVTransferOutput, LostKV
-from baton.engine.request import FinishReason
 from baton.engine.sequences.beam_search import BeamSearch
 from baton.engine.sequences.sequence_group import sequence_seed
 from baton.errors import Draining, TransferCause
@@ -240,9 +239,7 @@ async def test_vectors_that_are_too_much_for_one_message_come_in_several() -> No
     port, other = rig.service.open_port("router-0"), rig.service.open_port("router-1")
     assert len(await heard(port)) == len(await heard(other)) == 1
     keys = [AttemptKey(f"e{number}", 1) for number in range(12)]
-    ends = [
-        EngineCoreOutput(str(key), (), 0, finish_reason=FinishReason.STOP, embedding=bytes(3 << 19)) for key in keys
-    ]
+    ends = [EngineCoreOutput(str(key), (), 0, outcome=Outcome.STOP, embedding=bytes(3 << 19)) for key in keys]
     step = ComputedStep(0.5, 12, 0, 0, 1.0, goes_on=False)
     stats = rig.scheduler.make_stats()
     rig.service.on_step(StepNews({port.client_index: EngineCoreOutputs(ends)}, (), stats, StepTimes(), step=step))

@@ -57,7 +57,7 @@ class LiveCluster:
 async def _describe(address: str) -> NodeDescription:
     client = NodeClient(address)
     try:
-        return (await client.describe()).description
+        return (await client.describe()).node
     finally:
         await client.close()
 

@@ -57,6 +57,6 @@ async def _ask(node: NodeStatus, timeout_s: float) -> NodeReport | str:
         return f"{node.name}: {error}"
     finally:
         await client.close()
-    if report.description.incarnation != node.incarnation:
-        return f"{node.name}: {report.description.incarnation} answers at {node.address}, not {node.incarnation}"
+    if report.node.incarnation != node.incarnation:
+        return f"{node.name}: {report.node.incarnation} answers at {node.address}, not {node.incarnation}"
     return report

@@ -108,11 +108,11 @@ class HandoffReport:
 class NodeReport:
     """All that a node says of itself when it is asked."""
 
-    description: NodeDescription
+    node: NodeDescription
     load: LoadReport
     waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
     handoff: HandoffReport = field(default_factory=HandoffReport)
-    compute_paths: Sequence[ComputePath] = field(default_factory=list)
+    compute_paths: Sequence[ComputePath] = ()
     """What computes the model's steps there, part by part."""
 
 

@@ -170,7 +170,7 @@ def asks_with(dialer: Dialer) -> Asks:
     async def asks(record: NodeRecord) -> str:
         client = NodeClient(record.address, dialer)
         try:
-            return (await client.describe(_ANSWER_S)).description.incarnation
+            return (await client.describe(_ANSWER_S)).node.incarnation
         finally:
             await client.close()
 

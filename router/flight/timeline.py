@@ -240,7 +240,7 @@ def _joined(stages: Iterable[TimelineStage]) -> Sequence[TimelineStage]:
             stage = replace(stage, duration_ns=joined.pop().duration_ns + stage.duration_ns)
         if stage.duration_ns:
             joined.append(stage)
-    return joined
+    return tuple(joined)
 
 
 def _between(one: str, other: str) -> str:

@@ -19,7 +19,7 @@ def explained(explanation: Explanation, now: float) -> PlacementDecision:
         prompt_tokens=decision.prompt_tokens,
         prefill_node=decision.prefill,
         decode_node=decision.decode,
-        ways=[_way(terms) for terms in explanation.ways],
+        ways=tuple([_way(terms) for terms in explanation.ways]),
         outcome=_outcome(explanation),
     )
 

@@ -20,7 +20,7 @@ from baton.runner import SimulatedSpec, StepTime
 from baton.runner.simulated import SimulatedRunner
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
-from baton.wire.services.operator_service import status_from_pb
+from baton.wire.codec.operator import CLUSTER_STATUS
 from tests.support.mini_cluster import MiniCluster, mini_cluster, simulated_model_dir
 from tests.support.step_gate import StepGate
 
@@ -110,7 +110,7 @@ async def test_a_link_that_layouts_forbid_is_shown_at_both_nodes(tmp_path: Path)
         async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
             stub, told = operator_pb2_grpc.OperatorStub(channel), dict[str, str]()
             while not (told.get("decode-0") and told.get("prefill-0")):
-                answer = status_from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
+                answer = CLUSTER_STATUS.from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
                 told = {node.name: node.detail for node in answer.nodes}
         for story in (told["decode-0"], told["prefill-0"]):
             assert "KV layouts differ in geometry, block_bytes: prefill-0 [" in story

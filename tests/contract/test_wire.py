@@ -660,7 +660,7 @@ async def test_an_unreadable_submit_costs_its_own_attempt_alone(node: Node) -> N
         port = await node.handler.ports.get()
         attempt = node_pb2.Attempt(request_id="r", attempt=1, flight=2**63)
         await call.write(node_pb2.AttachRequest(submit=node_pb2.Submit(attempt=attempt)))
-        assert await port.refused.get() == (KEY, "submit.leg: unknown leg")
+        assert await port.refused.get() == (KEY, "Submit.leg: this version knows no Leg 0")
         await call.write(node_pb2.AttachRequest())
         await call.write(node_pb2.AttachRequest(abort=node_pb2.Abort(attempt=attempt, reason="x")))
         assert await port.received.get() == Abort(KEY, "x")
@@ -703,7 +703,7 @@ async def test_a_node_that_breaks_at_a_message_fails_that_attempt_alone(node: No
 
 
 async def test_questions_are_answered(node: Node) -> None:
-    load, handoff = LoadReport(running=3, total_blocks=8), HandoffReport("", [], [], [])
+    load, handoff = LoadReport(running=3, total_blocks=8), HandoffReport()
     assert await node.client.describe() == NodeReport(node.handler.description, load, {"capacity": 2}, handoff)
     assert await node.client.trace(4) == [TraceEvent(5, 10, "queued", KEY, 3, "x")]
     traced = await node.client.trace_steps(4, 6)

@@ -25,7 +25,7 @@ from baton.runner import ModelRunner, SimulatedSpec
 from baton.testing.memory_registry import MemoryRegistry, MemoryStore
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
-from baton.wire.services.operator_service import status_from_pb
+from baton.wire.codec.operator import CLUSTER_STATUS
 from router.app import RouterAddresses, RouterConfig, run_router
 from router.placement.placer import PlacementSettings, Policy
 from tests.support.caller import Caller
@@ -214,7 +214,7 @@ async def _until_placeable(cluster: MiniCluster, num_nodes: int) -> None:
     async with grpc.aio.insecure_channel(cluster.router.operator) as channel:
         stub = operator_pb2_grpc.OperatorStub(channel)
         while True:
-            answer = status_from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
+            answer = CLUSTER_STATUS.from_pb(await stub.GetStatus(operator_pb2.GetStatusRequest()))
             if sum(node.status == "Ready" and node.role != "router" for node in answer.nodes) == num_nodes:
                 return
 

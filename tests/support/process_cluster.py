@@ -22,7 +22,7 @@ from baton.messages.node import LoadReport
 from baton.messages.node_report import TraceEvent
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire.clients.node_client import NodeClient
-from baton.wire.services.operator_service import status_from_pb
+from baton.wire.codec.operator import CLUSTER_STATUS
 from tests.support.caller import Caller
 from tests.support.reports import HeardStream
 
@@ -117,7 +117,7 @@ class ClusterSession(Caller):
         async with asyncio.timeout(BOUND_S):
             while True:
                 try:
-                    return status_from_pb(
+                    return CLUSTER_STATUS.from_pb(
                         await self._operator.GetStatus(operator_pb2.GetStatusRequest(), wait_for_ready=True)
                     )
                 except grpc.aio.AioRpcError as error:

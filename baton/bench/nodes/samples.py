@@ -38,7 +38,7 @@ class NodeSamples:
 
     def add(self, seconds: float, report: NodeReport) -> None:
         """Take one in."""
-        incarnation, load = report.description.incarnation, report.load
+        incarnation, load = report.node.incarnation, report.load
         if incarnation not in self.incarnations:
             self.incarnations.append(incarnation)
         self.seconds.append(seconds)

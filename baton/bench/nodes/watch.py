@@ -70,7 +70,7 @@ class NodeWatch:
         timeline, samples = self.timelines[name], self.samples[name]
         try:
             report = await client.describe(_PATIENCE_S)
-            if samples.incarnations and report.description.incarnation != samples.incarnations[-1]:
+            if samples.incarnations and report.node.incarnation != samples.incarnations[-1]:
                 timeline.restart()
             samples.add(time.monotonic(), report)
             trace = await client.trace_steps(timeline.after, timeline.steps_after, _PATIENCE_S)

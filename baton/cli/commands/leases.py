@@ -54,7 +54,7 @@ def leases(
     print_list(
         output,
         (lease_json(report, handoff) for report, handoff in found),
-        (f"{report.description.node_id}/{handoff.attempt}" for report, handoff in found),
+        (f"{report.node.node_id}/{handoff.attempt}" for report, handoff in found),
         columns,
         (lease_row(report, handoff, wide=wide) for report, handoff in found),
         headers=not no_headers,
@@ -86,15 +86,15 @@ class Watched:
     def with_ends(self, reports: Sequence[NodeReport]) -> list[tuple[NodeReport, OpenHandoff]]:
         """Of nodes that did not answer nothing has ended: they may say so later."""
         found = {_key(report, handoff): (report, handoff) for report in reports for handoff in oldest_first(report)}
-        answered = {report.description.incarnation for report in reports}
+        answered = {report.node.incarnation for report in reports}
         gone = {key: known for key, known in self._open.items() if key not in found}
-        ended = {key: known for key, known in gone.items() if known[0].description.incarnation in answered}
+        ended = {key: known for key, known in gone.items() if known[0].node.incarnation in answered}
         self._open = {key: known for key, known in gone.items() if key not in ended} | found
         return [*found.values(), *((report, replace(handoff, state=OVER)) for report, handoff in ended.values())]
 
 
 def _key(report: NodeReport, handoff: OpenHandoff) -> str:
-    return f"{report.description.incarnation} {handoff.side.value} {handoff.attempt}"
+    return f"{report.node.incarnation} {handoff.side.value} {handoff.attempt}"
 
 
 def listed(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> Listed:

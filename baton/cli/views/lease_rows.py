@@ -16,8 +16,8 @@ def oldest_first(report: NodeReport) -> list[OpenHandoff]:
 def lease_json(report: NodeReport, handoff: OpenHandoff) -> dict[str, Any]:
     """Returns a lease or transfer as a JSON object."""
     return {
-        "node": report.description.node_id,
-        "incarnation": report.description.incarnation,
+        "node": report.node.node_id,
+        "incarnation": report.node.incarnation,
         "request_id": handoff.attempt.request_id,
         "attempt": handoff.attempt.attempt,
         "flight": f"{handoff.attempt.flight:x}",
@@ -34,7 +34,7 @@ def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[s
     """Returns a lease or transfer as a line of a table; `wide`: with the columns of `-o wide`."""
     attempt = handoff.attempt
     row = [
-        report.description.node_id,
+        report.node.node_id,
         attempt.request_id,
         str(attempt.attempt),
         handoff.side.value,
@@ -43,5 +43,5 @@ def lease_row(report: NodeReport, handoff: OpenHandoff, *, wide: bool) -> list[s
         str(handoff.num_blocks),
         fine_duration(handoff.age_s),
     ]
-    more = [report.description.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
+    more = [report.node.incarnation, handoff.peer_incarnation or "-", f"{attempt.flight:x}"]
     return row + (more if wide else [])

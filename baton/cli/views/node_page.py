@@ -22,7 +22,7 @@ def node_lines(status: NodeStatus, report: NodeReport | None) -> list[str]:
     if report is None:
         return lines
     sections = {
-        "Model": _fields(_model(report.description)),
+        "Model": _fields(_model(report.node)),
         **({"Computed by": _fields(_compute_paths(report))} if report.compute_paths else {}),
         "KV cache": _fields(_kv_cache(report)),
         "Load": _fields(_load(report.load, report.waiting_by_reason)),
@@ -37,7 +37,7 @@ def node_json(status: NodeStatus, report: NodeReport | None) -> dict[str, Any]:
     """`status` is the router's view, `report` the node's own or null."""
     if report is None:
         return {"status": asdict(status), "report": None}
-    description, handoff = report.description, report.handoff
+    description, handoff = report.node, report.handoff
     said = {
         "description": asdict(description)
         | {"role": description.role.value, "eos_token_ids": sorted(description.eos_token_ids)},
@@ -91,11 +91,11 @@ def _kv_cache(report: NodeReport) -> list[Field]:
     load, used = report.load, round(100 * report.load.kv_usage)
     blocks = f"{load.total_blocks}: {load.free_blocks} free, {load.leased_blocks} leased"
     return [
-        ("Block size", f"{report.description.block_size} tokens"),
+        ("Block size", f"{report.node.block_size} tokens"),
         ("Blocks", f"{blocks}, {load.quarantined_blocks} quarantined ({used} % in use)"),
         ("Layout", report.handoff.layout),
         # What becomes of a prompt whose KV does not come is for its reader to say.
-        *([("On transfer failure", report.description.on_transfer_failure)] if _is_reader(report) else []),
+        *([("On transfer failure", report.node.on_transfer_failure)] if _is_reader(report) else []),
     ]
 
 
@@ -145,7 +145,7 @@ def _oldest_s(handoff: HandoffReport) -> float:
 
 
 def _is_reader(report: NodeReport) -> bool:
-    return report.description.role.value == "decode"
+    return report.node.role.value == "decode"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -16,14 +16,14 @@ from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 from baton.wire import status
 from baton.wire.codec.node import (
+    NODE_DESCRIPTION,
+    TRACE_EVENT,
+    TRACE_STEP,
     attempt_to_pb,
-    description_from_pb,
     role_to_pb,
     router_message_to_pb,
-    trace_from_pb,
-    trace_step_from_pb,
 )
-from baton.wire.codec.node_report import node_report_from_pb
+from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportReader
 from baton.wire.credentials import PLAIN, Dialer
 from baton.wire.http2.client import Http2Client, rpc_error
@@ -63,7 +63,7 @@ class NodeStream:
             await self._changed.wait()
         if not self._kept or self._kept[0].WhichOneof("message") != "welcome":
             return False
-        self.welcome = description_from_pb(self._kept.pop(0).welcome)
+        self.welcome = NODE_DESCRIPTION.from_pb(self._kept.pop(0).welcome)
         self._name = self.welcome.node_id
         return True
 
@@ -199,7 +199,7 @@ class NodeClient:
             response = await self._stub().Describe(node.DescribeRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
-        return node_report_from_pb(response)
+        return NODE_REPORT.from_pb(response)
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Ask the node to take no new work and to end when it is done."""
@@ -236,7 +236,7 @@ class NodeClient:
             response = await self._stub().Trace(node.TraceRequest(after=after))
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
-        return [trace_from_pb(event) for event in response.events]
+        return [TRACE_EVENT.from_pb(event) for event in response.events]
 
     async def trace_steps(self, after: int, steps_after: int, timeout_s: float | None = None) -> NodeTrace:
         """Its latest events and engine steps, those after these numbers, and its clock at the answer."""
@@ -247,8 +247,8 @@ class NodeClient:
             raise status.from_rpc_error(error, self.address) from error
         return NodeTrace(
             response.monotonic_ns,
-            [trace_from_pb(event) for event in response.events],
-            [trace_step_from_pb(step) for step in response.steps],
+            [TRACE_EVENT.from_pb(event) for event in response.events],
+            [TRACE_STEP.from_pb(step) for step in response.steps],
         )
 
     async def close(self) -> None:

@@ -14,9 +14,15 @@ from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
 from baton.wire import status
-from baton.wire.codec.operator import decision_from_pb, event_from_pb, progress_from_pb, row_from_pb, timeline_from_pb
+from baton.wire.codec.operator import (
+    CLUSTER_EVENT,
+    CLUSTER_STATUS,
+    DRAIN_PROGRESS,
+    PLACEMENT_DECISION,
+    REQUEST_ROW,
+    TIMELINE,
+)
 from baton.wire.credentials import PLAIN, Dialer
-from baton.wire.services.operator_service import status_from_pb
 
 
 class OperatorStub:
@@ -30,25 +36,25 @@ class OperatorStub:
     def status(self, timeout_s: float) -> ClusterStatus:
         with status.translated(self._address):
             response = self._stub.GetStatus(operator_pb2.GetStatusRequest(), timeout=timeout_s)
-        return status_from_pb(response)
+        return CLUSTER_STATUS.from_pb(response)
 
     def explain(self, request_id: str, timeout_s: float) -> Sequence[PlacementDecision]:
         """Raises RequestNotFound for one that the router does not remember."""
         with status.translated(self._address):
             response = self._stub.Explain(operator_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
-        return [decision_from_pb(decision) for decision in response.decisions]
+        return [PLACEMENT_DECISION.from_pb(decision) for decision in response.decisions]
 
     def timeline(self, request_id: str, timeout_s: float) -> Timeline:
         """Raises RequestNotFound for one that the router does not remember, or that is not over."""
         with status.translated(self._address):
             response = self._stub.GetTimeline(operator_pb2.GetTimelineRequest(request_id=request_id), timeout=timeout_s)
-        return timeline_from_pb(response.timeline)
+        return TIMELINE.from_pb(response.timeline)
 
     def requests(self, limit: int, request_id: str, timeout_s: float) -> Sequence[RequestRow]:
         asked = operator_pb2.ListRequestsRequest(limit=limit, request_id=request_id)
         with status.translated(self._address):
             response = self._stub.ListRequests(asked, timeout=timeout_s)
-        return [row_from_pb(row) for row in response.requests]
+        return [REQUEST_ROW.from_pb(row) for row in response.requests]
 
     def cordon(self, names: Sequence[str], timeout_s: float) -> str:
         with status.translated(self._address):
@@ -73,14 +79,14 @@ class OperatorStub:
         call = self._stub.DrainNode(operator_pb2.DrainNodeRequest(node=name, stop=stop), timeout=timeout_s)
         with self._ended(call):
             for response in call:
-                yield progress_from_pb(response)
+                yield DRAIN_PROGRESS.from_pb(response)
 
     def events(self, after: int, *, follow: bool, timeout_s: float | None) -> Iterator[ClusterEvent]:
         request = operator_pb2.WatchEventsRequest(after=after, follow=follow)
         call = self._stub.WatchEvents(request, timeout=timeout_s)
         with self._ended(call):
             for response in call:
-                yield event_from_pb(response.event)
+                yield CLUSTER_EVENT.from_pb(response.event)
 
     @contextmanager
     def _ended(self, call: grpc.Call) -> Iterator[None]:

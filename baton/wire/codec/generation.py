@@ -9,8 +9,8 @@ from baton.errors import BatonError, InvalidRequest
 from baton.messages.generation import Accepted, Chunk, Finished, GenerateEvent, GenerateRequest, Path, SequenceFinished
 from baton.messages.node import FINISH_REASONS
 from baton.v1 import generation_pb2 as generation
-from baton.wire.codec.enums import numbers
-from baton.wire.codec.sampling import logprobs_from_pb, logprobs_to_pb, repetition_from_pb, repetition_to_pb
+from baton.wire.codec.derived import numbers
+from baton.wire.codec.sampling import REPETITION_DETECTION, logprobs_from_pb, logprobs_to_pb
 
 _OPTIONAL_FIELDS = (
     "temperature",
@@ -34,7 +34,7 @@ _OPTIONAL_FIELDS = (
 )
 _SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 _FINISH_REASONS = {
-    outcome.value: number for outcome, number in numbers(FINISH_REASONS, generation.FinishReason).items()
+    outcome.value: number for outcome, number in numbers(FINISH_REASONS, generation.FinishReason.DESCRIPTOR).items()
 }
 _FINISH_NAMES = {value: name for name, value in _FINISH_REASONS.items()}
 _PATH_KEYS = (
@@ -66,7 +66,7 @@ def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
                 setattr(pb.service_level, field, value)
     if request.repetition_detection is not None:
         with _named("repetition_detection"):
-            params.repetition_detection.CopyFrom(repetition_to_pb(request.repetition_detection))
+            params.repetition_detection.CopyFrom(REPETITION_DETECTION.to_pb(request.repetition_detection))
     with _named("logit_bias"):
         params.logit_bias.update(request.logit_bias)
     with _named("stop"):
@@ -112,7 +112,11 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
         stop_token_ids=tuple(params.stop_token_ids),
         priority=pb.priority,
         cache_salt=pb.cache_salt,
-        repetition_detection=repetition_from_pb(params),
+        repetition_detection=(
+            REPETITION_DETECTION.from_pb(params.repetition_detection)
+            if params.HasField("repetition_detection")
+            else None
+        ),
         **present,
     )
 

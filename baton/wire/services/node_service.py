@@ -18,15 +18,15 @@ from baton.observe.log_limit import LimitedLog
 from baton.v1 import node_pb2 as node
 from baton.v1 import node_pb2_grpc
 from baton.wire.codec.node import (
+    NODE_DESCRIPTION,
+    TRACE_EVENT,
+    TRACE_STEP,
     attempt_from_pb,
-    description_to_pb,
     report_to_pb,
     role_from_pb,
     router_message_from_pb,
-    trace_step_to_pb,
-    trace_to_pb,
 )
-from baton.wire.codec.node_report import node_report_to_pb
+from baton.wire.codec.node_report import NODE_REPORT
 from baton.wire.codec.report_stream import ReportWriter
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
         reader = asyncio.create_task(self._read(requests, port), name="attach-read")
         to_pb = ReportWriter().write if hello.takes_next_tokens else report_to_pb
         try:
-            yield node.AttachResponse(welcome=description_to_pb(self._handler.describe()))
+            yield node.AttachResponse(welcome=NODE_DESCRIPTION.to_pb(self._handler.describe()))
             async for report in port.reports():
                 yield node.AttachResponse(report=to_pb(report))
         finally:
@@ -141,7 +141,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             port.close()
 
     async def Describe(self, request: node.DescribeRequest, context: _Context) -> node.DescribeResponse:
-        return node_report_to_pb(self._handler.report())
+        return NODE_REPORT.to_pb(self._handler.report())
 
     async def Drain(self, request: node.DrainRequest, context: _Context) -> node.DrainResponse:
         self._handler.drain()
@@ -159,9 +159,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
     async def Trace(self, request: node.TraceRequest, context: _Context) -> node.TraceResponse:
         steps = self._handler.steps(request.steps_after) if request.HasField("steps_after") else ()
         return node.TraceResponse(
-            events=[trace_to_pb(event) for event in self._handler.trace(request.after)],
+            events=[TRACE_EVENT.to_pb(event) for event in self._handler.trace(request.after)],
             monotonic_ns=time.monotonic_ns(),
-            steps=[trace_step_to_pb(step) for step in steps],
+            steps=[TRACE_STEP.to_pb(step) for step in steps],
         )
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
 
-from baton.messages.cluster import ClusterStatus, NodeStatus
+from baton.messages.cluster import ClusterStatus
 from baton.messages.explanations import PlacementDecision
 from baton.messages.request_rows import RequestRow
 from baton.messages.steering import ClusterEvent, DrainProgress, RoleSet
 from baton.messages.timelines import Timeline
 from baton.v1 import operator_pb2, operator_pb2_grpc
-from baton.wire.codec.operator import decision_to_pb, event_to_pb, progress_to_pb, row_to_pb, timeline_to_pb
+from baton.wire.codec.operator import (
+    CLUSTER_EVENT,
+    CLUSTER_STATUS,
+    DRAIN_PROGRESS,
+    PLACEMENT_DECISION,
+    REQUEST_ROW,
+    TIMELINE,
+)
 
 SERVICE_NAME = "baton.v1.Operator"
 
@@ -76,28 +82,24 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
     async def GetStatus(
         self, request: operator_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operator_pb2.GetStatusResponse:
-        status = self._handler.status()
-        nodes = [operator_pb2.NodeStatus(**dataclasses.asdict(node)) for node in status.nodes]
-        return operator_pb2.GetStatusResponse(
-            cluster=status.cluster, health=status.health, detail=status.detail, nodes=nodes
-        )
+        return CLUSTER_STATUS.to_pb(self._handler.status())
 
     async def Explain(
         self, request: operator_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operator_pb2.ExplainResponse:
         decisions = self._handler.explain(request.request_id)
-        return operator_pb2.ExplainResponse(decisions=[decision_to_pb(decision) for decision in decisions])
+        return operator_pb2.ExplainResponse(decisions=[PLACEMENT_DECISION.to_pb(decision) for decision in decisions])
 
     async def GetTimeline(
         self, request: operator_pb2.GetTimelineRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> operator_pb2.GetTimelineResponse:
-        return operator_pb2.GetTimelineResponse(timeline=timeline_to_pb(self._handler.timeline(request.request_id)))
+        return operator_pb2.GetTimelineResponse(timeline=TIMELINE.to_pb(self._handler.timeline(request.request_id)))
 
     async def ListRequests(
         self, request: operator_pb2.ListRequestsRequest, context: _Context
     ) -> operator_pb2.ListRequestsResponse:
         rows = self._handler.requests(request.limit, request.request_id)
-        return operator_pb2.ListRequestsResponse(requests=map(row_to_pb, rows))
+        return operator_pb2.ListRequestsResponse(requests=map(REQUEST_ROW.to_pb, rows))
 
     async def CordonNodes(
         self, request: operator_pb2.CordonNodesRequest, context: _Context
@@ -120,7 +122,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         self, request: operator_pb2.DrainNodeRequest, context: _Context
     ) -> AsyncIterator[operator_pb2.DrainNodeResponse]:
         async for progress in self._steering.drain(request.node, request.stop):
-            yield progress_to_pb(progress)
+            yield DRAIN_PROGRESS.to_pb(progress)
 
     async def ResetNodeCache(
         self, request: operator_pb2.ResetNodeCacheRequest, context: _Context
@@ -131,11 +133,4 @@ class OperatorServicer(operator_pb2_grpc.OperatorServicer):
         self, request: operator_pb2.WatchEventsRequest, context: _Context
     ) -> AsyncIterator[operator_pb2.WatchEventsResponse]:
         async for event in self._steering.events(request.after, request.follow):
-            yield operator_pb2.WatchEventsResponse(event=event_to_pb(event))
-
-
-def status_from_pb(pb: operator_pb2.GetStatusResponse) -> ClusterStatus:
-    """The router's answer as a value."""
-    names = [field.name for field in dataclasses.fields(NodeStatus)]
-    nodes = [NodeStatus(**{name: getattr(node, name) for name in names}) for node in pb.nodes]
-    return ClusterStatus(pb.cluster, pb.health, pb.detail, nodes)
+            yield operator_pb2.WatchEventsResponse(event=CLUSTER_EVENT.to_pb(event))

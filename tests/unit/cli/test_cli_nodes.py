@@ -42,7 +42,7 @@ SENDER = NodeReport(
     prefill(),
     LoadReport(running=1, waiting=2, total_blocks=64, free_blocks=48, leased_blocks=7),
     {"capacity": 2, "remote_kv": 0},
-    HandoffReport("dtype=float32 block_size=4", [YOUNG, OLD], [], []),
+    HandoffReport("dtype=float32 block_size=4", (YOUNG, OLD)),
 )
 READER = NodeReport(
     decode(on_transfer_failure="recompute"),
@@ -50,15 +50,15 @@ READER = NodeReport(
     {},
     HandoffReport(
         "dtype=float32 block_size=4",
-        [],
-        [EndedHandoffs("p1", "arrived", 12), EndedHandoffs("p1", "lease_lost", 1), EndedHandoffs("p2", "arrived", 3)],
-        [RefusedLink("p3", "layout_mismatch", "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]", 12.0, 4)],
+        (),
+        (EndedHandoffs("p1", "arrived", 12), EndedHandoffs("p1", "lease_lost", 1), EndedHandoffs("p2", "arrived", 3)),
+        (RefusedLink("p3", "layout_mismatch", "KV layouts differ in dtype: p3 [dtype=x], d1 [dtype=y]", 12.0, 4),),
     ),
 )
 
 
 def status_of(report: NodeReport, **changes: object) -> NodeStatus:
-    told = report.description
+    told = report.node
     status = NodeStatus(
         name=told.node_id,
         role=told.role.value,

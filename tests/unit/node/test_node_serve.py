@@ -100,7 +100,7 @@ async def running(
 
 async def test_a_description_has_what_names_cached_blocks(tmp_path: Path) -> None:
     async with running(tmp_path) as (node, client, _):
-        told = (await client.describe()).description
+        told = (await client.describe()).node
         fields = CacheKeyFields(told.model_fingerprint, told.dtype, told.kv_layout)
         assert fields == CacheKeyFields.of(node.runner.model, node.runner.layout)
         assert told.block_bytes == node.runner.layout.block_bytes

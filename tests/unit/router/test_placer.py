@@ -23,7 +23,7 @@ from baton.messages.node import (
 )
 from baton.messages.sampling import SamplingParams
 from baton.observe.metrics import Distribution, Figure
-from baton.wire.codec.operator import decision_from_pb, decision_to_pb
+from baton.wire.codec.operator import PLACEMENT_DECISION
 from router.admission.request import ValidRequest
 from router.operations.explained import explained
 from router.placement.placer import Choice, PlacementSettings, Placer, Policy
@@ -386,7 +386,7 @@ def test_a_decision_is_explained_and_judged_afterwards() -> None:
     assert after.best.prefill not in (taken, "")
     assert 600 < after.regret_ms < 1000
     told = explained(after, fleet.now + 2)
-    assert decision_from_pb(decision_to_pb(told)) == told
+    assert PLACEMENT_DECISION.from_pb(PLACEMENT_DECISION.to_pb(told)) == told
     assert (told.age_s, told.prefill_node, told.decode_node) == (2, taken, decode_node)
     figures = {(figure.name, *figure.labels.values()): figure for figure in fleet.placer.figures(fleet.now)}
     decisions, regret = figures["router_decisions_total", "pair", "cheapest_pair"], figures[REGRET,]

@@ -9,7 +9,7 @@ import pytest
 from baton.cli.commands.requests import page
 from baton.messages.node import Leg, Outcome, StageTimings
 from baton.messages.request_rows import RequestRow
-from baton.wire.codec.operator import row_from_pb, row_to_pb
+from baton.wire.codec.operator import REQUEST_ROW
 from router.operations.request_rows import ended_rows, running_rows
 from tests.support.router_parts import decode, prefill
 from tests.support.router_rig import RouterRig, router_rig
@@ -45,7 +45,7 @@ async def test_a_request_passes_the_baton() -> None:
         await reader.finished()
         (row,) = rows(rig)
         assert (row.state, row.detail, row.total_ms, row.kv_bytes) == ("Finished", "length", 3000.0, 77)
-        assert row_from_pb(row_to_pb(row)) == row
+        assert REQUEST_ROW.from_pb(REQUEST_ROW.to_pb(row)) == row
 
 
 async def test_who_waits_is_at_no_node_and_the_latest_comes_first() -> None:

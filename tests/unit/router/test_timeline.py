@@ -15,7 +15,7 @@ from baton.messages.generation import GenerateRequest
 from baton.messages.ids import new_request_id
 from baton.messages.node import StageTimings
 from baton.messages.timelines import Timeline, TimelineStage
-from baton.wire.codec.operator import timeline_from_pb, timeline_to_pb
+from baton.wire.codec.operator import TIMELINE
 from router.flight.flight_leg import Measured
 from router.flight.timeline import Moments, TimelineLog, Traced, timeline
 from tests.support.simulated_cluster import SimulatedCluster, SimulatedLimits, simulated_cluster
@@ -75,7 +75,7 @@ def test_a_pair() -> None:
     assert (found.ttft_ns, found.total_ns, found.kv_read_ns) == (50_000_000, 100_000_000, 9_000_000)
     assert (found.prefill_node, found.decode_node, found.cached_tokens) == ("p", "d", 16)
     assert found.starts_ns[5] == found.ttft_ns
-    assert timeline_from_pb(timeline_to_pb(found)) == found
+    assert TIMELINE.from_pb(TIMELINE.to_pb(found)) == found
 
 
 def test_one_node_does_it_all() -> None:

@@ -69,12 +69,12 @@ LOGPROBS = TokenLogprobs(5, -0.5, 1, [(5, -0.5), (6, -1.5)])
 
 
 def test_sampling_params_keep_every_field() -> None:
-    assert codec_sampling.sampling_from_pb(codec_sampling.sampling_to_pb(PARAMS)) == PARAMS
+    assert codec_sampling.SAMPLING_PARAMS.from_pb(codec_sampling.SAMPLING_PARAMS.to_pb(PARAMS)) == PARAMS
 
 
 def test_absent_logprobs_stay_absent() -> None:
     params = SamplingParams(logprobs=None)
-    assert codec_sampling.sampling_from_pb(codec_sampling.sampling_to_pb(params)).logprobs is None
+    assert codec_sampling.SAMPLING_PARAMS.from_pb(codec_sampling.SAMPLING_PARAMS.to_pb(params)).logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_router_messages_keep_every_field(message: RouterMessage) -> None:
 def test_an_unknown_router_message_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="message"):
         codec_node.router_message_from_pb(node_pb2.AttachRequest())
-    with pytest.raises(InvalidRequest, match=r"submit\.leg"):
+    with pytest.raises(InvalidRequest, match=r"Submit\.leg"):
         codec_node.router_message_from_pb(node_pb2.AttachRequest(submit=node_pb2.Submit()))
 
 
@@ -164,32 +164,32 @@ def test_descriptions_and_traces_keep_every_field() -> None:
         *("p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})),
         *("fail", "kv", 2**40, 64, 512, 4, 4096),
     )
-    assert codec_node.description_from_pb(codec_node.description_to_pb(description)) == description
+    assert codec_node.NODE_DESCRIPTION.from_pb(codec_node.NODE_DESCRIPTION.to_pb(description)) == description
     event = TraceEvent(1, 2**60, "offered", KEY, -5, "story")
-    assert codec_node.trace_from_pb(codec_node.trace_to_pb(event)) == event
+    assert codec_node.TRACE_EVENT.from_pb(codec_node.TRACE_EVENT.to_pb(event)) == event
 
 
 def test_what_a_node_says_of_itself_keeps_every_field() -> None:
     description = NodeDescription(
         "p0", "p0.x", Role.PREFILL, "h:1", 7, "0.1", "m", "f", "bfloat16", "n", True, 10, 20, 16, 5, frozenset({1})
     )
-    handoffs = [
+    handoffs = (
         OpenHandoff(KEY, HandoffSide.SENDER, "READING", "d0", "d0.x", 2**20, 0.125),
         OpenHandoff(KEY, HandoffSide.READER, "QUARANTINED", "p1", "p1.x", 1, 1e6),
-    ]
-    ended = [EndedHandoffs("p1", "arrived", 2**40)]
-    refused = [RefusedLink("p2", "layout_mismatch", "p2 [a], d0 [b]", 0.5, 3)]
+    )
+    ended = (EndedHandoffs("p1", "arrived", 2**40),)
+    refused = (RefusedLink("p2", "layout_mismatch", "p2 [a], d0 [b]", 0.5, 3),)
     report = NodeReport(
         description,
         LoadReport(1, 2, 3, 4, 5, 6, 7, True),
         {"capacity": 2, "remote_kv": 1},
         HandoffReport("dtype=float32", handoffs, ended, refused),
-        [ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")],
+        (ComputePath("decoder", "transformers' loop", "it has no part model"), ComputePath("products", "C kernels")),
     )
-    pb = codec_node_report.node_report_to_pb(report)
-    assert codec_node_report.node_report_from_pb(pb) == report
+    pb = codec_node_report.NODE_REPORT.to_pb(report)
+    assert codec_node_report.NODE_REPORT.from_pb(pb) == report
     pb.handoff.open[0].side = 99  # type: ignore[assignment]
-    assert codec_node_report.node_report_from_pb(pb).handoff.open == handoffs[1:]
+    assert codec_node_report.NODE_REPORT.from_pb(pb).handoff.open == handoffs[1:]
 
 
 @pytest.mark.parametrize("notice", [None, "", "p2 [a], d0 [b]"])

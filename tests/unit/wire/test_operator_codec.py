@@ -26,8 +26,8 @@ PAIRS: list[tuple[type[Any], type[Message]]] = [
     (Timeline, pb.Timeline),
     (TimelineStage, pb.TimelineStage),
 ]
-ROW = operator.row_from_pb(pb.RequestRow(request_id="r", state="Running"))
-TIMELINE = operator.timeline_from_pb(pb.Timeline(request_id="r"))
+ROW = operator.REQUEST_ROW.from_pb(pb.RequestRow(request_id="r", state="Running"))
+TIMELINE = operator.TIMELINE.from_pb(pb.Timeline(request_id="r"))
 
 
 @pytest.mark.parametrize(("plain", "message"), PAIRS, ids=lambda kind: kind.__name__)
@@ -38,10 +38,13 @@ def test_a_field_is_in_both_or_in_neither(plain: type[Any], message: type[Messag
 @pytest.mark.parametrize(
     ("told", "again"),
     [
-        (ROW, lambda row: operator.row_from_pb(operator.row_to_pb(row))),
-        (replace(ROW, ttft_ms=0.0, total_ms=0.0), lambda row: operator.row_from_pb(operator.row_to_pb(row))),
-        (TIMELINE, lambda timeline: operator.timeline_from_pb(operator.timeline_to_pb(timeline))),
-        (replace(TIMELINE, ttft_ns=0), lambda timeline: operator.timeline_from_pb(operator.timeline_to_pb(timeline))),
+        (ROW, lambda row: operator.REQUEST_ROW.from_pb(operator.REQUEST_ROW.to_pb(row))),
+        (
+            replace(ROW, ttft_ms=0.0, total_ms=0.0),
+            lambda row: operator.REQUEST_ROW.from_pb(operator.REQUEST_ROW.to_pb(row)),
+        ),
+        (TIMELINE, lambda timeline: operator.TIMELINE.from_pb(operator.TIMELINE.to_pb(timeline))),
+        (replace(TIMELINE, ttft_ns=0), lambda timeline: operator.TIMELINE.from_pb(operator.TIMELINE.to_pb(timeline))),
     ],
     ids=["row without times", "row with times of zero", "timeline without a token", "timeline with its token at once"],
 )

@@ -1,0 +1,116 @@
+"""Codecs that follow from fields: what is in the class and not in its message, or the other way, is refused."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidRequest, TransferCause
+from baton.messages.node import FINISH_REASONS, Leg, Outcome, Role
+from baton.messages.node_report import HandoffSide, OpenHandoff
+from baton.messages.sampling import RepetitionDetection, SamplingParams
+from baton.v1 import generation_pb2, node_pb2
+from baton.wire.codec.derived import Codec, Exceptional, numbers
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Has the fields of generation.RepetitionDetection, and a conversion that is not derived."""
+
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+
+
+@dataclass(frozen=True)
+class Smaller:
+    max_pattern_size: int
+    min_pattern_size: int
+
+
+@dataclass(frozen=True)
+class Larger:
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Untyped:
+    max_pattern_size: object
+    min_pattern_size: int
+    min_count: int
+
+
+@pytest.mark.parametrize(
+    ("members", "pb"),
+    [
+        (Outcome, node_pb2.Outcome),
+        (FINISH_REASONS, generation_pb2.FinishReason),
+        (Leg, node_pb2.Leg),
+        ((Role.PREFILL, Role.DECODE), node_pb2.Role),
+        (TransferCause, node_pb2.TransferCause),
+        (HandoffSide, node_pb2.HandoffSide),
+    ],
+    ids=["Outcome", "FinishReason", "Leg", "Role", "TransferCause", "HandoffSide"],
+)
+def test_each_member_has_a_number_and_each_number_but_zero_a_member(members: Collection[enum.Enum], pb: Any) -> None:
+    assert sorted(numbers(members, pb.DESCRIPTOR).values()) == sorted(pb.values())[1:]
+
+
+def test_a_member_without_a_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Role lacks \['ROUTER'\]"):
+        numbers(Role, node_pb2.Role.DESCRIPTOR)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Smaller, r"Smaller .* lacks \['min_count'\]"),
+        (Larger, r"Larger has the fields \['seed'\] that its message lacks"),
+        (Untyped, r"no conversion of .*object.* can be derived for .*max_pattern_size"),
+    ],
+)
+def test_a_class_that_does_not_fit_its_message_is_refused(kind: type[Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        Codec(kind, generation_pb2.RepetitionDetection)
+
+
+def test_an_exception_for_a_field_that_is_not_there_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Pattern has no fields \['size'\]"):
+        Codec(Pattern, generation_pb2.RepetitionDetection, Exceptional("size"))
+
+
+def test_a_field_that_the_class_lacks_may_stay_unread() -> None:
+    codec = Codec(Smaller, generation_pb2.RepetitionDetection, unread=("min_count",))
+    assert codec.from_pb(generation_pb2.RepetitionDetection(max_pattern_size=3, min_count=9)) == Smaller(3, 0)
+
+
+def test_an_exception_replaces_the_direction_that_it_names() -> None:
+    codec = Codec(Pattern, generation_pb2.RepetitionDetection, Exceptional("min_count", read=lambda count: count or 2))
+    assert codec.from_pb(codec.to_pb(Pattern(3, 1, 0))) == Pattern(3, 1, 2)
+
+
+def test_an_absent_field_that_cannot_be_none_has_its_default() -> None:
+    codec = Codec(SamplingParams, generation_pb2.SamplingParams, unread=("stop", "best_of"))
+    assert codec.from_pb(generation_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_a_nested_class_takes_the_codec_that_is_named_for_it() -> None:
+    part = Codec(
+        RepetitionDetection, generation_pb2.RepetitionDetection, Exceptional("min_count", read=lambda count: 7)
+    )
+    codec = Codec(SamplingParams, generation_pb2.SamplingParams, parts=(part,), unread=("stop", "best_of"))
+    params = SamplingParams(repetition_detection=RepetitionDetection(3, 1, 2))
+    assert codec.from_pb(codec.to_pb(params)).repetition_detection == RepetitionDetection(3, 1, 7)
+
+
+def test_an_enum_of_a_newer_version_is_refused_by_name() -> None:
+    codec = Codec(OpenHandoff, node_pb2.OpenHandoff)
+    with pytest.raises(InvalidRequest, match="side"):
+        codec.from_pb(node_pb2.OpenHandoff(side=99))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Derives the codec of a message from the fields of its dataclass and of its Protocol Buffers message.
 
 Both have the same fields under the same names, so that a new field is written down twice and nowhere else: in the
-dataclass and in the .proto file. What travels with each
-token (`RequestDelta`, `Chunk`) has a codec written by hand, which is faster.
+dataclass and in the .proto file. What travels with each token (`RequestDelta`, `Chunk`) has a codec that is written by
+hand, which is faster.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -114,3 +114,17 @@ def test_an_enum_of_a_newer_version_is_refused_by_name() -> None:
     codec = Codec(OpenHandoff, node_pb2.OpenHandoff)
     with pytest.raises(InvalidRequest, match="side"):
         codec.from_pb(node_pb2.OpenHandoff(side=99))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "of_the_stream"),
+    [
+        (RequestDelta, node_pb2.RequestDelta, set()),
+        (StepReport, node_pb2.StepReport, {"next_places", "next_token_ids"}),
+    ],
+)
+def test_what_is_written_by_hand_has_all_fields_too(
+    kind: type[Any], message: type[Message], of_the_stream: set[str]
+) -> None:
+    """`of_the_stream`: fields in which `report_stream` puts tokens that need no delta of their own."""
+    assert {field.name for field in fields(kind)} | of_the_stream == set(message.DESCRIPTOR.fields_by_name)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from baton.errors import InvalidRequest, TransferCause
-from baton.messages.node import FINISH_REASONS, Leg, Outcome, Role
+from baton.messages.node import FINISH_REASONS, Leg, Outcome, RequestDelta, Role, StepReport
 from baton.messages.node_report import HandoffSide, OpenHandoff
 from baton.messages.sampling import RepetitionDetection, SamplingParams
 from baton.v1 import generation_pb2, node_pb2

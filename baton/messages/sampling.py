@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from baton.values import value
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """The numbers that a parameter may have: up to `high`, and from `low` on or, where `above_low` is set, above it."""
+
+    low: float
+    high: float
+    above_low: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        # Written so that NaN is in no range.
+        return self.low < number <= self.high if self.above_low else self.low <= number <= self.high
+
+    def __str__(self) -> str:
+        return f"{'(' if self.above_low else '['}{self.low:g}, {self.high:g}]"
+
+
+def _number(default: float, low: float, high: float, *, above_low: bool = False) -> Any:
+    return field(default=default, metadata={NumberRange: NumberRange(low, high, above_low)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +37,14 @@ class SamplingParams:
     (seed, i) alone, so any node draws the same token. temperature 0 means greedy. top_k -1 and top_p 1 mean off.
     """
 
-    temperature: float = 1.0
+    temperature: float = _number(1.0, 0.0, 2.0)
     top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: float = _number(1.0, 0.0, 1.0, above_low=True)
+    min_p: float = _number(0.0, 0.0, 1.0)
     seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: float = _number(0.0, -2.0, 2.0)
+    frequency_penalty: float = _number(0.0, -2.0, 2.0)
+    repetition_penalty: float = _number(1.0, 0.0, 2.0, above_low=True)
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     max_tokens: int = 16
@@ -35,7 +56,7 @@ class SamplingParams:
     (`baton/engine/sequences/sequence_group.py`); of a beam search, the best ones."""
     beam_width: int = 0
     """Beams of a beam search (see `baton/engine/sequences/beam_search.py`), which draws nothing; 0: none."""
-    length_penalty: float = 1.0
+    length_penalty: float = _number(1.0, -10.0, 10.0)
     early_stopping: bool = False
     json_schema: str = ""
     """What the output must fit, as text (see `baton/engine/sampling/grammar.py`); empty: anything."""
@@ -51,6 +72,9 @@ class SamplingParams:
         """Whether not every output will do."""
         return bool(self.json_schema)
 
+
+NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}
+"""The ranges of all parameters that are checked by nothing but a range: by routers, and once more by nodes."""
 
 MAX_PATTERN_SIZE = 64
 

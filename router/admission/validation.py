@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
+from typing import Any
 
 from baton.config import MIN_PRIORITY
 from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
@@ -22,27 +23,21 @@ from baton.messages.request_limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from baton.messages.sampling import MAX_PATTERN_SIZE, MAX_REPETITIONS, RepetitionDetection, SamplingParams
+from baton.messages.sampling import (
+    MAX_PATTERN_SIZE,
+    MAX_REPETITIONS,
+    NUMBER_RANGES,
+    RepetitionDetection,
+    SamplingParams,
+)
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 from router.admission.request import ValidRequest
 
 DEFAULT_MAX_TOKENS = 16
-_NOT_WITH_BEAMS = (
-    "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "stop",
-    "logprobs",
-    "json_schema",
-    "repetition_detection",
+_WITH_BEAMS = frozenset(
+    ("n", "beam_width", "length_penalty", "early_stopping", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
 )
+_NOT_WITH_BEAMS = ("best_of", "stop", *(one.name for one in fields(SamplingParams) if one.name not in _WITH_BEAMS))
 _SEED_BITS = 53
 """Of a drawn seed: few enough for every JSON reader to keep them."""
 
@@ -190,14 +185,9 @@ def _sampling(raw: GenerateRequest, card: ModelCard, rng: Random) -> SamplingPar
         raise InvalidRequest("stop_token_ids", f"has {len(raw.stop_token_ids)}; at most {MAX_STOP_TOKEN_IDS}")
     check_token_ids("stop_token_ids", raw.stop_token_ids, card.vocab_size)
     return SamplingParams(
-        temperature=_number("temperature", raw.temperature, 1.0, 0.0, 2.0),
+        **_numbers(raw),
         top_k=_top_k(raw.top_k, card.vocab_size),
-        top_p=_number("top_p", raw.top_p, 1.0, 0.0, 1.0, above_low=True),
-        min_p=_number("min_p", raw.min_p, 0.0, 0.0, 1.0),
         seed=_seed(raw.seed, rng),
-        presence_penalty=_number("presence_penalty", raw.presence_penalty, 0.0, -2.0, 2.0),
-        frequency_penalty=_number("frequency_penalty", raw.frequency_penalty, 0.0, -2.0, 2.0),
-        repetition_penalty=_number("repetition_penalty", raw.repetition_penalty, 1.0, 0.0, 2.0, above_low=True),
         logit_bias=_logit_bias(raw, card.vocab_size),
         logprobs=None if raw.logprobs is None else _integer("logprobs", raw.logprobs, 0, MAX_LOGPROBS),
         stop_token_ids=frozenset(raw.stop_token_ids),
@@ -247,7 +237,6 @@ def _with_beams(sampling: SamplingParams, raw: GenerateRequest, n: int) -> Sampl
         sampling,
         temperature=0.0,
         beam_width=width,
-        length_penalty=_number("length_penalty", raw.length_penalty, 1.0, -10.0, 10.0),
         early_stopping=bool(raw.early_stopping),
     )
 
@@ -265,15 +254,16 @@ def _with_grammar(sampling: SamplingParams, json_schema: str, card: ModelCard, *
     return replace(sampling, json_schema=json_schema)
 
 
-def _number(
-    field: str, value: float | None, default: float, low: float, high: float, *, above_low: bool = False
-) -> float:
-    if value is None:
-        return default
-    # Written so that NaN fails.
-    if not (low < value <= high if above_low else low <= value <= high):
-        raise InvalidRequest(field, f"must be in {'(' if above_low else '['}{low:g}, {high:g}], not {value}")
-    return float(value)
+def _numbers(raw: GenerateRequest) -> dict[str, Any]:
+    """The parameters that the request gives and that need no more than to be in their range."""
+    given: dict[str, Any] = {}
+    for name, allowed in NUMBER_RANGES.items():
+        value: float | None = getattr(raw, name)
+        if value is not None:
+            if value not in allowed:
+                raise InvalidRequest(name, f"must be in {allowed}, not {value}")
+            given[name] = float(value)
+    return given
 
 
 def _milliseconds(field: str, value: float | None) -> float | None:

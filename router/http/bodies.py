@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -279,33 +280,29 @@ class Body(_Strict):
             prompt=prompt,
             request_id=request_id,
             model=self.model or "",
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=dict(self.logit_bias),
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            n=self.n,
             best_of=best_of,
             beam_width=beam_width,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
             repetition_detection=self.repetition_detection.rule() if self.repetition_detection is not None else None,
             json_schema=self.response_format.as_schema() if self.response_format is not None else None,
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
-            ttft_slo_ms=self.ttft_slo_ms,
-            tpot_slo_ms=self.tpot_slo_ms,
+            **{name: getattr(self, name) for name in _AS_THEY_CAME},
         )
+
+
+_AS_THEY_CAME = frozenset(one.name for one in fields(GenerateRequest)) & Body.model_fields.keys() - {
+    "best_of",
+    "beam_width",
+    "cache_salt",
+    "logit_bias",
+    "model",
+    "priority",
+    "repetition_detection",
+    "request_id",
+}
+"""Fields that the core's request has under the same name and takes as they are."""
 
 
 class CompletionBody(Body):

@@ -12,7 +12,7 @@ from baton.engine.sequences.beam_group import MAX_BEAMS, MIN_BEAMS
 from baton.engine.sequences.sequence_group import MAX_SEQUENCES
 from baton.messages.ids import SCOPED_ID_PATTERN
 from baton.messages.node import Leg, NodeDescription, Role, Submit
-from baton.messages.sampling import SamplingParams
+from baton.messages.sampling import NUMBER_RANGES, SamplingParams
 from baton.text.schema_compiling import MAX_SCHEMA_BYTES
 
 
@@ -64,21 +64,14 @@ def _output_objection(submit: Submit, node: NodeDescription) -> str | None:
 
 
 def _sampling_objection(params: SamplingParams, vocab_size: int) -> str | None:
-    # Written so that NaN fails.
     sound = {
+        **{name: getattr(params, name) in allowed for name, allowed in NUMBER_RANGES.items()},
         "max_tokens": params.max_tokens >= 1,
         "min_tokens": params.min_tokens >= 0,
-        "temperature": 0.0 <= params.temperature < math.inf,
         "top_k": params.top_k >= -1,
-        "top_p": 0.0 < params.top_p <= 1.0,
-        "min_p": 0.0 <= params.min_p <= 1.0,
-        "presence_penalty": math.isfinite(params.presence_penalty),
-        "frequency_penalty": math.isfinite(params.frequency_penalty),
-        "repetition_penalty": 0.0 < params.repetition_penalty < math.inf,
         "logit_bias": all(0 <= k < vocab_size and math.isfinite(v) for k, v in params.logit_bias.items()),
         "n": 1 <= params.n <= (params.beam_width or MAX_SEQUENCES),
         "beam_width": params.beam_width == 0 or MIN_BEAMS <= params.beam_width <= MAX_BEAMS,
-        "length_penalty": math.isfinite(params.length_penalty),
         "logprobs": params.logprobs is None or 0 <= params.logprobs <= vocab_size,
         "repetition_detection": params.repetition_detection is None
         or (params.repetition_detection.is_sound and not params.beam_width),

@@ -12,25 +12,10 @@ from baton.v1 import generation_pb2 as generation
 from baton.wire.codec.derived import numbers
 from baton.wire.codec.sampling import REPETITION_DETECTION, logprobs_from_pb, logprobs_to_pb
 
-_OPTIONAL_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "max_tokens",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "n",
-    "best_of",
-    "beam_width",
-    "length_penalty",
-    "early_stopping",
-    "json_schema",
+_OPTIONAL_FIELDS = tuple(
+    field.name
+    for field in generation.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
 )
 _SERVICE_LEVELS = {"ttft_slo_ms": "ttft_ms", "tpot_slo_ms": "tpot_ms"}
 _FINISH_REASONS = {

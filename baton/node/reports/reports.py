@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from baton.engine.batch import ComputedStep, SchedulerStats
 from baton.engine.scheduler import Scheduler
 from baton.messages.node import LoadReport, NodeDescription, StepFigures
@@ -59,21 +61,11 @@ def node_record(node: NodeDescription, started_at: float, lease_s: float, start_
     return NodeRecord(
         name=node.node_id,
         role=node.role.value,
-        incarnation=node.incarnation,
-        address=node.address,
-        pid=node.pid,
-        version=node.version,
         started_at=started_at,
         lease_s=lease_s,
-        model=node.model,
-        model_fingerprint=node.model_fingerprint,
-        dtype=node.dtype,
-        numerics=node.numerics,
-        bit_exact=node.bit_exact,
-        vocab_size=node.vocab_size,
-        max_model_len=node.max_model_len,
-        block_size=node.block_size,
-        num_blocks=node.num_blocks,
-        eos_token_ids=node.eos_token_ids,
         start_number=start_number,
+        **{name: getattr(node, name) for name in _IN_BOTH},
     )
+
+
+_IN_BOTH = ({one.name for one in fields(NodeDescription)} & {one.name for one in fields(NodeRecord)}) - {"role"}

@@ -1,4 +1,7 @@
-"""Membership: which processes are in the cluster. `registry` speaks Redis; the names here cost no import of it."""
+"""The registry: which processes are in the cluster, and what operators want of them.
+
+`registry` keeps it in Redis. Importing the names of this package does not import a Redis client.
+"""
 
 from baton.registry.base import Lease, Membership, require
 from baton.registry.desired import DesiredChange, DesiredState

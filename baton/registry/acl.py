@@ -1,4 +1,4 @@
-"""The Redis user of one cluster: its own keys, its own channel, and the commands that are used here."""
+"""The access rules of the Redis user of one cluster: its keys, its channel, and the commands that Baton uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMANDS = (
 
 
 def acl_rules(cluster: str, password: str) -> Sequence[str]:
-    """The words behind `ACL SETUSER NAME`, or behind `user NAME` in a file; for Redis 6.2 and later."""
+    """The rules that follow `ACL SETUSER NAME`, or `user NAME` in an ACL file, for Redis 6.2 and later."""
     commands = [f"+{command}" for _, some in _COMMANDS for command in some]
     where = (f"~baton:{cluster}:*", f"&baton:{cluster}:*")
     return ["reset", "resetchannels", "on", f">{password}", *where, "-@all", *commands]

@@ -1,4 +1,4 @@
-"""Membership: who is in the cluster. The one interface over Redis (`registry`) and its in-process fake (`memory`)."""
+"""The interface of the registry, which `registry.Registry` implements in Redis and `baton.testing` in memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Lease(Protocol):
     async def update(self, record: NodeRecord) -> None:
         """Publish another record of the same incarnation; raises ValueError for another incarnation.
 
-        With the registry gone it is published as soon as the registry is back.
+        While the registry is unreachable the record waits, and is published when the registry is back.
         """
         ...
 
     async def close(self) -> None:
-        """Stop renewing and take the record back, as far as the registry can be reached. Idempotent."""
+        """Stop renewing and delete the record, if the registry can be reached. Idempotent."""
         ...
 
 
 class Membership(Protocol):
-    """The registry of one cluster, as one process sees it. Belongs to one event loop."""
+    """One process's view of the registry of its cluster. All calls come from one event loop."""
 
     @property
     def cluster(self) -> str: ...
@@ -41,7 +41,7 @@ class Membership(Protocol):
 
     @property
     def bad_records(self) -> int:
-        """How many records of the latest full read had to be skipped."""
+        """The number of unusable records in the latest full read, which were skipped."""
         ...
 
     async def ping(self) -> None:
@@ -53,51 +53,53 @@ class Membership(Protocol):
         ...
 
     async def lease(self, record: NodeRecord) -> Lease:
-        """Publish the record and keep it for as long as the lease is open, `record.lease_s` beyond a crash.
+        """Publish the record and renew it until the lease is closed; after a crash it expires within `record.lease_s`.
 
-        Returns after the first try, whether it worked or not: an unreachable registry is tried again in the background,
-        and one that came back empty gets the record again.
+        The call returns after the first attempt to publish, successful or not. Further attempts are made in the
+        background, also when the registry has lost its data.
         """
         ...
 
     def watch(self) -> AsyncIterator[Snapshot]:
-        """Every snapshot from now on, the current one first; ends when the registry is closed.
+        """Yield the current snapshot and each later one, until the registry is closed.
 
-        Snapshots that nobody took in time are skipped, the newest one never. With the registry gone the last snapshot
-        stands; after an outage or a flush, records that are missing stand until their processes had time to renew them.
+        A slow consumer misses snapshots in between, never the newest. While the registry is unreachable the last
+        snapshot remains valid. After the registry lost its data, missing records remain valid until their processes
+        have had time to publish them again.
         """
         ...
 
     async def namesakes(self, name: str) -> Sequence[NodeRecord]:
-        """Every incarnation of this name that is in the registry now, the earliest first; raises Unreachable."""
+        """The records of all incarnations of this name, the earliest first. Raises Unreachable."""
         ...
 
     async def next_start(self, name: str) -> int:
-        """The number of a start of this name: larger than that of each of its earlier incarnations. Raises Unreachable.
+        """A number for a process of this name that starts now, larger than those of its earlier incarnations.
 
-        See `NodeRecord.start_number`.
+        See `NodeRecord.start_number`. Raises Unreachable.
         """
         ...
 
     async def retract(self, record: NodeRecord) -> None:
-        """Take back the record of a process that is known to be gone; raises Unreachable.
+        """Delete the record of a process that is known to have ended. Raises Unreachable.
 
-        Should it live after all, its lease writes the record again.
+        If the process is alive after all, its lease writes the record again.
         """
         ...
 
     async def desired(self) -> DesiredState:
-        """What operators want, read now; raises Unreachable."""
+        """Read what operators want. Raises Unreachable."""
         ...
 
     async def want(self, change: DesiredChange) -> None:
-        """Change what operators want, all of it or nothing; raises Unreachable, and then it may still come about."""
+        """Change what operators want, atomically. Raises Unreachable, after which the change may still take effect."""
         ...
 
     def watch_desired(self) -> AsyncIterator[DesiredState]:
-        """Everything that operators want, from now on, as `watch`. With the registry gone the last word stands.
+        """Yield what operators want now and after each change, as `watch` does.
 
-        Whoever watches gives it back to a registry that came back empty.
+        While the registry is unreachable the last state remains valid. A watcher writes it back to a registry that has
+        lost its data.
         """
         ...
 
@@ -107,7 +109,7 @@ class Membership(Protocol):
 
 
 async def require(membership: Membership) -> None:
-    """For processes that are about to start; raises ConfigError when the registry does not answer."""
+    """Check that the registry answers, before a process starts. Raises ConfigError if it does not."""
     try:
         await membership.ping()
     except Unreachable as error:

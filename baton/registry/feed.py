@@ -1,4 +1,4 @@
-"""The latest value and those who wait for the next one."""
+"""A value that changes, and the watchers that wait for its next change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Feed(Generic[T]):
-    """Hands the newest value to any number of watchers. Belongs to one event loop."""
+    """Gives the newest value to any number of watchers. All calls come from one event loop."""
 
     def __init__(self) -> None:
         self._latest: T | None = None
@@ -20,11 +20,11 @@ class Feed(Generic[T]):
 
     @property
     def latest(self) -> T | None:
-        """None before the first."""
+        """The newest value; None before the first one."""
         return self._latest
 
     def publish(self, value: T) -> None:
-        """Make this the latest one; an equal one wakes nobody."""
+        """Make this the newest value. A value that equals the present one wakes no watcher."""
         if self._version and value == self._latest:
             return
         self._latest = value
@@ -32,12 +32,12 @@ class Feed(Generic[T]):
         self._wake()
 
     def close(self) -> None:
-        """End every watch."""
+        """End all watches."""
         self._closed = True
         self._wake()
 
     async def watch(self) -> AsyncIterator[T]:
-        """Every value that is still the newest when it is asked for."""
+        """Yield the newest value, and again each time that it has changed. A slow consumer misses values in between."""
         seen = 0
         while not self._closed:
             if self._version == seen or self._latest is None:

@@ -1,8 +1,8 @@
-"""Records of requests under way, so that another router can take one over. The interface, and its in-process fake.
+"""Records of running requests, from which another router can take a request over: the interface and its fake.
 
-A record is bytes under a request id; what they mean is the routers' affair. Writing never waits and never fails: what
-can't be written is tried again while there is room, then counted. A request without a record is none the worse, it only
-has to be asked for again.
+A record is a request id and bytes that only routers interpret. Writing never waits and never raises: a write that fails
+is repeated while there is room in the queue, and counted as lost otherwise. A request without a record runs as any
+other, but its client has to send it again when its router is lost.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ENDED_S = 60.0
-"""How long the record of a request that is over is kept: its client may have missed the end."""
+"""Seconds that the record of a finished request is kept, since its client may have missed the end of the stream."""
 LIFETIME_S = 3600.0
 MAX_RECORD_BYTES = 256 << 10
-"""A larger one is not kept; a grammar is the largest thing in one."""
+"""Larger records are not kept. The largest part of a record is a grammar."""
 
 
 class FlightRecords(Protocol):
-    """The records of one cluster. Belongs to one event loop."""
+    """The records of one cluster. All calls come from one event loop."""
 
     @property
     def num_lost(self) -> int:
-        """Writes that were given up since start."""
+        """The number of records that could not be written, since the start of the process."""
         ...
 
     def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
-        """Keep this record from now on, in place of any other; it expires after the records' lifetime.
+        """Store this record in place of any other for the request. It expires after the records' lifetime.
 
-        `owner` (64 bits): the flight that it is of, since several may have the same request id.
+        `owner`: the number of the flight (64 bits), since several flights may have the same request id.
         """
         ...
 
     def end(self, request_id: str, owner: int = 0) -> None:
-        """This flight is over: the record expires soon, unless it is another flight's."""
+        """Let the record of a finished flight expire soon, unless it has been replaced by another flight's."""
         ...
 
     async def get(self, request_id: str) -> bytes | None:
-        """The record, or None where there is none or nobody can be asked."""
+        """The record; None if there is none or the store can't be reached."""
         ...
 
     async def close(self) -> None:
-        """Write what is left, as far as that works at once. Idempotent."""
+        """Try once to write what is queued, then disconnect. Idempotent."""
         ...
 
 
@@ -53,14 +53,14 @@ class _Kept:
 
 
 class MemoryFlightStore:
-    """The server that every `MemoryFlightRecords` of a test shares. Nothing in it expires by itself."""
+    """The store that all `MemoryFlightRecords` of a test share. Its records do not expire by themselves."""
 
     def __init__(self) -> None:
         self.up = True
         self.kept: dict[tuple[str, str], _Kept] = {}
 
     def lifetime_s(self, cluster: str, request_id: str) -> float | None:
-        """How long the record was to be kept when it was last touched; None where there is none."""
+        """The lifetime that was last set for the record, in seconds; None if there is no record."""
         found = self.kept.get((cluster, request_id))
         return None if found is None else found.lifetime_s
 

@@ -1,8 +1,8 @@
-"""What a reader believes after the registry was away or came back empty. Pure: time is an argument.
+"""Which records a reader takes as valid after the registry has lost its data. It does no I/O; time is an argument.
 
-A registry that lost its records says nothing about the nodes. Its *epoch*, a random word that the first writer puts
-beside the records, tells such a loss from an orderly good-bye: when the epoch changed, a record that is missing stands
-until its process had the time to publish it again.
+When the registry has lost its records, their absence does not mean that the processes have ended. The *epoch*, a random
+word that the first writer stores beside the records, tells the two cases apart: after a change of the epoch a missing
+record remains valid until its process has had time to publish it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from baton.registry.records import NodeRecord, Snapshot
 
 
 class OutageGrace:
-    """Merges each full read with what was known before the registry lost its memory."""
+    """Merges each full read with the records that were known before the registry lost its data."""
 
     def __init__(self) -> None:
         self._epoch: str | None = None
@@ -21,7 +21,7 @@ class OutageGrace:
         self._kept: dict[str, tuple[NodeRecord, float]] = {}
 
     def merge(self, epoch: str | None, fresh: Snapshot, now: float) -> Snapshot:
-        """The snapshot to believe. `epoch` is None in an empty registry; `now` is monotonic seconds."""
+        """The records that are valid now. `epoch`: None for an empty registry; `now`: monotonic seconds."""
         if self._epoch is not None and epoch != self._epoch:
             self._kept = {name: (record, now + record.lease_s) for name, record in self._latest.items()}
         self._epoch = epoch

@@ -1,7 +1,7 @@
-"""What a process publishes about itself, and how a stranger's record is read without trusting it.
+"""The record that a process publishes about itself, and how records that others have written are checked.
 
-A record is one JSON object. Keys that this version does not know are ignored, so that old and new processes share a
-registry; everything else about a record that is not as it should be raises `BadRecord`, and the reader skips it.
+A record is one JSON object. Unknown keys are ignored, so that processes of different versions share a registry. For any
+other irregularity `BadRecord` is raised, and the reader skips the record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253}):([0-9]{1,5})\
 
 
 class BadRecord(BatonError):
-    """A record in the registry that can't be used; the message says why."""
+    """Raised for a record in the registry that is not usable; the message says why."""
 
     status = Status.FAILED_PRECONDITION
 
@@ -62,21 +62,22 @@ class NodeRecord:
     num_blocks: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     start_number: int = 0
-    """Counts the starts of processes in this cluster (`Membership.next_start`). Among records of one name the one with
-    the largest number stands, whatever their hosts' clocks say. 0, from a process that could not ask or of an older
-    version: older than any other, and among those the latest `started_at` stands."""
+    """The number of this start, from a counter of all process starts in the cluster (`Membership.next_start`). Among
+    records of one name the one with the largest number is valid, whatever the clocks of their hosts say. A process that
+    could not reach the registry, or of an older version, has 0. Among records with 0 the latest `started_at` is
+    valid."""
 
     def __post_init__(self) -> None:
         """Raises BadRecord when a value has the wrong type or is out of range."""
         _check(self)
 
     def to_json(self) -> bytes:
-        """What the registry stores; `from_json` reads it back."""
+        """The record as the registry stores it; `from_json` reads it back."""
         return json.dumps(asdict(self) | {"eos_token_ids": sorted(self.eos_token_ids)}, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeRecord:
-        """Read a stored record; raises BadRecord for whatever is wrong with it and nothing else."""
+        """Read a stored record. Raises BadRecord, and no other exception, if anything is wrong with it."""
         if len(data) > MAX_RECORD_BYTES:
             raise BadRecord(f"{len(data)} bytes are more than {MAX_RECORD_BYTES}")
         try:
@@ -96,20 +97,20 @@ class NodeRecord:
 
 
 Snapshot: TypeAlias = Mapping[str, NodeRecord]
-"""The records of a cluster by name, one per name."""
+"""The valid record of each name in a cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a set of stored records came to."""
+    """The valid records of one full read, and those that were skipped."""
 
     snapshot: Snapshot
     bad: Mapping[str, str]
-    """Keys of the records that were skipped, and why."""
+    """The reason for each record that was skipped, by its key."""
 
 
 def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
-    """Turn (key, value) pairs into a snapshot: bad records are skipped, of each name the latest incarnation stands."""
+    """Turn (key, value) pairs into a snapshot. Of each name the latest incarnation counts; bad records are skipped."""
     by_name: dict[str, NodeRecord] = {}
     bad: dict[str, str] = {}
     for key, value in stored:
@@ -128,7 +129,7 @@ def read_records(stored: Iterable[tuple[str, bytes]]) -> Reading:
 
 
 def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[NodeRecord]:
-    """Every record of a name, the earliest first; bad ones are skipped."""
+    """All records of a name, the earliest first, without bad ones."""
     found = []
     for key, value in stored:
         with suppress(BadRecord):
@@ -139,9 +140,9 @@ def incarnations_of(name: str, stored: Iterable[tuple[str, bytes]]) -> list[Node
 
 
 def number_of_start(counted: int, namesakes: Iterable[NodeRecord]) -> int:
-    """The number of one more start of a name: what the registry has counted, and more than what is left of the name.
+    """The number of a new start: the registry's counter, or one more than the largest number among `namesakes`.
 
-    A registry that lost its memory counts from 0 again, while records of before may be written again.
+    A registry that lost its data counts from 0 again, while processes may still publish records with larger numbers.
     """
     return max([counted, *(record.start_number + 1 for record in namesakes)])
 

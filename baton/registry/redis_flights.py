@@ -1,9 +1,9 @@
-"""Records of requests under way in Redis: `baton:CLUSTER:flight:REQUEST_ID`, each with a lifetime. A value begins
-with the flight that it is of, in 16 hexadecimal digits; the record follows.
+"""Records of running requests in Redis, under `baton:CLUSTER:flight:REQUEST_ID`, each with a lifetime. A value is the
+number of its flight in 16 hexadecimal digits, followed by the record.
 
-One task writes, many records in one round trip; who puts a record only leaves it in a dictionary, so nobody ever waits
-for Redis, and of several writes for one request only the last one is made. As everywhere, no operation is cancelled in
-mid-reply.
+One task writes many records in one round trip. `put` only adds the record to a queue, so that no caller waits for
+Redis, and of several queued writes for one request only the last one is made. No operation is cancelled while its reply
+is outstanding (see `registry`).
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ _log = logging.getLogger(__name__)
 
 MAX_PENDING = 4096
 _WRITER = "flight-records"
-"""The task's name, and the kind of its faults."""
+"""The name of the task, which is also the label of its faults."""
 _BATCH = 256
 _PAUSE_S = 0.005
-"""Between two round trips: what comes meanwhile shares the next one, most of whose cost is its own."""
+"""Pause between two round trips, in seconds. Records queued meanwhile share the next one, whose cost hardly depends on
+how many there are."""
 _OWNER_BYTES = 16
 _TIMEOUT_S = 1.0
 _READS_AT_ONCE = 4
-"""Each takes a connection, which stays: when a router is lost thousands of requests may be looked for at once."""
+"""Limit of concurrent reads. Each opens a connection, which stays open, and after the loss of a router thousands of
+requests may be read at once."""
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
     record: bytes | None
-    """None: the one that is there only gets another lifetime, if it is of this flight."""
+    """The record; None: only change the lifetime of the stored one, if it is this flight's."""
     lifetime_s: float
     owner: bytes
 
@@ -59,13 +61,13 @@ class RedisFlightRecords:
         self._closing = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
         self._reads: set[asyncio.Task[bytes | None]] = set()
-        self._read_turns = asyncio.Semaphore(_READS_AT_ONCE)
+        self._read_slots = asyncio.Semaphore(_READS_AT_ONCE)
         self._unreadable = LimitedLog(_log)
         self._unwritable = LimitedLog(_log)
 
     @classmethod
     def connect(cls, url: str, cluster: str, *, lifetime_s: float = LIFETIME_S) -> RedisFlightRecords:
-        """Connects with the first operation; raises ConfigError for a URL that can't be meant."""
+        """Make the access to the Redis at `url`. The first operation connects. Raises ConfigError for a bad URL."""
         return cls(connect_redis(url, _TIMEOUT_S), cluster, lifetime_s=lifetime_s)
 
     @property
@@ -73,14 +75,14 @@ class RedisFlightRecords:
         return self._num_lost
 
     def put(self, request_id: str, record: bytes, owner: int = 0) -> None:
-        """Keep this record from now on; see `FlightRecords.put`."""
+        """Store this record; see `FlightRecords.put`."""
         if len(record) > MAX_RECORD_BYTES:
             self._num_lost += 1
             return
         self._add(request_id, _Write(record, self._lifetime_s, _owner(owner)))
 
     def end(self, request_id: str, owner: int = 0) -> None:
-        """This flight is over; see `FlightRecords.end`."""
+        """Let the record of a finished flight expire soon; see `FlightRecords.end`."""
         lifetime_s, name = min(ENDED_S, self._lifetime_s), _owner(owner)
         before = self._pending.get(request_id)
         if before is None or before.record is None:
@@ -114,20 +116,20 @@ class RedisFlightRecords:
 
     async def _read(self, request_id: str) -> bytes | None:
         try:
-            # Only the wait for a turn is ever cut short, not an operation.
+            # The timeout covers the wait for the semaphore, never a Redis operation.
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._read_turns.acquire()
+                await self._read_slots.acquire()
             try:
                 found = await self._client.get(self._key(request_id))
             finally:
-                self._read_turns.release()
+                self._read_slots.release()
         except _FOREIGN as error:
             self._unreadable.happened("records of requests can't be read, like that of %s: %s", request_id, error)
             return None
         return _bytes(found)[_OWNER_BYTES:] if found is not None else None
 
     async def close(self) -> None:
-        """Write what is left, as far as that works at once. Idempotent."""
+        """Try once to write what is queued, then disconnect. Idempotent."""
         self._closing.set()
         self._filled.set()
         if self._writer is not None:
@@ -162,12 +164,15 @@ class RedisFlightRecords:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._closing.wait(), retry_delay(failures, LAST_RETRY_S))
                 except Exception as error:
-                    # These are lost, and perhaps the cause of it: whatever it was, the next ones are to be written.
+                    # This batch is lost, and may itself be the cause. The next batches are still to be written.
                     self._num_lost += len(batch)
                     current_watch.get().note(_WRITER, error, f"{len(batch)} records of requests are lost")
 
     def _keep(self, batch: Mapping[str, _Write]) -> None:
-        """For the next try, where nothing newer and no crowd is in the way. The oldest go first."""
+        """Queue a failed batch again, without records that newer ones replace.
+
+        When the queue is full the oldest are lost.
+        """
         kept = {request_id: write for request_id, write in batch.items() if request_id not in self._pending}
         room = MAX_PENDING - len(self._pending)
         lost = max(0, len(kept) - room)
@@ -187,10 +192,10 @@ class RedisFlightRecords:
             await pipe.execute()
 
     async def _of_others(self, ends: Mapping[str, _Write]) -> set[str]:
-        """Which of these are records of other flights than those that ended: those go on.
+        """The requests whose stored record belongs to another flight than the one that ended; those records stay.
 
-        This and the writes that follow are not one step, since that takes a script, which users' access lists don't
-        allow: a record that another router puts in between gets the short lifetime.
+        This read and the writes that follow are not atomic: that would take a script, which the access rules do not
+        permit. A record that another router writes in between gets the short lifetime.
         """
         if not ends:
             return set()

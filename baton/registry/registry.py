@@ -1,22 +1,25 @@
-"""Membership in Redis (6.2 or later). No Lua, and no key outside `baton:CLUSTER:`.
+"""The registry in Redis, version 6.2 or later. It uses no Lua, and no key outside `baton:CLUSTER:`.
 
-    baton:CLUSTER:node:INCARNATION   one record as JSON, expires unless its process renews it
-    baton:CLUSTER:nodes              set of the incarnations that ever published; readers prune it
-    baton:CLUSTER:epoch              a random word; another word means that the store lost its memory
-    baton:CLUSTER:starts             counts the starts of processes, see `NodeRecord.start_number`
-    baton:CLUSTER:reserve:N          nothing of use: memory that is given up when a record finds Redis full
-    baton:CLUSTER:desired:WORD       set of the nodes of which operators want this: cordoned, prefill, decode
-    baton:CLUSTER:changes            pub/sub: somebody came, changed or left
-    baton:CLUSTER:flight:REQUEST     one request under way, see `redis_flights`
+    baton:CLUSTER:node:INCARNATION   one record as JSON; expires unless its process renews it
+    baton:CLUSTER:nodes              the set of all incarnations that have published; readers remove those that are gone
+    baton:CLUSTER:epoch              a random word; a different word means that Redis has lost its data
+    baton:CLUSTER:starts             the counter of process starts, see `NodeRecord.start_number`
+    baton:CLUSTER:reserve:N          memory held in reserve, freed when a record has to be written and Redis is full
+    baton:CLUSTER:desired:STATE      the set of nodes that operators want to be cordoned, prefill or decode
+    baton:CLUSTER:changes            pub/sub channel; each message says that a record or the desired state changed
+    baton:CLUSTER:flight:REQUEST     the record of one running request, see `redis_flights`
 
-Records are stored per incarnation, so no two processes ever write the same key and nothing needs a compare-and-set.
-A full Redis takes no membership down. A renewal only moves the end of a record, which Redis never refuses for lack of
-memory; a record that has to be written in a full Redis takes the place of a reserve, which is made again later.
+Records are stored per incarnation, so that no two processes write the same key and no compare-and-set is needed.
 
-Notices only make a watcher look sooner: every watcher reads everything once in `READ_EVERY_S` anyway.
+A full Redis does not end any membership. A renewal only extends the lifetime of a record, which Redis does not refuse
+for lack of memory. A record that has to be written while Redis is full takes the memory of a reserve, which is
+allocated again later.
 
-No operation on a connection that others share is ever cancelled in mid-reply, because the next user of the connection
-would read the reply: callers wait behind a shield, and a cancelled caller's operation runs to its end (or its timeout).
+A message on the channel only makes watchers read sooner: each reads everything once in `READ_EVERY_S` in any case.
+
+An operation on a shared connection is never cancelled while its reply is outstanding, because the next user of the
+connection would read that reply. Callers wait behind a shield, and the operation of a cancelled caller runs to its end
+or its timeout.
 """
 
 from __future__ import annotations
@@ -60,18 +63,18 @@ FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
 RESERVES = 16
 RESERVE_BYTES = 128 << 10
-"""A record takes a tenth of that; the connections that a process brings along take the rest of it."""
+"""Size of a reserve. A record takes a tenth of it, and the connections of a new process the rest."""
 _RESERVE_MS = 10 * 365 * 86_400_000
-"""The reserves' lifetime, which nobody waits for. That they have one is what tells whether they are there."""
+"""Lifetime of a reserve: practically unlimited. Setting it again tells whether the reserve still exists."""
 _RESERVES_EVERY_S = 60.0
-"""How often a process sees to it that the reserves are there."""
+"""Interval at which a process checks that the reserves exist."""
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _FOREIGN = (RedisError, OSError, asyncio.TimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One full read."""
+    """The result of one full read."""
 
     epoch: str | None
     records: Sequence[tuple[str, bytes]]
@@ -101,9 +104,9 @@ class Registry:
 
     @classmethod
     def connect(cls, url: str, cluster: str, *, clock: Clock | None = None, rng: Random | None = None) -> Registry:
-        """A registry at redis://, rediss:// or unix://; connects with the first operation.
+        """Make a registry for a URL with redis://, rediss:// or unix://. The first operation connects.
 
-        Raises ConfigError for a URL that can't be meant.
+        Raises ConfigError for any other URL.
         """
         client = connect_redis(url, OPERATION_TIMEOUT_S)
         return cls(client, url, cluster, clock=clock or SystemClock(), rng=rng or Random())
@@ -121,47 +124,47 @@ class Registry:
         return self._bad_records
 
     async def ping(self) -> None:
-        """One round trip; raises Unreachable with the address and the reason."""
+        """Make one round trip. Raises Unreachable with the address and the reason."""
         await self._checked(self._ping())
 
     async def _ping(self) -> None:
         await self._client.ping()
 
     async def read(self) -> Snapshot:
-        """One full read, now; raises Unreachable."""
+        """Read all records. Raises Unreachable."""
         return read_records((await self._checked(self._read())).records).snapshot
 
     async def lease(self, record: NodeRecord) -> RedisLease:
-        """Publish the record and keep it; see `Membership.lease`."""
+        """Publish the record and renew it; see `Membership.lease`."""
         lease = RedisLease(self, record)
         self._leases.add(lease)
         await lease.start()
         return lease
 
     async def watch(self) -> AsyncIterator[Snapshot]:
-        """Every snapshot from now on; see `Membership.watch`."""
-        self._begin_to_follow()
+        """Yield the current and all later snapshots; see `Membership.watch`."""
+        self._start_following()
         async for snapshot in self._feed.watch():
             yield snapshot
 
     async def namesakes(self, name: str) -> Sequence[NodeRecord]:
-        """Every incarnation of a name; see `Membership.namesakes`."""
+        """The records of all incarnations of a name; see `Membership.namesakes`."""
         return incarnations_of(name, (await self._checked(self._read())).records)
 
     async def next_start(self, name: str) -> int:
-        """The number of a start; see `Membership.next_start`."""
+        """A number for a process that starts now; see `Membership.next_start`."""
         return await self._checked(self._next_start(name))
 
     async def _next_start(self, name: str) -> int:
         try:
             counted = int(await self._client.incr(self._key("starts")))
         except ResponseError:
-            # It is full, or this user of an older version's rules may not count.
+            # Redis is full, or the ACL rules are of an older version and do not permit INCR.
             counted = 0
         return number_of_start(counted, incarnations_of(name, (await self._read()).records))
 
     async def desired(self) -> DesiredState:
-        """What operators want, read now; raises Unreachable."""
+        """Read what operators want. Raises Unreachable."""
         return (await self._checked(self._read())).desired
 
     async def want(self, change: DesiredChange) -> None:
@@ -169,13 +172,13 @@ class Registry:
         await self._checked(self._want(change))
 
     async def watch_desired(self) -> AsyncIterator[DesiredState]:
-        """Everything that operators want; see `Membership.watch_desired`."""
-        self._begin_to_follow()
+        """Yield what operators want now and after each change; see `Membership.watch_desired`."""
+        self._start_following()
         async for desired in self._desired_feed.watch():
             yield desired
 
     async def close(self) -> None:
-        """Close every lease and watch, then the connections. Idempotent."""
+        """Close all leases and watches, then the connections. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -184,14 +187,15 @@ class Registry:
         for lease in list(self._leases):
             await lease.close()
         if self._follower is not None:
-            # Its connection is its own and is closed with it, so nobody can read what it leaves unread.
+            # The follower's connection is not shared and is closed with it, so that no other operation reads the reply
+            # that it leaves behind.
             self._follower.cancel()
             await asyncio.gather(self._follower, return_exceptions=True)
         await asyncio.gather(*self._operations, return_exceptions=True)
         with contextlib.suppress(*_FOREIGN):
             await self._client.aclose()
 
-    def _begin_to_follow(self) -> None:
+    def _start_following(self) -> None:
         if self._follower is None and not self._closed:
             self._follower = start_background(self._follow, "registry-follower", on_fault=OnFault.RESTART)
 
@@ -210,7 +214,7 @@ class Registry:
             except _FOREIGN:
                 self._healthy = False
             except Exception:
-                # A fault of ours, after which the watch begins anew.
+                # A bug of Baton's: `start_background` reports it and starts this coroutine again.
                 self._healthy = False
                 raise
             finally:
@@ -256,7 +260,7 @@ class Registry:
             await pipe.execute()
 
     async def publish(self, record: NodeRecord) -> None:
-        """Write or renew one record; tells the watchers when that changed something. For leases; raises Unreachable."""
+        """Write or renew one record for its lease, and notify watchers if it changed. Raises Unreachable."""
         await self._checked(self._publish(record))
 
     async def _publish(self, record: NodeRecord) -> None:
@@ -270,12 +274,13 @@ class Registry:
         await self._keep_reserves()
 
     async def _renew(self, record: NodeRecord, data: bytes) -> bool:
-        """Let the record live on if it is there as it is to be. A full Redis does that, too."""
+        """Extend the record's lifetime; whether the stored record is this one. Works while Redis is full, too."""
         key = self._key("node", record.incarnation)
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.get(key)
             pipe.pexpire(key, _lifetime_ms(record))
-            # A reader may have taken it for gone a moment before it was written. Only this one may find no memory.
+            # A reader may have removed the incarnation from the set just before the record was written. This is the
+            # only one of the three commands that needs memory.
             pipe.sadd(self._key("nodes"), record.incarnation)
             found, renewed, added = await pipe.execute(raise_on_error=False)
         for answer in (found, renewed, added):
@@ -291,7 +296,10 @@ class Registry:
             await pipe.execute()
 
     async def _write_into_reserve(self, record: NodeRecord, data: bytes) -> None:
-        """Redis is full: give up a reserve and write in the same breath; raises OutOfMemoryError when none is left."""
+        """Free a reserve of a full Redis and write the record in one pipeline.
+
+        Raises OutOfMemoryError when no reserve is left.
+        """
         answers: list[Any] = []
         for number in range(RESERVES):
             async with self._client.pipeline(transaction=False) as pipe:
@@ -305,7 +313,7 @@ class Registry:
         raise next(answer for answer in answers if isinstance(answer, Exception))
 
     async def _keep_reserves(self) -> None:
-        """Make those that are missing, now and then, if there is memory for them."""
+        """Allocate missing reserves again, at most once in `_RESERVES_EVERY_S` and if there is memory for them."""
         now = self._clock.monotonic()
         if now - self._reserves_seen_at < _RESERVES_EVERY_S:
             return
@@ -323,7 +331,7 @@ class Registry:
                 await pipe.execute(raise_on_error=False)
 
     async def retract(self, record: NodeRecord) -> None:
-        """Take one record back; see `Membership.retract`."""
+        """Delete the record of a process that has ended; see `Membership.retract`."""
         await self._checked(self._retract(record))
 
     async def _retract(self, record: NodeRecord) -> None:
@@ -334,7 +342,7 @@ class Registry:
             await pipe.execute()
 
     def forget(self, lease: RedisLease) -> None:
-        """The lease is closed."""
+        """Drop a lease that has been closed."""
         self._leases.discard(lease)
 
     async def _checked(self, operation: Coroutine[Any, Any, T]) -> T:
@@ -356,7 +364,8 @@ class Registry:
     def _settle(self, task: asyncio.Task[Any]) -> None:
         self._operations.discard(task)
         if not task.cancelled():
-            # Whoever waited has the error too; one whose caller was cancelled must not be reported as lost.
+            # The caller gets the error as well. Without this, asyncio would report the error of an operation whose
+            # caller was cancelled as never retrieved.
             task.exception()
 
     def _key(self, *parts: str) -> str:
@@ -364,14 +373,14 @@ class Registry:
 
 
 class RedisLease:
-    """A record that is renewed three times in each of its lifetimes; see `baton.registry.base.Lease`."""
+    """A published record that is renewed three times per lifetime; see `baton.registry.base.Lease`."""
 
     def __init__(self, registry: Registry, record: NodeRecord) -> None:
         self._registry = registry
         self._record = record
         self._renewer: asyncio.Task[None] | None = None
         self._publishing = asyncio.Lock()
-        """Each on a connection of its own, an update and a renewal beside it could be written in either order."""
+        """Serialises updates and renewals: on two connections they could be written in either order."""
         self._closed = False
 
     @property
@@ -379,7 +388,7 @@ class RedisLease:
         return self._record
 
     async def start(self) -> None:
-        """Publish once, then go on in the background."""
+        """Publish once, then renew in the background."""
         failed = not await self._try_publish()
         if not self._closed:
             self._renewer = start_background(
@@ -394,7 +403,7 @@ class RedisLease:
         await self._try_publish()
 
     async def close(self) -> None:
-        """Stop renewing and take the record back; see `Lease.close`."""
+        """Stop renewing and delete the record; see `Lease.close`."""
         if self._closed:
             return
         self._closed = True
@@ -406,7 +415,7 @@ class RedisLease:
         self._registry.forget(self)
 
     async def abandon(self) -> None:
-        """Stop renewing but leave the record, as a killed process does."""
+        """Stop renewing but leave the record, as a killed process would."""
         self._closed = True
         if self._renewer is not None:
             self._renewer.cancel()
@@ -434,12 +443,12 @@ def _lifetime_ms(record: NodeRecord) -> int:
 
 
 def retry_delay(failures: int, longest: float) -> float:
-    """Seconds to wait after this many failures in a row before the next try."""
+    """Seconds to wait before the next attempt after this many failures in a row."""
     return float(min(longest, FIRST_RETRY_S * 2 ** min(failures, 16)))
 
 
 def connect_redis(url: str, timeout_s: float) -> redis.Redis:
-    """A client that connects with its first operation and repeats none; raises ConfigError for a bad URL."""
+    """Make a client that connects with its first operation and never repeats one. Raises ConfigError for a bad URL."""
     check_registry_url(url)
     try:
         client: redis.Redis = redis.Redis.from_url(
@@ -451,7 +460,7 @@ def connect_redis(url: str, timeout_s: float) -> redis.Redis:
 
 
 def with_authority(url: str, ca: Path | None) -> str:
-    """The URL, which says whom to believe if it is one with TLS and does not yet."""
+    """The URL, with the certificate authority added if it is a TLS URL without one."""
     if ca is None or not url.startswith("rediss://") or "ssl_ca_certs=" in url:
         return url
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(ca))}"
@@ -464,7 +473,7 @@ def check_registry_url(url: str) -> None:
 
 
 async def require_registry(url: str, cluster: str) -> None:
-    """For processes that are about to start; raises ConfigError when no Redis answers there."""
+    """Check that a Redis answers, before processes are started. Raises ConfigError if none does."""
     registry = Registry.connect(url, cluster)
     try:
         await require(registry)

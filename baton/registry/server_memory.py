@@ -1,4 +1,4 @@
-"""What a Redis does when its memory is full: asked for by `baton doctor --registry`."""
+"""The memory limit of a Redis, and what Redis does when it is reached, for `baton doctor --registry`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """The memory of one Redis, as it says itself."""
+    """The memory figures that one Redis reports."""
 
     used_bytes: int = 0
     max_bytes: int = 0
-    """0: as much as the machine has."""
+    """The limit; 0: the machine's memory."""
     policy: str = ""
-    """Its `maxmemory-policy`."""
+    """The setting `maxmemory-policy`."""
     error: str = ""
-    """Why it can't be told; everything else is empty then."""
+    """Why the figures could not be read. All other fields are empty then."""
 
 
 async def server_memory(url: str) -> ServerMemory:
-    """Ask it. Raises ConfigError for a URL that can't be meant, and for nothing else."""
+    """Read the figures. Raises ConfigError for a bad URL; any other problem is in `error`."""
     client = connect_redis(url, _TIMEOUT_S)
     try:
         found = await client.info("memory")

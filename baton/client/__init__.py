@@ -1,4 +1,4 @@
-"""The Python client: generate and stream over gRPC, and an operator's view. Loads neither torch nor any role."""
+"""The Python client: text generation over gRPC, and the operator's calls. Importing it does not import torch."""
 
 from baton.client.async_generation import AsyncGenerationClient
 from baton.client.generation import GenerationClient

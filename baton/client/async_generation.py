@@ -1,4 +1,4 @@
-"""The client of the public service on an event loop."""
+"""The asyncio client of the public service."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.client.generation import PROGRESS_S, SILENCE_S, left, worst
-from baton.client.rota import Rota
 from baton.errors import BatonError, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class AsyncGenerationClient:
-    """`GenerationClient` for one event loop."""
+    """The counterpart of `GenerationClient` for one event loop."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class AsyncGenerationClient:
         access: Access | None = None,
     ) -> None:
         self._rng = rng or Random()
-        self._rota = Rota(addresses, self._rng)
+        self._endpoints = EndpointRotation(addresses, self._rng)
         self._progress_s = progress_s
-        # One that has nowhere else to go gains nothing from knowing.
+        # With a single router there is no other to continue at, so that its silence is not watched.
         silence = silence_s if len(addresses) > 1 else None
         dialer = Dialer.to_public(access or default_access.get())
         self._stubs = [AsyncGenerationStub(address, silence, dialer) for address in addresses]
@@ -44,7 +44,7 @@ class AsyncGenerationClient:
     async def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Stream one request: Accepted, Chunks, Finished; with several sequences a SequenceFinished for each, too.
+        """Stream one request: Accepted, Chunks, Finished; with several sequences also a SequenceFinished for each.
 
         Closing the generator early cancels the request. Without a request id or seed, the client draws them.
         """
@@ -52,7 +52,7 @@ class AsyncGenerationClient:
         deadline = None if timeout_s is None else now() + timeout_s
         owns_id = not request.request_id
         request = repeatable(request, self._rng)
-        continuation = Continuation(self._rota, self._rng, now(), self._progress_s, owns_id=owns_id)
+        continuation = Continuation(self._endpoints, self._rng, now(), self._progress_s, owns_id=owns_id)
         while True:
             try:
                 async with aclosing(self._open(continuation.next_call(), request, left(deadline, now()))) as events:
@@ -76,7 +76,7 @@ class AsyncGenerationClient:
         return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     async def cancel(self, request_id: str) -> None:
-        """End a live request, whichever router has it; raises RequestNotFound."""
+        """End a running request at whichever router serves it. Raises RequestNotFound."""
         errors = []
         for stub in self._stubs:
             try:
@@ -90,23 +90,23 @@ class AsyncGenerationClient:
         return await self._anywhere(lambda stub: stub.tokenize(model, text))
 
     async def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """Text of token ids."""
+        """The text of token ids."""
         return await self._anywhere(lambda stub: stub.detokenize(model, token_ids))
 
     async def list_models(self) -> Sequence[ModelCard]:
-        """What can be asked for."""
+        """The models that are served."""
         return await self._anywhere(AsyncGenerationStub.list_models)
 
     async def _anywhere(self, ask: Callable[[AsyncGenerationStub], Awaitable[T]]) -> T:
-        """The answer of the first router that gives one."""
+        """The answer of the first router that answers."""
         now = asyncio.get_running_loop().time
-        place = self._rota.first(now())
+        place = self._endpoints.first(now())
         for _ in self._stubs[1:]:
             try:
                 return await ask(self._stubs[place])
             except Unreachable:
-                self._rota.doubt(place, now())
-                place = self._rota.after(place, now())
+                self._endpoints.doubt(place, now())
+                place = self._endpoints.after(place, now())
         return await ask(self._stubs[place])
 
     async def close(self) -> None:

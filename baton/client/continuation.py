@@ -1,20 +1,24 @@
-"""How one answer outlives the routers that bring it. Pure: events and errors in, what to do next out.
+"""Continues one stream when the router that serves it is lost. Does no I/O: events and errors in, the next call out.
 
 The rules:
 
-1. The client draws request id and seed, so that the request can be repeated exactly: its tokens are a function of it.
-2. A lost stream is continued at the next router, from the positions behind what was given out. Where nobody knows the
-   request any more it is generated again: what was given out is dropped, and compared; text by its length, since pieces
-   may be cut differently.
-3. Before a router has accepted the request, each address is tried once: then it is for the caller to decide, who hears
-   of a refusal rather than of a router that could not be reached. Afterwards everything is tried until the budget is
-   spent. What is charged is the time in which no router has the request: from a lost stream to the next Accepted. An
-   accepted request that waits for a node or for its prefill at a router that lives costs nothing, however long that
-   takes; only if that router then turns it away is the whole wait charged. Something new for the caller refills the
-   budget.
-4. What a router says of the request itself (bad, failed, cancelled, too late) is final.
-5. Calls are counted. Of several routers that believe to serve the request, its nodes obey the one with the latest call.
-   A router that lets go of the request, or was told that another one has it, is left for the next one.
+1. The client draws the request id and the seed, so that the request can be repeated exactly: its tokens are a function
+of
+   the request alone.
+2. A lost stream is continued at the next router, behind the positions that the caller has. If no router knows the
+request
+   any more, it is generated again: what the caller has is compared with the new stream and dropped. Token ids are
+   compared one by one, text by its length, since it may be cut into other pieces.
+3. Before a router has accepted the request, each address is tried once; then the error is the caller's, a refusal
+rather
+   than a router that could not be reached. After acceptance all addresses are tried until the budget is spent. The
+   budget is charged for the time in which no router has the request: from the loss of the stream to the next Accepted.
+   An accepted request that waits for a node or for its prefill at a live router is not charged, however long that
+   takes, unless that router then turns it away, in which case the whole wait is charged. Each new event for the caller
+   restores the budget.
+4. An error about the request itself (invalid, failed, cancelled, too late) is final. 5. Calls are numbered. If several
+routers take themselves to serve the request, its nodes obey the one with the latest call.
+   When a router lets go of the request, or was told that another one serves it, the client goes to the next router.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from baton.client.rota import Rota
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,
@@ -44,11 +48,11 @@ _SEED_BITS = 53
 _FIRST_WAIT_S = 0.05
 _LAST_WAIT_S = 1.0
 _RECONNECT_S = 5.0
-"""A connection that was refused is not tried again at once, though a router may be back since."""
+"""Seconds after the last progress in which a refused connection is worth another try: the router may be restarting."""
 
 
 class CallKind(enum.Enum):
-    """What to ask a router for."""
+    """The RPC to call."""
 
     GENERATE = "generate"
     RESUME = "resume"
@@ -56,23 +60,23 @@ class CallKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The next thing to do: call the router at this place of the rota."""
+    """The next call, and the index of the router's address."""
 
     kind: CallKind
     place: int
     positions: Sequence[int]
-    """For each sequence, where to go on; for `RESUME`."""
+    """The next position of each sequence, for `RESUME`."""
     number: int = 1
-    """The how-manieth call it is, from 1."""
+    """The number of the call, from 1."""
 
 
 @dataclass(slots=True)
 class _Given:
-    """What the caller has of one sequence, and how far the running call has repeated it."""
+    """What the caller has of one sequence, and how much of that the present call has repeated."""
 
     token_ids: list[int] = field(default_factory=list)
     position: int = 0
-    """Tokens, and one more once the rest of the text came without any."""
+    """The number of tokens, plus one when the last piece of text came without a token."""
     num_chars: int = 0
     call_position: int = 0
     call_chars: int = 0
@@ -82,7 +86,7 @@ class _Given:
         self.call_chars = 0 if repeats else self.num_chars
 
     def take(self, chunk: Chunk) -> Chunk | None:
-        """What of it is new; raises StreamDiverged for what contradicts."""
+        """The part of the chunk that is new. Raises StreamDiverged if it contradicts what the caller has."""
         if chunk.first_index != self.call_position:
             raise StreamDiverged(f"token {chunk.first_index} came where token {self.call_position} was due")
         known = self.token_ids[chunk.first_index : chunk.first_index + len(chunk.token_ids)]
@@ -110,7 +114,7 @@ class _Given:
 
 
 def repeatable(request: GenerateRequest, rng: Random) -> GenerateRequest:
-    """The request with an id and a seed: sent again, it brings the same."""
+    """The request with an id and a seed, so that sending it again brings the same tokens."""
     return replace(
         request,
         request_id=request.request_id or new_request_id(rng),
@@ -119,34 +123,36 @@ def repeatable(request: GenerateRequest, rng: Random) -> GenerateRequest:
 
 
 class Continuation:
-    """One answer over as many calls as it takes. `next_call`, then `take` for each event or `failed`, and so on."""
+    """One stream over as many calls as it takes: `next_call`, then `take` for each event or `failed`, and so on."""
 
-    def __init__(self, rota: Rota, rng: Random, now: float, budget_s: float, *, owns_id: bool = True) -> None:
-        """`owns_id`: nobody else can have asked for the same request id."""
+    def __init__(
+        self, endpoints: EndpointRotation, rng: Random, now: float, budget_s: float, *, owns_id: bool = True
+    ) -> None:
+        """`owns_id`: the client drew the request id, so that no other client can have sent it."""
         self.num_calls = 0
-        self._rota = rota
+        self._endpoints = endpoints
         self._rng = rng
         self._budget_s = budget_s
         self._owns_id = owns_id
         self._kind = CallKind.GENERATE
-        self._place = rota.first(now)
+        self._place = endpoints.first(now)
         self._sequences: dict[int, _Given] = {}
         self._ended: set[int] = set()
         self._is_accepted = False
         self._last_progress = now
         self._spent_s = 0.0
-        """Of the budget, since something new came."""
+        """Seconds of the budget that were spent since the last new event."""
         self._lost_at: float | None = now
-        """Since when no router has the request; None while one does."""
+        """The time since which no router has the request; None while one has it."""
         self._served_since = now
-        """When one took it last, or brought something new."""
+        """The time when a router last accepted the request or brought something new."""
         self._failures = 0
-        """Since something new came."""
+        """Failed calls since the last new event."""
         self._refusal: Overloaded | None = None
-        """The latest one that is about this request, and not about a router that closes or has no nodes."""
+        """The latest refusal of this request; a router that is stopping or without nodes is none."""
 
     def next_call(self) -> Call:
-        """What to do now."""
+        """The call to make now."""
         self.num_calls += 1
         for given in self._sequences.values():
             given.begin_call(repeats=self._kind is CallKind.GENERATE)
@@ -155,8 +161,8 @@ class Continuation:
         return Call(self._kind, self._place, positions, self.num_calls)
 
     def take(self, event: GenerateEvent, now: float) -> GenerateEvent | None:
-        """What of an event the caller has not got yet; raises StreamDiverged."""
-        self._rota.has_answered = True
+        """The part of an event that is new to the caller; None if nothing is. Raises StreamDiverged."""
+        self._endpoints.has_answered = True
         if self._lost_at is not None:
             self._spent_s += now - self._lost_at
             self._lost_at, self._served_since = None, now
@@ -182,7 +188,10 @@ class Continuation:
                 return event
 
     def failed(self, error: BatonError, now: float) -> float:
-        """The call ended with this error: in how many seconds to do the next one. Raises the error if it is final."""
+        """Note that the call ended with this error. Returns the seconds to wait before the next call.
+
+        Raises the error if it is final.
+        """
         self._failures += 1
         self._charge(error, now)
         if self._spent_s > self._budget_s:
@@ -206,24 +215,24 @@ class Continuation:
 
     def _move_on(self, error: BatonError, now: float) -> None:
         if isinstance(error, Unreachable):
-            self._rota.doubt(self._place, now)
+            self._endpoints.doubt(self._place, now)
         elif isinstance(error, QueueFull | WouldBeLate | QuotaExceeded):
             self._refusal = error
-        if not self._is_accepted and self._failures >= len(self._rota) and not self._may_be_back(error, now):
+        if not self._is_accepted and self._failures >= len(self._endpoints) and not self._may_be_back(error, now):
             raise self._refusal or error
-        self._place = self._rota.after(self._place, now)
+        self._place = self._endpoints.after(self._place, now)
         if self._is_accepted:
             self._kind = CallKind.RESUME
 
     def _may_be_back(self, error: BatonError, now: float) -> bool:
-        """Whether it is worth asking again though nobody took the request: all that is lost so far is connections."""
-        if not self._rota.has_answered or self._refusal is not None:
+        """Whether another round is worthwhile though no router took the request: only connections were lost so far."""
+        if not self._endpoints.has_answered or self._refusal is not None:
             return False
         return isinstance(error, Unreachable) and now - self._last_progress < _RECONNECT_S
 
     def _wait_s(self) -> float:
-        """None for the first try at each address and the questions that follow from an answer, then ever longer."""
-        rounds = self._failures - len(self._rota) - 1
+        """Seconds to wait: 0 for the first attempt at each address, then increasing with each round, with jitter."""
+        rounds = self._failures - len(self._endpoints) - 1
         if rounds < 0:
             return 0.0
         longest = min(_LAST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(rounds, 16))

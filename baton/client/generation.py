@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
-from baton.client.rota import Rota
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, DeadlineExceeded, RequestNotFound, Unreachable
 from baton.messages.generation import Finished, GenerateEvent, GenerateRequest, ModelCard
 from baton.security.access import Access, default_access
@@ -21,16 +21,16 @@ from baton.wire.credentials import Dialer
 T = TypeVar("T")
 
 PROGRESS_S = 60.0
-"""How long an accepted request goes on to be tried without anything new coming of it."""
+"""Seconds during which an accepted request is tried again while no router brings anything new of it."""
 SILENCE_S = 1.0
-"""With several routers: how long one may say nothing before it is asked whether it is there."""
+"""Seconds without a message after which a router is probed, where there are several routers."""
 
 
 class GenerationClient:
-    """Speaks to the routers at HOST:PORT, of one cluster. Calls raise BatonErrors: Unreachable, InvalidRequest, ...
+    """The blocking client of one cluster. Its addresses are the HOST:PORT of the cluster's routers.
 
-    An answer outlives the router that brings it (see `baton.client.continuation`), also one that is stopped rather than
-    dead and says nothing any more.
+    Calls raise BatonErrors: Unreachable, InvalidRequest, and so on. When a router is lost, or hangs without closing its
+    connections, the stream continues at another one (see `baton.client.continuation`).
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class GenerationClient:
         access: Access | None = None,
         is_hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`is_hopeless` is asked whenever a router was lost: whether the cluster is known to be gone."""
+        """`is_hopeless` is called after the loss of a router; True means that the cluster is known to have ended."""
         self._is_hopeless = is_hopeless
         self._rng = rng or Random()
-        self._rota = Rota(addresses, self._rng)
+        self._endpoints = EndpointRotation(addresses, self._rng)
         self._progress_s = progress_s
-        # One that has nowhere else to go gains nothing from knowing.
+        # With a single router there is no other to continue at, so that its silence is not watched.
         silence = silence_s if len(addresses) > 1 else None
         dialer = Dialer.to_public(access or default_access.get())
         self._stubs = [GenerationStub(address, silence, dialer) for address in addresses]
@@ -55,14 +55,14 @@ class GenerationClient:
     def generate(
         self, request: GenerateRequest, timeout_s: float | None = None
     ) -> Generator[GenerateEvent, None, None]:
-        """Stream one request: Accepted, Chunks, Finished; with several sequences a SequenceFinished for each, too.
+        """Stream one request: Accepted, Chunks, Finished; with several sequences also a SequenceFinished for each.
 
         Closing the generator early cancels the request. Without a request id or seed, the client draws them.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         owns_id = not request.request_id
         request = repeatable(request, self._rng)
-        continuation = Continuation(self._rota, self._rng, time.monotonic(), self._progress_s, owns_id=owns_id)
+        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), self._progress_s, owns_id=owns_id)
         while True:
             try:
                 with closing(self._open(continuation.next_call(), request, left(deadline, time.monotonic()))) as events:
@@ -88,7 +88,7 @@ class GenerationClient:
         return stub.resume(request.request_id, call.positions, timeout_s, call.number)
 
     def cancel(self, request_id: str) -> None:
-        """End a live request, whichever router has it; raises RequestNotFound."""
+        """End a running request at whichever router serves it. Raises RequestNotFound."""
         errors = []
         for stub in self._stubs:
             try:
@@ -102,22 +102,22 @@ class GenerationClient:
         return self._anywhere(lambda stub: stub.tokenize(model, text))
 
     def detokenize(self, token_ids: Sequence[int], model: str = "") -> str:
-        """Text of token ids."""
+        """The text of token ids."""
         return self._anywhere(lambda stub: stub.detokenize(model, token_ids))
 
     def list_models(self) -> Sequence[ModelCard]:
-        """What can be asked for."""
+        """The models that are served."""
         return self._anywhere(GenerationStub.list_models)
 
     def _anywhere(self, ask: Callable[[GenerationStub], T]) -> T:
-        """The answer of the first router that gives one."""
-        place = self._rota.first(time.monotonic())
+        """The answer of the first router that answers."""
+        place = self._endpoints.first(time.monotonic())
         for _ in self._stubs[1:]:
             try:
                 return ask(self._stubs[place])
             except Unreachable:
-                self._rota.doubt(place, time.monotonic())
-                place = self._rota.after(place, time.monotonic())
+                self._endpoints.doubt(place, time.monotonic())
+                place = self._endpoints.after(place, time.monotonic())
         return ask(self._stubs[place])
 
     def close(self) -> None:
@@ -134,12 +134,13 @@ class GenerationClient:
 
 
 def left(deadline: float | None, now: float) -> float | None:
-    """Seconds until the deadline; raises DeadlineExceeded when it has passed."""
+    """Seconds until the deadline. Raises DeadlineExceeded when it has passed."""
     if deadline is not None and now >= deadline:
         raise DeadlineExceeded("the deadline passed while the request was taken to another router")
     return None if deadline is None else deadline - now
 
 
 def worst(errors: Sequence[BatonError]) -> BatonError:
-    """Of what the routers said, what matters: one that could not be asked may be the one that knew."""
+    """The error to report when all routers have failed: Unreachable if there is one, since that router may have had the
+    request."""
     return next((error for error in errors if isinstance(error, Unreachable)), errors[0])

@@ -1,4 +1,4 @@
-"""The synchronous client of the operator's service."""
+"""The blocking client of the operator's service."""
 
 from __future__ import annotations
 
@@ -15,61 +15,62 @@ from baton.wire.credentials import Dialer
 
 
 class OperatorClient:
-    """Speaks to a router's operator port at HOST:PORT."""
+    """The client of one router's operator port, at HOST:PORT."""
 
     def __init__(self, address: str, access: Access | None = None) -> None:
         self._stub = OperatorStub(address, Dialer.to_operator(access or default_access.get()))
 
     def status(self, timeout_s: float = 5.0) -> ClusterStatus:
-        """How the router sees the cluster; raises Unreachable."""
+        """The cluster as the router sees it. Raises Unreachable."""
         return self._stub.status(timeout_s)
 
     def explain(self, request_id: str, timeout_s: float = 5.0) -> Sequence[PlacementDecision]:
-        """Why a request went where it went, attempt by attempt; raises RequestNotFound or Unreachable."""
+        """The placement decision of each attempt of a request. Raises RequestNotFound or Unreachable."""
         return self._stub.explain(request_id, timeout_s)
 
     def timeline(self, request_id: str, timeout_s: float = 5.0) -> Timeline:
-        """Where a request's time went; raises RequestNotFound or Unreachable."""
+        """The stages of a finished request with their durations. Raises RequestNotFound or Unreachable."""
         return self._stub.timeline(request_id, timeout_s)
 
     def requests(self, limit: int = 100, request_id: str = "", timeout_s: float = 5.0) -> Sequence[RequestRow]:
-        """The latest requests that this router serves, and as many that are over; 0: all that run, and no others.
+        """The latest running requests of this router and as many finished ones, up to `limit` each.
 
-        With an id that one alone, if the router knows it. Raises Unreachable.
+        `limit` 0: all running requests and no finished ones. `request_id`: this request alone, if the router knows it.
+        Raises Unreachable.
         """
         return self._stub.requests(limit, request_id, timeout_s)
 
     def cordon(self, names: Sequence[str], timeout_s: float = 5.0) -> str:
-        """No new requests for these nodes; what runs there goes on. Returns why less is served now, if so.
+        """Give these nodes no new requests; running ones continue. Returns a warning if the cluster now serves less.
 
-        Raises NodeNotFound, InvalidRequest, and Unreachable when the registry can't keep it: then nothing changes.
+        Raises NodeNotFound, InvalidRequest, and Unreachable if the registry can't store it, when nothing changes.
         """
         return self._stub.cordon(names, timeout_s)
 
     def uncordon(self, names: Sequence[str], timeout_s: float = 5.0) -> None:
-        """They take requests again; raises as `cordon`."""
+        """Give these nodes requests again. Raises as `cordon`."""
         self._stub.uncordon(names, timeout_s)
 
     def set_role(self, name: str, role: str, timeout_s: float = 5.0) -> RoleSet:
-        """The node is to be `prefill` or `decode`, as soon as its work is done; raises as `cordon`."""
+        """Make the node a `prefill` or `decode` node as soon as its running work is done. Raises as `cordon`."""
         return self._stub.set_role(name, role, timeout_s)
 
     def reset_cache(self, name: str, timeout_s: float = 6.0) -> int:
-        """Have a node forget its prefix cache; returns how many blocks it was.
+        """Empty the prefix cache of a node. Returns the number of blocks that it held.
 
         Raises CacheInUse while any block there is in use, NodeNotFound, InvalidRequest, Unreachable.
         """
         return self._stub.reset_cache(name, timeout_s)
 
     def drain(self, name: str, *, stop: bool = False, timeout_s: float | None = None) -> Iterator[DrainProgress]:
-        """Cordon a node and hear how much is left there until nothing is; `stop`: and then end its process.
+        """Cordon a node and report what still runs there until it is idle. `stop`: end its process then.
 
-        Raises as `cordon`, and DeadlineExceeded when it takes longer: the node stays cordoned.
+        Raises as `cordon`, and DeadlineExceeded after `timeout_s`, when the node stays cordoned.
         """
         return self._stub.drain(name, stop=stop, timeout_s=timeout_s)
 
     def events(self, after: int = 0, *, follow: bool = False, timeout_s: float | None = None) -> Iterator[ClusterEvent]:
-        """What became of the cluster as this router saw it, the oldest first; `follow`: and what is yet to come of it.
+        """The cluster's events as this router saw them, the oldest first. `follow`: also those to come.
 
         Raises Unreachable.
         """

@@ -39,9 +39,7 @@ class EmbeddedRedis:
         return f"unix://{self.socket}"
 
     def remove_socket(self) -> None:
-        """Remove what a server that has ended left behind: its socket, and the directory that was made for the socket..
-
-        """
+        """Remove what an ended server left behind: its socket, and the directory that was made for the socket."""
         with suppress(OSError):
             self.socket.unlink(missing_ok=True)
             if self.socket.parent != self.run_dir.resolve():

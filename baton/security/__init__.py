@@ -1,1 +1,4 @@
-"""Who may listen where and call what: loopback alone without configuration, certificates and keys beyond it."""
+"""Access control: on which addresses a process may listen, and who may call what.
+
+Without configuration a process serves this machine alone; other addresses need certificates and API keys.
+"""

@@ -1,4 +1,4 @@
-"""What a caller shows and whom it believes: a key, a certificate, an authority."""
+"""The credentials of a client: its API key, its certificate, and the certificate authority that it trusts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from baton.security.tls_files import TlsBytes, TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Without anything: in clear text, as nobody. `baton.wire.credentials` makes channels of it."""
+    """The credentials of a client. The default is clear text without a key.
+
+    `baton.wire.credentials` makes channels with them.
+    """
 
     api_key: str = ""
     tls_ca: Path | None = None
-    """The authority that the servers' certificates come from. None: clear text."""
+    """Certificate authority of the servers' certificates. None: clear text."""
     tls_cert: Path | None = None
-    """For operators: their own certificate, and its key."""
+    """The client's own certificate, which operators need; `tls_key` is its key."""
     tls_key: Path | None = None
     cluster: str = "default"
-    """Its name in the registry, which is in its certificates."""
+    """The cluster's name in the registry, which its certificates contain."""
 
     def tls(self) -> TlsBytes | None:
-        """The files' contents; raises ConfigError."""
+        """Read the files. Raises ConfigError."""
         return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key).read() if self.tls_ca is not None else None
 
     def __repr__(self) -> str:
@@ -31,4 +34,4 @@ class Access:
 
 
 default_access: ContextVar[Access] = ContextVar("default_access", default=Access())  # noqa: B039, it is frozen
-"""Of clients that were given none; the command sets it from its flags and its environment."""
+"""The credentials of clients that were given none. Commands set them from flags and environment variables."""

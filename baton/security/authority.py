@@ -1,4 +1,4 @@
-"""A small certificate authority: for development, for one's own machines, and for tests. Needs the extra `certs`."""
+"""A small certificate authority for development, private clusters and tests. Needs the extra `certs`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.security.matrix import CERTIFICATE_ROLES, CallerRole, certificate_name
 
 _SKEW = datetime.timedelta(hours=1)
-"""How far the clocks of two machines may be apart."""
+"""Certificates are valid from this long before now, since the clocks of two machines may differ."""
 _AUTHORITY_DAYS = 3650
 _SERVERS = (CallerRole.ROUTER, CallerRole.NODE)
 
@@ -26,9 +26,10 @@ _SERVERS = (CallerRole.ROUTER, CallerRole.NODE)
 def make_certificates(
     directory: Path, cluster: str, hosts: Sequence[str], days: int, now: datetime.datetime
 ) -> Sequence[Path]:
-    """An authority in `directory`, unless there is one, and anew from it a certificate for each role; the files made.
+    """Make an authority in `directory`, unless it has one, and a new certificate for each role. Returns the new files.
 
-    `hosts`: names and addresses by which clients reach the servers. Keys are their owner's alone. Raises ConfigError.
+    `hosts`: names and addresses by which clients reach the servers. Only the owner can read the keys. Raises
+    ConfigError if the directory can't be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -107,7 +108,7 @@ def _builder(
 
 
 def _name(text: str) -> x509.Name:
-    # X.520 gives a common name no more.
+    # X.520 limits a common name to 64 characters.
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
@@ -145,7 +146,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """In one piece, mode 600: a process that reads it meanwhile finds the old or the new one."""
+    """Replace the file atomically, with mode 600: a concurrent reader finds the old or the new content."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""Where a process may listen. Loopback needs nothing; any other address needs protection, or a word that it is safe."""
+"""The addresses on which a process may listen. Any but a loopback address needs TLS and keys, or --insecure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What a process was given against callers that it does not know."""
+    """The protection against unknown callers with which a process was started."""
 
     has_tls: bool
     has_keys: bool
     insecure: bool
-    """Whoever started it said that it needs none."""
+    """The operator said that no protection is needed, by --insecure."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches HOST. Names other than localhost may be anything and count as reachable."""
+    """Whether only this machine reaches HOST. Names other than localhost count as reachable by others."""
     if host.lower() == "localhost":
         return True
     try:
@@ -29,9 +29,9 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, protection: Protection, *, needs_keys: bool) -> None:
-    """Raises ConfigError for an address that others reach, without TLS, or without keys where people call.
+    """Raise ConfigError for an address that others reach if TLS is missing, or keys where they are needed.
 
-    `needs_keys`: it has ports for others than the cluster's own processes.
+    `needs_keys`: the process has ports for callers other than the cluster's own processes.
     """
     if protection.insecure or is_loopback(host):
         return

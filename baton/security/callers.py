@@ -1,4 +1,7 @@
-"""Who is calling: set at the door, read where it matters. Follows a call through its task and those that it starts."""
+"""The identity of the caller, set when a call is authenticated.
+
+It holds in the task of the call and in its subtasks.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from baton.security.matrix import CallerRole
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody with a key."""
+    """An authenticated caller."""
 
     role: CallerRole
     tenant: str = ""
-    """Whose requests, cached prefixes and quota are apart from everybody else's; empty: nobody's in particular."""
+    """The tenant, whose requests, cached prefixes and quota are separate from all others'. Empty: no tenant."""
     key_id: str = ""
     max_concurrent: int | None = None
-    """How many requests of the tenant may run at once; None: any number."""
+    """Limit of concurrent requests of the tenant. None: no limit."""
 
 
 ANYONE = Caller(CallerRole.ANYONE)

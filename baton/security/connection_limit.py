@@ -1,13 +1,13 @@
-"""How many connections a process takes, in all, at each of its listeners and from each address. Pure accounting.
+"""Limits of the connections that a process accepts: in total, at each listener, and from each address. Does no I/O.
 
-A connection costs its client nothing and the server a file descriptor and some kilobytes. A process that has no
-descriptor left can neither open a file nor reach Redis or a node, so those who only connect must not get them all; nor
-must one client get all that there are for clients.
+A connection costs its client nothing and the server a file descriptor and some kilobytes. A process without free
+descriptors can neither open a file nor connect to Redis or to a node. Clients that only connect must therefore not get
+all descriptors, and one client must not get all those that are meant for clients.
 
-A connection is silent while its peer is to speak and has asked for nothing so far. Clients are silent for the time that
-it takes to answer a greeting; a crowd that only connects is so for ever, and what it takes of memory stays with the
-process: CPython gives an arena of a mebibyte back only once nothing in it is in use. So silent connections have a limit
-of their own, far below the others, and the longest silent one makes room for a new one. Whoever speaks soon is served.
+A connection is *silent* while the server waits for its peer's first request. An honest client is silent for one round
+trip. An attacker who only connects is silent for ever, and the memory that the connections took stays with the process,
+because CPython returns an arena of one mebibyte only when nothing in it is in use. Silent connections therefore have a
+much lower limit of their own, and the connection that has been silent longest is closed when a new one needs its place.
 """
 
 from __future__ import annotations
@@ -19,39 +19,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_CONNECTIONS = 16_384
-"""The most connections of one process, however many descriptors it may have: each takes some kilobytes, too."""
+"""Limit of the connections of one process, even if it may have more descriptors: each takes some kilobytes of memory..
+
+"""
 MAX_SILENT = 1024
-"""The most silent ones of a process. A router accepts some thousands in a second at most, so that each has some tenths
-of a second to ask for something, however many others come.
+"""Limit of the silent connections of a process. A router accepts at most some thousands of connections per second, so
+that each has some tenths of a second for its first request, however many others come.
 """
 _LEAST = 8
 
 
 class Refusal(enum.Enum):
-    """Which limit is reached; the value says so in a log."""
+    """The limit that refuses a connection. The value is its description in logs."""
 
     PROCESS = "of this process"
     LISTENER = "at one port"
     PEER = "from one address at one port"
     SILENT = "of connections that have asked for nothing"
-    """The longest silent one is closed for a new one."""
+    """The connection that has been silent longest is closed for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many connections there may be."""
+    """The limits of one process."""
 
     process: int
     listener: int
     peer: int
-    """From one address at one listener. Many clients may come from one: behind a proxy, or on the same machine."""
+    """Connections from one address at one listener. Many clients may share one: behind a proxy, or on one machine."""
     silent: int = MAX_SILENT
-    """Connections of the process that have asked for nothing."""
+    """Silent connections of the process."""
 
     @classmethod
     def of_descriptors(cls, descriptors: int) -> Limits:
-        """For a process that may have so many open. Half are for connections that others begin; the rest is for
-        connections of its own, files, and what libraries open. No listener gets all of them, no address most of those.
+        """The limits of a process that may open this many descriptors.
+
+        Half of the descriptors are for incoming connections; the rest is for outgoing connections, files and libraries.
+        One listener gets at most three quarters of that half, and one address at most two thirds of a listener's.
         """
         process = max(_LEAST, min(MAX_CONNECTIONS, descriptors // 2))
         listener = process * 3 // 4
@@ -59,13 +63,13 @@ class Limits:
 
     @classmethod
     def of_this_process(cls) -> Limits:
-        """From its limit of open files (RLIMIT_NOFILE)."""
+        """The limits for this process's number of open files (RLIMIT_NOFILE)."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls.of_descriptors(MAX_CONNECTIONS * 2 if soft == resource.RLIM_INFINITY else soft)
 
 
 class Place:
-    """One connection's share of a limit. Give it back when the connection is gone."""
+    """One connection's place within the limits. `release` it when the connection is closed."""
 
     __slots__ = ("_has_asked", "_limit", "_listener", "peer")
 
@@ -73,28 +77,29 @@ class Place:
         self._limit: ConnectionLimit | None = limit
         self._listener = listener
         self.peer = peer
-        """The address that it comes from."""
+        """The address of the connection's peer."""
         self._has_asked = False
 
     def waits_for_peer(self, close: Callable[[], None]) -> None:
-        """The connection is silent from now on, as its peer is to speak; one on which something has been asked for is
-        not. `close` ends the connection, and is called if another one needs the room.
+        """Count the connection as silent until its peer speaks, unless a request has arrived on it before.
+
+        `close` is called to end the connection if another one needs its place.
         """
         if self._limit is not None and not self._has_asked:
             self._limit.add_silent(self, close)
 
     def waits_for_us(self) -> None:
-        """The connection is not silent: its peer has spoken, and this process has not looked at it yet. Idempotent."""
+        """Count the connection as not silent: its peer has sent something that is not read yet. Idempotent."""
         if self._limit is not None:
             self._limit.discard_silent(self)
 
     def asked(self) -> None:
-        """The connection is never silent again: something was asked for on it. Idempotent."""
+        """Note that a request has arrived: the connection is never silent again. Idempotent."""
         self._has_asked = True
         self.waits_for_us()
 
     def release(self) -> None:
-        """Idempotent."""
+        """Give the place back. Idempotent."""
         limit, self._limit = self._limit, None
         if limit is not None:
             limit.discard_silent(self)
@@ -102,17 +107,18 @@ class Place:
 
 
 class ConnectionLimit:
-    """Counts the connections of one process. All its listeners share one."""
+    """Counts the connections of one process. All listeners of the process share one instance."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        """Without limits: those of this process, as they are when the first connection comes."""
+        """`limits`: None takes `Limits.of_this_process` when the first connection comes."""
         self._limits = limits
         self._by_listener: Counter[str] = Counter()
         self._by_peer: Counter[tuple[str, str]] = Counter()
         self._silent: dict[Place, Callable[[], None]] = {}
-        """The longest silent one first, with what ends it."""
+        """The silent connections, the longest silent one first, each with the function that closes it."""
         self.refused: Counter[tuple[str, Refusal]] = Counter()
-        """By listener and limit, since the process began; of silent ones the listener is that of the new connection."""
+        """Refused and closed connections since the process started, by listener and limit. A silent connection that was
+        closed counts for the listener of the new connection."""
 
     @property
     def limits(self) -> Limits:
@@ -129,7 +135,7 @@ class ConnectionLimit:
         return len(self._silent)
 
     def take(self, listener: str, peer: str) -> Place | Refusal:
-        """A place for a connection from this address, or the limit that is in its way."""
+        """A place for a connection from this address, or the limit that refuses it."""
         limits, refusal = self.limits, None
         if self._by_peer[listener, peer] >= limits.peer:
             refusal = Refusal.PEER
@@ -145,8 +151,9 @@ class ConnectionLimit:
         return Place(self, listener, peer)
 
     def pop_crowded_out(self, listener: str) -> Callable[[], None] | None:
-        """The longest silent connection makes room for a new one at `listener`: returns what ends it, which the caller
-        must call, or None while there are not too many.
+        """Remove the longest silent connection if there are too many, for a new one at `listener`.
+
+        Returns the function that closes it, which the caller must call; None while there are not too many.
         """
         if self.num_silent <= self.limits.silent:
             return None
@@ -154,15 +161,15 @@ class ConnectionLimit:
         return self._silent.pop(next(iter(self._silent)))
 
     def add_silent(self, place: Place, close: Callable[[], None]) -> None:
-        """For `Place`."""
+        """Called by `Place.waits_for_peer`."""
         self._silent[place] = close
 
     def discard_silent(self, place: Place) -> None:
-        """For `Place`."""
+        """Called by `Place`."""
         self._silent.pop(place, None)
 
     def give_back(self, listener: str, peer: str) -> None:
-        """For `Place`."""
+        """Called by `Place.release`."""
         self._by_listener[listener] -= 1
         self._by_peer[listener, peer] -= 1
         if not self._by_peer[listener, peer]:

@@ -1,11 +1,12 @@
-"""API keys: a file of their hashes, and who each one is.
+"""API keys: a file of their hashes, with the identity that belongs to each.
 
-A key is 256 random bits, so nobody can guess one from its hash, however fast the hash is: SHA-256 it is, and not
-scrypt, which is for what people think up and would cost 50 ms of every call. A key is looked up by its hash. How long
-that takes says nothing of the key, since nobody can choose what the hash of a guess begins with; what is found is
-compared again in constant time.
+A key is 256 random bits, so that it can't be guessed from its hash, however fast the hash function is. SHA-256 is used
+and not scrypt, which is meant for passwords that people invent and would add 50 ms to every call. A key is looked up by
+its hash. The time of the look-up reveals nothing about the key, since nobody can choose the first bits of a guess's
+hash; the entry that is found is compared again in constant time.
 
-The file is JSON, written in one piece and for its owner alone. Who serves looks once a second whether it has changed.
+The file is JSON, written atomically and readable by its owner alone. A server checks once a second whether it has
+changed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 VERSION = 1
 LOOK_EVERY_S = 1.0
 MAX_KEY_CHARS = 256
-"""What is longer is no key, and is not hashed: ours have 49 characters."""
+"""Longer texts are refused without hashing them. A key has 49 characters."""
 _PREFIX = "baton-"
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,31}\Z")
 _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
@@ -40,46 +41,48 @@ _FIELDS = {"sha256", "tenant", "role", "max_concurrent", "created"}
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What the file says of a key."""
+    """One entry of the file."""
 
     sha256: str
-    """Of the key, in hexadecimal."""
+    """The key's hash, in hexadecimal."""
     tenant: str
     role: CallerRole
     created: str
-    """The day, for people."""
+    """The day on which the key was made, for people."""
     max_concurrent: int | None = None
 
     @property
     def key_id(self) -> str:
-        """What logs and people call it: the beginning of its hash, which gives nothing away."""
+        """The name of the key in logs and commands: the first digits of its hash, which reveal nothing."""
         return self.sha256[:8]
 
     @property
     def caller(self) -> Caller:
-        """Whoever shows it."""
+        """The caller that shows this key."""
         return Caller(self.role, self.tenant, self.key_id, self.max_concurrent)
 
 
 def new_key(tenant: str, role: CallerRole, created: str, max_concurrent: int | None = None) -> tuple[str, ApiKey]:
-    """A new key, to be shown once, and what the file will say of it. Raises ConfigError for a bad name."""
+    """Make a key, which is shown once, and its entry for the file. Raises ConfigError for a bad tenant name."""
     check_tenant(tenant)
     key = _PREFIX + secrets.token_urlsafe(32)
     return key, ApiKey(_digest(key).hex(), tenant, role, created, max_concurrent)
 
 
 def check_tenant(tenant: str) -> None:
-    """Raises ConfigError for what can't be a tenant's name."""
+    """Raise ConfigError unless this is a valid name of a tenant."""
     if not _TENANT.match(tenant):
         raise ConfigError(f"tenant {tenant[:80]!r}: up to 32 small letters, digits and '-', the first one no '-'")
 
 
 def read_keys(path: Path) -> Sequence[ApiKey]:
-    """The keys in a file; raises ConfigError for one that is not as `write_keys` left it."""
+    """Read the keys in a file. Raises ConfigError for a file that `write_keys` has not written."""
     try:
         content = json.loads(path.read_bytes())
         if content["version"] != VERSION:
-            raise ConfigError(f"{path} is of version {content['version']!r}: this is Baton with version {VERSION}")
+            raise ConfigError(
+                f"{path} has format version {content['version']!r}; this version of Baton reads {VERSION}"
+            )
         return [_key(entry) for entry in content["keys"]]
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: `baton keys add {path}` makes it") from None
@@ -90,7 +93,7 @@ def read_keys(path: Path) -> Sequence[ApiKey]:
 
 
 def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
-    """Replace the file in one piece; its owner's alone. Raises OSError."""
+    """Replace the file atomically, readable by its owner alone. Raises OSError."""
     entries = [
         {
             "sha256": key.sha256,
@@ -113,30 +116,30 @@ def write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
 
 
 class KeyRing:
-    """The keys of a file as it is now."""
+    """The keys in a file, which is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that can't be read; later on such a file changes nothing."""
+        """Read the file. Raises ConfigError if it can't be read; if that happens later, the keys stay as they are."""
         self._path = path
         self._looked_at = 0.0
         self._seen = _stamp(path)
         self._by_digest = _by_digest(read_keys(path))
 
     def caller(self, key: str, now: float) -> Caller:
-        """Whose key it is; raises Unauthenticated. `now`: seconds on any clock that goes on."""
+        """The caller to whom the key belongs. Raises Unauthenticated. `now`: seconds on any monotonic clock."""
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
             self._look()
         if not key:
-            raise Unauthenticated("no key: send it as `authorization: Bearer KEY` (BATON_API_KEY does for `baton`)")
-        if len(key) > MAX_KEY_CHARS:
             raise Unauthenticated(
-                f"the key has {len(key)} characters; none that is known here has over {MAX_KEY_CHARS}"
+                "no API key was sent: send `authorization: Bearer KEY` (with `baton`, set BATON_API_KEY)"
             )
+        if len(key) > MAX_KEY_CHARS:
+            raise Unauthenticated(f"the API key has {len(key)} characters; no valid key has more than {MAX_KEY_CHARS}")
         digest = _digest(key)
         found = self._by_digest.get(digest)
         if found is None or not hmac.compare_digest(bytes.fromhex(found.sha256), digest):
-            raise Unauthenticated("this key is not known here, or no more")
+            raise Unauthenticated("this API key is unknown or has been removed")
         return found.caller
 
     def _look(self) -> None:
@@ -146,14 +149,14 @@ class KeyRing:
         self._seen = stamp
         try:
             self._by_digest = _by_digest(read_keys(self._path))
-            _log.info("keys: there are %d now", len(self._by_digest))
+            _log.info("keys: the file has changed and holds %d keys", len(self._by_digest))
         except ConfigError as error:
-            # Nobody is shut out by a file that somebody is still writing.
-            _log.error("keys: those of before stay: %s", error)
+            # A file that is being written must not lock everybody out.
+            _log.error("keys: the file can't be read, and the keys stay as they were: %s", error)
 
 
 def bearer(authorization: str) -> str:
-    """The key in an `authorization` header; empty when there is none."""
+    """The key in an `authorization` header. Empty if there is none."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -179,10 +182,10 @@ def _key(entry: Mapping[str, Any]) -> ApiKey:
         raise ValueError(f"a key has the fields {', '.join(sorted(_FIELDS))}")
     role, most = CallerRole(entry["role"]), entry["max_concurrent"]
     if role not in KEY_ROLES:
-        raise ValueError(f"no key makes anybody a {role.value}")
+        raise ValueError(f"a key can't have the role {role.value}")
     if len(bytes.fromhex(entry["sha256"])) != hashlib.sha256().digest_size:
-        raise ValueError("sha256 has another length")
+        raise ValueError("sha256 has a wrong length")
     if most is not None and (type(most) is not int or most < 1):
-        raise ValueError("max_concurrent is a number of at least 1, or null")
+        raise ValueError("max_concurrent must be a number of at least 1, or null")
     check_tenant(entry["tenant"])
     return ApiKey(entry["sha256"], entry["tenant"], role, str(entry["created"]), most)

@@ -1,8 +1,8 @@
-"""Who may call what: the whole table. What is not in it, nobody may call.
+"""The access table: which roles may call which RPC or page. What is not in the table is refused to everybody.
 
-A caller is what its certificate says (routers, nodes and operators, between a cluster's processes) or what its key says
-(clients, monitors and operators, on the ports for people). Without certificates and keys a port is open to whoever
-reaches it, which is this machine alone unless somebody said --insecure.
+A caller's role comes from its certificate (routers, nodes and operators, between the processes of a cluster) or from
+its API key (clients, monitors and operators, on the public ports). Without certificates and keys a port is open to all
+who reach it, which is this machine alone unless the process was started with --insecure.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Mapping
 
 
 class CallerRole(enum.Enum):
-    """What a caller is."""
+    """The role of a caller."""
 
     ROUTER = "router"
     NODE = "node"
     OPERATOR = "operator"
     CLIENT = "client"
     MONITOR = "monitor"
-    """Reads figures and the live page, and nothing else: for Prometheus and for screens on walls."""
+    """Reads metrics and the live page only: for Prometheus and for dashboards."""
     ANYONE = "anyone"
-    """Whoever asks, also without a key: probes."""
+    """Any caller, also without a key, such as a health probe."""
 
 
 KEY_ROLES = (CallerRole.CLIENT, CallerRole.MONITOR, CallerRole.OPERATOR)
@@ -32,10 +32,10 @@ _KNOWN = frozenset(CallerRole) - {CallerRole.ANYONE}
 RPCS: Mapping[tuple[str, str], frozenset[CallerRole]] = {
     ("baton.v1.Generation", _EVERY): frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
     ("baton.v1.Operator", _EVERY): frozenset({CallerRole.OPERATOR}),
-    # Routers, too: one that starts asks whoever has its name.
+    # A router that starts asks the process that has its name.
     ("baton.v1.Operator", "GetStatus"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Attach"): frozenset({CallerRole.ROUTER}),
-    # Nodes, too: one that starts asks whoever has its name.
+    # A node that starts asks the process that has its name.
     ("baton.v1.Node", "Describe"): frozenset({CallerRole.ROUTER, CallerRole.NODE, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Trace"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
     ("baton.v1.Node", "Drain"): frozenset({CallerRole.ROUTER, CallerRole.OPERATOR}),
@@ -55,25 +55,25 @@ PAGES: Mapping[str, frozenset[CallerRole]] = {
     "/ui": frozenset({CallerRole.MONITOR, CallerRole.OPERATOR}),
     "/v1": frozenset({CallerRole.CLIENT, CallerRole.OPERATOR}),
 }
-"""By the first part of the path. A path whose first part is not here leads nowhere: see `is_page`."""
+"""The roles for each first segment of a path. A path with another first segment is not served: see `is_page`."""
 
 
 def callers_of_rpc(method: str) -> frozenset[CallerRole]:
-    """Who may call `/SERVICE/METHOD`."""
+    """The roles that may call `/SERVICE/METHOD`."""
     service, _, name = method.removeprefix("/").partition("/")
     return RPCS.get((service, name)) or RPCS.get((service, _EVERY)) or frozenset()
 
 
 def callers_of_page(path: str) -> frozenset[CallerRole]:
-    """Who may ask HTTP for PATH. A path of nobody's is anybody's with a key, who then hears that it is none."""
+    """The roles that may request PATH by HTTP. For an unknown path these are all roles with a key, who get a 404."""
     return PAGES.get(_first_part(path), _KNOWN)
 
 
 def is_page(path: str) -> bool:
-    """Whether the table has the first part of PATH, letter by letter.
+    """Whether the first segment of PATH is in the table, letter by letter.
 
-    No server may answer a path without it: what looks for the page may be less exact than this table, and would then
-    answer callers that the table keeps away.
+    A server answers no other path: its router may compare paths less exactly than this table, and would then serve a
+    page to callers whom the table excludes.
     """
     return _first_part(path) in PAGES
 
@@ -83,10 +83,10 @@ def _first_part(path: str) -> str:
 
 
 def certificate_name(role: CallerRole, cluster: str) -> str:
-    """The DNS name in the certificate of whoever has this role in this cluster."""
+    """The DNS name in a certificate that gives this role in this cluster."""
     return f"{role.value}.{cluster}.baton"
 
 
 def certificate_role(names: list[str], cluster: str) -> CallerRole | None:
-    """The role that a certificate with these DNS names has in the cluster."""
+    """The role that a certificate with these DNS names gives in the cluster; None: no role."""
     return next((role for role in CERTIFICATE_ROLES if certificate_name(role, cluster) in names), None)

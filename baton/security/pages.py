@@ -1,4 +1,4 @@
-"""Who comes in by HTTP: the name that was called, the key that was shown."""
+"""Authentication of HTTP requests: by the host name that was called and the key that was shown."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from baton.security.keys import KeyRing, bearer
 from baton.security.matrix import CallerRole, callers_of_page
 
 Headers = Iterable[tuple[bytes, bytes]]
-"""Names in small letters."""
+"""Pairs of a header's name, in lower case, and its value."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""No path of ours has one, and what compares paths may skip one: `$` of a regular expression, the end of a C string."""
+"""Control characters.
+
+No served path has one, and some comparisons ignore them: `$` in a regular expression, C strings.
+"""
 
 
 class PageDoor:
-    """The rules of one HTTP server."""
+    """Authenticates the requests of one HTTP server."""
 
     def __init__(
         self,
@@ -30,7 +33,10 @@ class PageDoor:
         keys: KeyRing | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`host`: where it listens. `allowed_hosts`: names besides those of loopback, with commas; `*`: any."""
+        """`host`: the server's address.
+
+        `allowed_hosts`: host names besides those of loopback, with commas; `*`: any.
+        """
         named = {name.strip().lower() for name in allowed_hosts.split(",") if name.strip()}
         self._takes_any_host = "*" in named or not (named or is_loopback(host))
         self._hosts = named
@@ -38,7 +44,7 @@ class PageDoor:
         self._now = now
 
     def check(self, path: str, headers: Headers) -> Caller:
-        """Who is calling for PATH, which is decoded; raises InvalidRequest, Unauthenticated or PermissionDenied."""
+        """The caller of PATH, which is percent-decoded. Raises InvalidRequest, Unauthenticated or PermissionDenied."""
         if _CONTROL.search(path):
             raise InvalidRequest("path", f"has a control character: {path[:200]!r}")
         key = ""
@@ -56,7 +62,8 @@ class PageDoor:
         return caller
 
     def _check_host(self, sent: str) -> None:
-        # A page on the web can have its own name lead to 127.0.0.1, and then ask whatever listens there.
+        # DNS rebinding: a web page can let its own name point to 127.0.0.1, and then call the servers that listen
+        # there.
         if self._takes_any_host:
             return
         name = _without_port(sent.strip().lower())
@@ -65,7 +72,7 @@ class PageDoor:
 
 
 def key_in(authorization: str) -> str:
-    """The key in a header: `Bearer KEY`, or what a browser sends of a name and a password, which is the key."""
+    """The key in an `authorization` header: `Bearer KEY`, or the password of `Basic`, which browsers send."""
     scheme, _, rest = authorization.partition(" ")
     if scheme.lower() != "basic":
         return bearer(authorization)

@@ -1,4 +1,4 @@
-"""Secrets in what is shown: a URL of Redis may have a password."""
+"""Removes secrets from text that is shown: the URL of a Redis may contain a password."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PARAMETER = re.compile(r"(?<=[?&]password=)[^&\s]*")
 
 
 def has_password(url: str) -> bool:
-    """Whether the URL says a password, before its host or as a parameter."""
+    """Whether the URL contains a password, before its host or as a parameter."""
     return _PASSWORD.search(url) is not None
 
 
 def without_password(text: str) -> str:
-    """The same with asterisks for user and password of every URL in it: for logs, messages and tables."""
+    """The text with asterisks in place of user and password in every URL, for logs, messages and tables."""
     return _PARAMETER.sub(HIDDEN, _CREDENTIALS.sub(f"{HIDDEN}@", text))

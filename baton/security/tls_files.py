@@ -1,8 +1,8 @@
-"""A process's certificate, its key, and the authority that it believes, as files in PEM.
+"""The certificate and key of a process and the authority that it trusts, as files in PEM.
 
-Certificates are replaced while processes serve. So whoever is about to shake hands looks whether the files have
-changed: what is there then counts from then on, connections that are open go on, and files that are no certificates (of
-which, say, only one has been written yet) change nothing.
+Certificates are replaced while processes serve. Before each handshake the process therefore checks whether the files
+have changed. New files count for new connections, and open connections stay. Files that do not fit together, for
+example because only one of them has been written yet, change nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths. `cert` and `key` are None for a client that has no certificate of its own."""
+    """The paths. `cert` and `key` are None for a client without a certificate of its own."""
 
     ca: Path
     cert: Path | None = None
@@ -33,7 +33,7 @@ class TlsFiles:
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
-        """What was given; None when nothing was. Raises ValueError for a part of it."""
+        """The paths; None if none is given. Raises ValueError if only some are given."""
         if cert is None and key is None and ca is None:
             return None
         if cert is None or key is None or ca is None:
@@ -41,17 +41,20 @@ class TlsFiles:
         return cls(ca, cert, key)
 
     def read(self) -> TlsBytes:
-        """The contents; raises ConfigError for a file that can't be read or is no such thing."""
+        """Read the files. Raises ConfigError for a file that can't be read or has other content."""
         _check(self)
         cert, key = (None if path is None else _read(path) for path in (self.cert, self.key))
         return TlsBytes(_read(self.ca), cert, key)
 
     def live(self) -> LiveTls:
-        """The contents, whatever they come to be; raises ConfigError for what they are now."""
+        """Read the files now and again when they change. Raises ConfigError as `read` does."""
         return LiveTls(self)
 
     def server_context(self, *protocols: str) -> ssl.SSLContext:
-        """For HTTP, of these protocols: shows the certificate that there is then, asks for none. Raises ConfigError."""
+        """The context of an HTTP server that offers these ALPN protocols and asks clients for no certificate.
+
+        Each handshake uses the certificate that is in the files at that time. Raises ConfigError.
+        """
         live = LiveTls(self)
         context, shown = self._context(protocols), live.now()
 
@@ -59,13 +62,13 @@ class TlsFiles:
             nonlocal context, shown
             if live.now() is not shown:
                 shown = live.now()
-                # They may change once more while they are read.
+                # The files may change again while they are read.
                 with suppress(OSError):
                     context = self._context(protocols)
             connection.context = context
 
         first = context
-        # Called with each greeting, also of those who name no server.
+        # OpenSSL calls this in each handshake, also if the client names no server.
         first.sni_callback = renew
         return first
 
@@ -83,23 +86,26 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsBytes:
-    """PEM."""
+    """The contents of the files, in PEM."""
 
     ca: bytes
     cert: bytes | None
     key: bytes | None
 
     def now(self) -> TlsBytes:
-        """As `LiveTls.now`: these never change."""
+        """The same contents: the counterpart of `LiveTls.now` for contents that never change."""
         return self
 
     def client_context(self) -> ssl.SSLContext:
-        """For who connects: believes this authority alone, shows the certificate if there is one. Raises OSError."""
+        """The context of a client that trusts this authority alone and shows its certificate if it has one.
+
+        Raises OSError.
+        """
         import ssl
 
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # As gRPC does: whoever is named as the authority is believed, also if another one has signed it.
+        # As gRPC does: the named authority is trusted even if its certificate is signed by another one.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         with _as_file(self.ca) as ca:
             context.load_verify_locations(cafile=ca)
@@ -110,35 +116,35 @@ class TlsBytes:
 
 
 class LiveTls:
-    """Files that are read again when they have changed. May be asked by any thread."""
+    """The contents of files that are read again when they have changed. Thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError for a file that can't be read or is no such thing."""
+        """Read the files. Raises ConfigError for a file that can't be read or has other content."""
         self._files = files
         self._seen = _stamps(files)
         self._bytes = files.read()
 
     def now(self) -> TlsBytes:
-        """The contents; the same object until they change."""
+        """The present contents: the same object until the files change."""
         stamps = _stamps(self._files)
         if stamps != self._seen:
             self._seen = stamps
             try:
                 self._bytes = self._files.read()
-                _log.info("certificates: those in %s are new", self._files.ca.parent)
+                _log.info("certificates: the files in %s have changed and are used from now on", self._files.ca.parent)
             except ConfigError as error:
-                _log.error("certificates: those of before stay: %s", error)
+                _log.error("certificates: the changed files can't be used, and the old ones stay in use: %s", error)
         return self._bytes
 
 
 def certificate_files(directory: Path, name: str) -> TlsFiles:
-    """What `baton certs init` made for one role."""
+    """The files that `baton certs init` made for one role."""
     return TlsFiles(directory / "ca.crt", directory / f"{name}.crt", directory / f"{name}.key")
 
 
 @contextmanager
 def _as_file(data: bytes) -> Iterator[str]:
-    """A path to this, in memory alone: it may be a key, and `ssl` reads files, with whatever is beside the PEM."""
+    """A path in memory to this content: it may be a private key, and `ssl` reads keys from files only."""
     descriptor = os.memfd_create("pem")
     try:
         os.write(descriptor, data)
@@ -167,7 +173,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check(files: TlsFiles) -> None:
-    """gRPC itself says nothing about a wrong file until somebody connects."""
+    """Raise ConfigError for wrong files now: gRPC would report them only when a peer connects."""
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

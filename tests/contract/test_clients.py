@@ -263,11 +263,11 @@ async def test_several_threads_leave_such_a_router_and_nothing_watches_it_any_mo
         with closing(GenerationStub(mute, silence_s=0.05)) as stub:
 
             def run() -> None:
-                with pytest.raises(Unreachable, match="says nothing any more"):
+                with pytest.raises(Unreachable, match="has stopped answering"):
                     list(stub.generate(REQUEST, None))
 
             await asyncio.gather(*(asyncio.to_thread(run) for _ in range(3)))
-        assert not [thread for thread in threading.enumerate() if thread.name == f"vigil-{mute}"]
+        assert not [thread for thread in threading.enumerate() if thread.name == f"liveness-{mute}"]
 
 
 async def test_leaving_cancels_and_the_rest_is_asked_of_whoever_answers() -> None:

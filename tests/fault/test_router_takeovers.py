@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from baton.client.continuation import CallKind, Continuation, repeatable
-from baton.client.rota import Rota
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import Unreachable
 from baton.messages.generation import Chunk, Finished, GenerateEvent, GenerateRequest
 from baton.messages.node import Abort, Adopt
@@ -45,7 +45,7 @@ class Client:
         self._cluster = cluster
         now = asyncio.get_running_loop().time()
         rng = FirstOfAll()
-        self._continuation = Continuation(Rota(NAMES, rng), rng, now, 60.0)
+        self._continuation = Continuation(EndpointRotation(NAMES, rng), rng, now, 60.0)
         self._request = repeatable(
             GenerateRequest(PROMPT, "r", temperature=0.0, seed=0, max_tokens=NUM_TOKENS), Random(2)
         )

@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
-from baton.client.rota import Rota
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import BatonError, Unreachable
 from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.registry.flights import MemoryFlightRecords, MemoryFlightStore
@@ -119,7 +119,7 @@ class RoutedCluster(SimulatedCluster):
         """
         loop, names, answer = asyncio.get_running_loop(), sorted(self.routers), Answer()
         request = repeatable(request, self.rng)
-        continuation = Continuation(Rota(names, self.rng), self.rng, loop.time(), _PROGRESS_S)
+        continuation = Continuation(EndpointRotation(names, self.rng), self.rng, loop.time(), _PROGRESS_S)
         left: list[AsyncGenerator[GenerateEvent, None]] = []
         while answer.finished is None:
             call = continuation.next_call()

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from baton.cli.usage import ClientUsageError
 from baton.client.continuation import CallKind, Continuation
-from baton.client.rota import Rota
+from baton.client.endpoint_rotation import EndpointRotation
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -141,7 +141,7 @@ class ChatClient:
         self._rng = rng
         self._is_hopeless = is_hopeless
         self._note = note
-        self._rota = Rota([str(place) for place in places], rng)
+        self._endpoints = EndpointRotation([str(place) for place in places], rng)
 
     def answer(
         self, question: Mapping[str, Any], timeout_s: float | None = None
@@ -154,7 +154,7 @@ class ChatClient:
         request_id = new_request_id(self._rng)
         body = {"seed": self._rng.getrandbits(_SEED_BITS), **question}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        continuation = Continuation(self._rota, self._rng, time.monotonic(), _PROGRESS_S)
+        continuation = Continuation(self._endpoints, self._rng, time.monotonic(), _PROGRESS_S)
         has_begun, failures = False, 0
         while True:
             call = continuation.next_call()

@@ -1,4 +1,4 @@
-"""The client's side of the public service on an event loop. Notices a router that says nothing: see `silence`."""
+"""The asyncio client side of the public gRPC service. Detects a router that hangs: see `liveness`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
-from baton.wire.clients.silence import PROBE_TIMEOUT_S, Silence, is_answer
+from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
 from baton.wire.codec.generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
 from baton.wire.credentials import PLAIN, Dialer
 
@@ -26,19 +26,19 @@ _Stream = (
 
 
 class AsyncGenerationStub:
-    """Messages in and out, BatonErrors raised. Belongs to one event loop."""
+    """Calls the public service with plain values, and raises BatonErrors. All calls come from one event loop."""
 
     def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAIN) -> None:
-        """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
+        """`silence_s`: seconds without a message after which the router is probed. None: it is never probed."""
         self._address = address
-        self._silence = None if silence_s is None else Silence(silence_s)
+        self._liveness = None if silence_s is None else LivenessTimer(silence_s)
         self._channel = dialer.channel(address)
         self._metadata = dialer.metadata
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         self._streams: set[_Stream] = set()
         self._lost: set[_Stream] = set()
-        self._vigil: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncGenerator[GenerateEvent, None]:
         metadata = (*(self._metadata or ()), *number_to_metadata(request.call))
@@ -77,9 +77,9 @@ class AsyncGenerationStub:
             return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
 
     async def close(self) -> None:
-        if self._vigil is not None:
-            self._vigil.cancel()
-            await asyncio.gather(self._vigil, return_exceptions=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
         await self._channel.close(None)
 
     async def _events(self, call: _Stream) -> AsyncGenerator[GenerateEvent, None]:
@@ -87,8 +87,8 @@ class AsyncGenerationStub:
         try:
             with status.translated(self._address):
                 async for response in call:
-                    if self._silence is not None:
-                        self._silence.heard(asyncio.get_running_loop().time())
+                    if self._liveness is not None:
+                        self._liveness.heard(asyncio.get_running_loop().time())
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
                         metadata = [(key, value) for key, value in await call.trailing_metadata() or ()]
@@ -98,34 +98,34 @@ class AsyncGenerationStub:
         except asyncio.CancelledError:
             if call not in self._lost or _is_being_cancelled():
                 raise
-            raise Unreachable(f"{self._address} says nothing any more") from None
+            raise Unreachable(f"{self._address} has stopped answering") from None
         finally:
             call.cancel()
             self._streams.discard(call)
             self._lost.discard(call)
 
     def _watch(self, call: _Stream) -> None:
-        if self._silence is None:
+        if self._liveness is None:
             return
         self._streams.add(call)
-        self._silence.heard(asyncio.get_running_loop().time())
-        if self._vigil is None or self._vigil.done():
-            self._vigil = asyncio.create_task(self._keep_vigil(self._silence), name=f"vigil-{self._address}")
+        self._liveness.heard(asyncio.get_running_loop().time())
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch_liveness(self._liveness), name=f"liveness-{self._address}")
 
-    async def _keep_vigil(self, silence: Silence) -> None:
+    async def _watch_liveness(self, liveness: LivenessTimer) -> None:
         now = asyncio.get_running_loop().time
         while self._streams:
-            if (left_s := silence.left_s(now())) > 0:
+            if (left_s := liveness.left_s(now())) > 0:
                 await asyncio.sleep(left_s)
             elif await self._is_there():
-                silence.heard(now())
-            elif silence.is_lost(now()):
+                liveness.heard(now())
+            elif liveness.is_lost(now()):
                 self._lost |= self._streams
                 for call in list(self._streams):
                     call.cancel()
                 return
             else:
-                await asyncio.sleep(silence.patience_s)
+                await asyncio.sleep(liveness.patience_s)
 
     async def _is_there(self) -> bool:
         try:

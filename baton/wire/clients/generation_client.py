@@ -1,4 +1,4 @@
-"""The client's side of the public service, blocking. Notices a router that says nothing: see `silence`."""
+"""The blocking client side of the public gRPC service. Detects a router that hangs: see `liveness`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.messages.generation import GenerateEvent, GenerateRequest, ModelCard
 from baton.v1 import generation_pb2 as generation
 from baton.v1 import generation_pb2_grpc
 from baton.wire import status
-from baton.wire.clients.silence import PROBE_TIMEOUT_S, Silence, is_answer
+from baton.wire.clients.liveness import PROBE_TIMEOUT_S, LivenessTimer, is_answer
 from baton.wire.codec.generation import event_from_pb, finished_from_pb, number_to_metadata, request_to_pb
 from baton.wire.credentials import PLAIN, Dialer
 
@@ -23,14 +23,14 @@ _CALL_TIMEOUT_S = 30.0
 
 
 class GenerationStub:
-    """Messages in and out, BatonErrors raised. May be used by several threads."""
+    """Calls the public service with plain values, and raises BatonErrors. Thread-safe."""
 
     def __init__(self, address: str, silence_s: float | None = None, dialer: Dialer = PLAIN) -> None:
-        """`silence_s`: after so long without a word the router is asked whether it is there. None: never."""
+        """`silence_s`: seconds without a message after which the router is probed. None: it is never probed."""
         self._address = address
         self._channel = dialer.blocking_channel(address)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
-        self._vigil = None if silence_s is None else _Vigil(self._channel, address, silence_s)
+        self._watcher = None if silence_s is None else _LivenessWatcher(self._channel, address, silence_s)
 
     def generate(self, request: GenerateRequest, timeout_s: float | None) -> Generator[GenerateEvent, None, None]:
         call = self._stub.Generate(request_to_pb(request), timeout=timeout_s, metadata=number_to_metadata(request.call))
@@ -43,14 +43,14 @@ class GenerationStub:
         return self._events(self._stub.Resume(pb, timeout=timeout_s, metadata=number_to_metadata(call)))
 
     def _events(self, call: Any) -> Generator[GenerateEvent, None, None]:
-        vigil = self._vigil
-        if vigil is not None:
-            vigil.watch(call)
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.watch(call)
         try:
             with status.translated(self._address):
                 for response in call:
-                    if vigil is not None:
-                        vigil.heard()
+                    if watcher is not None:
+                        watcher.heard()
                     event = event_from_pb(response)
                     if isinstance(event, generation.Finished):
                         metadata = [(key, value) for key, value in call.trailing_metadata() or ()]
@@ -58,13 +58,13 @@ class GenerationStub:
                     else:
                         yield event
         except Cancelled:
-            if vigil is None or not vigil.has_ended(call):
+            if watcher is None or not watcher.has_ended(call):
                 raise
-            raise Unreachable(f"{self._address} says nothing any more") from None
+            raise Unreachable(f"{self._address} has stopped answering") from None
         finally:
             call.cancel()
-            if vigil is not None:
-                vigil.forget(call)
+            if watcher is not None:
+                watcher.forget(call)
 
     def cancel(self, request_id: str) -> None:
         with status.translated(self._address):
@@ -86,61 +86,61 @@ class GenerationStub:
             return [ModelCard(model.name, model.max_model_len, model.vocab_size) for model in response.models]
 
     def close(self) -> None:
-        if self._vigil is not None:
-            self._vigil.stop()
+        if self._watcher is not None:
+            self._watcher.stop()
         self._channel.close()
-        if self._vigil is not None:
-            self._vigil.join()
+        if self._watcher is not None:
+            self._watcher.join()
 
 
-class _Vigil:
-    """Ends the calls of a router that says nothing any more. Its thread lives while there are some."""
+class _LivenessWatcher:
+    """Cancels the calls to a router that has stopped answering. Its thread runs while there are calls."""
 
     def __init__(self, channel: grpc.Channel, address: str, silence_s: float) -> None:
         self._health = health_pb2_grpc.HealthStub(channel)
-        self._name = f"vigil-{address}"
-        self._silence = Silence(silence_s)
+        self._name = f"liveness-{address}"
+        self._liveness = LivenessTimer(silence_s)
         self._calls: set[Any] = set()
         self._lost: set[Any] = set()
         self._changed = threading.Condition()
-        """Guards what follows and the two sets; told when a call is over."""
+        """Guards the two sets and the thread's state. Notified when a call has ended."""
         self._thread: threading.Thread | None = None
-        self._is_kept = False
-        """The thread runs."""
+        self._is_running = False
+        """Whether the thread is running."""
 
     def watch(self, call: Any) -> None:
-        """Something is expected of the router."""
+        """Watch a call that has just begun."""
         with self._changed:
             self._calls.add(call)
             self.heard()
-            if not self._is_kept:
-                self._is_kept = True
+            if not self._is_running:
+                self._is_running = True
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
     def heard(self) -> None:
-        self._silence.heard(time.monotonic())
+        self._liveness.heard(time.monotonic())
 
     def has_ended(self, call: Any) -> bool:
-        """Whether it was this that cancelled the call."""
+        """Whether this watcher has cancelled the call."""
         with self._changed:
             return call in self._lost
 
     def forget(self, call: Any) -> None:
-        """The call is over."""
+        """Stop watching a call that has ended."""
         with self._changed:
             self._calls.discard(call)
             self._lost.discard(call)
             self._changed.notify()
 
     def stop(self) -> None:
-        """Watch over nothing any more. Idempotent."""
+        """Stop watching all calls. Idempotent."""
         with self._changed:
             self._calls.clear()
             self._changed.notify()
 
     def join(self) -> None:
-        """Return when its thread is over, which the channel's end hastens."""
+        """Wait until the thread has ended, which closing the channel hastens."""
         if self._thread is not None:
             self._thread.join()
 
@@ -150,22 +150,22 @@ class _Vigil:
             pause_s = 0.0
             if self._is_there():
                 self.heard()
-            elif self._silence.is_lost(time.monotonic()):
+            elif self._liveness.is_lost(time.monotonic()):
                 self._end_all()
             else:
-                pause_s = self._silence.patience_s
+                pause_s = self._liveness.patience_s
 
     def _rest(self, least_s: float) -> bool:
-        """Wait until the router is to be asked. False: nobody expects anything of it, and the thread is over."""
+        """Wait until the router is to be probed. False: no call is left, and the thread ends."""
         until = time.monotonic() + least_s
         with self._changed:
             while self._calls:
                 now = time.monotonic()
-                left_s = max(until - now, self._silence.left_s(now))
+                left_s = max(until - now, self._liveness.left_s(now))
                 if left_s <= 0:
                     return True
                 self._changed.wait(left_s)
-            self._is_kept = False
+            self._is_running = False
             return False
 
     def _is_there(self) -> bool:
@@ -174,7 +174,7 @@ class _Vigil:
         except grpc.RpcError as error:
             return is_answer(error.code())
         except ValueError:
-            # The channel was closed a moment ago: nobody waits for an answer any more.
+            # The channel has just been closed, and no call is left.
             return True
         return True
 

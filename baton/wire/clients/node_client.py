@@ -36,27 +36,30 @@ OnLost = Callable[[NodeLost], None]
 
 
 class NodeStream:
-    """One attached incarnation, on a connection of its own. Whoever listens hears its reports, and that it is gone."""
+    """The stream to one incarnation of a node, on a connection of its own.
+
+    The listener gets its reports and its loss.
+    """
 
     welcome: NodeDescription
 
     def __init__(self, client: Http2Client, address: str) -> None:
-        """For `NodeClient.attach`."""
+        """Called by `NodeClient.attach`."""
         self._client = client
         self._name = address
         self._reports = ReportReader()
         self._kept: list[node.AttachResponse] = []
-        """What came before anybody listened."""
+        """Messages that arrived before `listen` was called."""
         self._on_report: OnReport | None = None
         self._on_lost: OnLost | None = None
         self._loss: NodeLost | None = None
         self.ended: Ended | None = None
-        """How the call ended, if it has."""
+        """How the call ended; None while it runs."""
         self._changed = asyncio.Event()
         self._call = client.call(call_headers(_ATTACH, address, is_tls=client.is_tls), self)
 
     async def greet(self, hello: node.AttachHello) -> bool:
-        """Say who attaches; returns whether the node said welcome."""
+        """Send the hello. Returns whether the node answered with its welcome."""
         self._say(node.AttachRequest(hello=hello))
         while not self._kept and self.ended is None:
             self._changed.clear()
@@ -68,9 +71,9 @@ class NodeStream:
         return True
 
     def listen(self, on_report: OnReport, on_lost: OnLost) -> None:
-        """Hear of all that has come and will come, as it comes; `on_lost` once, and last, unless it was closed before.
+        """Call `on_report` for each report, those that have already arrived included, and `on_lost` once at the end.
 
-        Neither may raise. To be called once.
+        `on_lost` is not called after `close`. Neither function may raise. To be called once.
         """
         self._on_report = on_report
         kept, self._kept = self._kept, []
@@ -81,18 +84,18 @@ class NodeStream:
             on_lost(self._loss)
 
     def send(self, message: RouterMessage) -> None:
-        """Send work, without waiting; raises NodeLost."""
+        """Send a message without waiting. Raises NodeLost."""
         if self._loss is not None:
             raise self._loss
         self._say(router_message_to_pb(message))
 
     async def close(self) -> None:
-        """End the stream; what the node still runs for it has the node's grace to be adopted. Idempotent."""
+        """End the stream. What the node runs for it can be adopted during the node's grace period. Idempotent."""
         self._loss = self._loss or NodeLost(f"node {self._name} is gone: the stream is closed")
         self._client.cancel(self._call)
         self._client.close()
 
-    # What its connection says.
+    # Called by the connection.
 
     def on_messages(self, messages: Sequence[bytes]) -> None:
         for message in messages:
@@ -101,7 +104,7 @@ class NodeStream:
             try:
                 response = node.AttachResponse.FromString(message)
             except DecodeError:
-                self._lose(NodeLost(f"node {self._name} says what can't be read"))
+                self._lose(NodeLost(f"node {self._name} has sent a message that can't be decoded"))
                 return
             if self._on_report is None:
                 self._kept.append(response)
@@ -117,20 +120,20 @@ class NodeStream:
         else:
             self._lose(NodeLost(f"node {self._name} is gone: {ended.story}"))
 
-    # Inside.
+    # Internals.
 
     def _say(self, request: node.AttachRequest) -> None:
         self._client.send(self._call, request.SerializeToString())
 
     def _take(self, response: node.AttachResponse) -> None:
-        """A newer node may say what this version does not know."""
+        """Take one message. Kinds that this version does not know, from a newer node, are ignored."""
         if response.WhichOneof("message") != "report" or self._loss is not None:
             return
         assert self._on_report is not None
         try:
             report = self._reports.read(response.report)
         except BatonError as error:
-            self._lose(NodeLost(f"node {self._name} says what can't be followed: {error}"))
+            self._lose(NodeLost(f"node {self._name} has sent a report that does not fit: {error}"))
             return
         self._on_report(report)
 
@@ -143,7 +146,7 @@ class NodeStream:
 
 
 class NodeClient:
-    """Speaks to the node that listens on `address`."""
+    """The client of one node's gRPC service at `address`."""
 
     def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
         self.address = address
@@ -160,8 +163,8 @@ class NodeClient:
         """Open the stream; raises NodeLost, Unreachable (NobodyListens when the process is known to be gone), or the
         node's own refusal when it is another incarnation.
 
-        `router_incarnation`: which run of the router this is; what an earlier stream of it had asked for is over, but
-        for what it `keeps`, and adopts on this one.
+        `router_incarnation`: names this run of the router. Attempts of its earlier stream end on the node, except those
+        in `keeps`, which the router will adopt on this stream.
         """
         host, _, port = self.address.rpartition(":")
         try:
@@ -188,13 +191,13 @@ class NodeClient:
         if is_welcome:
             return stream
         if stream.ended is None or stream.ended.code is grpc.StatusCode.OK:
-            raise NodeLost(f"{self.address} did not say welcome")
+            raise NodeLost(f"{self.address} ended the stream without a welcome")
         refusal = status.from_rpc_error(rpc_error(stream.ended), self.address)
-        # Nobody here cancelled: the node did, because it is ending.
+        # The cancellation came from the node, which is ending.
         raise NodeLost(f"{self.address} is ending") if isinstance(refusal, Cancelled) else refusal
 
     async def describe(self, timeout_s: float | None = None) -> NodeReport:
-        """What the node is, how busy, and what it hands over or takes in; raises Unreachable or DeadlineExceeded."""
+        """The node's description, load and hand-offs. Raises Unreachable or DeadlineExceeded."""
         try:
             response = await self._stub().Describe(node.DescribeRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
@@ -202,14 +205,14 @@ class NodeClient:
         return NODE_REPORT.from_pb(response)
 
     async def drain(self, timeout_s: float | None = None) -> None:
-        """Ask the node to take no new work and to end when it is done."""
+        """Ask the node to take no new work and to end its process when the running work is done."""
         try:
             await self._stub().Drain(node.DrainRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise status.from_rpc_error(error, self.address) from error
 
     async def set_role(self, role: Role, incarnation: str = "", timeout_s: float | None = None) -> None:
-        """Ask the node to be another one when its running work is done; raises ConfigError for another incarnation."""
+        """Ask the node to change its role when its running work is done. Raises ConfigError for another incarnation."""
         request = node.SetRoleRequest(incarnation=incarnation, role=role_to_pb(role))
         try:
             await self._stub().SetRole(request, timeout=timeout_s)
@@ -217,7 +220,7 @@ class NodeClient:
             raise status.from_rpc_error(error, self.address) from error
 
     async def reset_prefix_cache(self, incarnation: str = "", timeout_s: float | None = None) -> int:
-        """Have the node forget all cached KV; returns how many blocks it was.
+        """Empty the node's prefix cache. Returns the number of blocks that it held.
 
         Raises CacheInUse, ConfigError for another incarnation, BatonError when its version has no such call.
         """
@@ -231,7 +234,7 @@ class NodeClient:
         return int(response.num_blocks)
 
     async def trace(self, after: int = 0) -> Sequence[TraceEvent]:
-        """The node's latest events, oldest first."""
+        """The node's latest events, the oldest first."""
         try:
             response = await self._stub().Trace(node.TraceRequest(after=after))
         except grpc.RpcError as error:
@@ -239,7 +242,7 @@ class NodeClient:
         return [TRACE_EVENT.from_pb(event) for event in response.events]
 
     async def trace_steps(self, after: int, steps_after: int, timeout_s: float | None = None) -> NodeTrace:
-        """Its latest events and engine steps, those after these numbers, and its clock at the answer."""
+        """The events and engine steps with larger numbers than these, and the node's clock at the answer."""
         request = node.TraceRequest(after=after, steps_after=steps_after)
         try:
             response = await self._stub().Trace(request, timeout=timeout_s)
@@ -252,12 +255,12 @@ class NodeClient:
         )
 
     async def close(self) -> None:
-        """Streams that were opened are not its own."""
+        """Close the channel. Streams that were opened have connections of their own and stay open."""
         if self._channel is not None:
             await self._channel.close(None)
 
     def _stub(self) -> node_pb2_grpc.NodeStub:
-        """For all but streams, which most clients open alone."""
+        """The stub for unary calls. Its channel is opened at the first call, since most clients only open streams."""
         if self._channel is None:
             self._channel = self._dialer.channel(self.address)
         return node_pb2_grpc.NodeStub(self._channel)

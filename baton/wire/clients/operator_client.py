@@ -1,4 +1,4 @@
-"""The client's side of the operator's service, blocking."""
+"""The blocking client side of the operator's gRPC service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton.wire.credentials import PLAIN, Dialer
 
 
 class OperatorStub:
-    """Messages out, BatonErrors raised."""
+    """Calls the operator's service with plain values, and raises BatonErrors."""
 
     def __init__(self, address: str, dialer: Dialer = PLAIN) -> None:
         self._address = address
@@ -39,13 +39,13 @@ class OperatorStub:
         return CLUSTER_STATUS.from_pb(response)
 
     def explain(self, request_id: str, timeout_s: float) -> Sequence[PlacementDecision]:
-        """Raises RequestNotFound for one that the router does not remember."""
+        """Raises RequestNotFound for a request that the router does not remember."""
         with status.translated(self._address):
             response = self._stub.Explain(operator_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
         return [PLACEMENT_DECISION.from_pb(decision) for decision in response.decisions]
 
     def timeline(self, request_id: str, timeout_s: float) -> Timeline:
-        """Raises RequestNotFound for one that the router does not remember, or that is not over."""
+        """Raises RequestNotFound for a request that the router does not remember, or that has not ended."""
         with status.translated(self._address):
             response = self._stub.GetTimeline(operator_pb2.GetTimelineRequest(request_id=request_id), timeout=timeout_s)
         return TIMELINE.from_pb(response.timeline)
@@ -90,7 +90,7 @@ class OperatorStub:
 
     @contextmanager
     def _ended(self, call: grpc.Call) -> Iterator[None]:
-        """The stream is over when nobody reads it any more."""
+        """Cancel the call when the reader leaves."""
         try:
             with status.translated(self._address):
                 yield

@@ -1,1 +1,1 @@
-"""The gRPC server of a process: ports and credentials, its event loop, and the barrier around every call."""
+"""The gRPC server of a process: its ports and credentials, its event loop, and the error handling around every call."""

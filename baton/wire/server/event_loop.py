@@ -1,4 +1,4 @@
-"""The event loop of a process that lives from gRPC."""
+"""The event loop of processes that serve gRPC."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _log = logging.getLogger(__name__)
 
 
 class RpcEventLoop(ProbedEventLoop):
-    """An event loop that gRPC can wake often.
+    """An event loop that stays fast when grpc.aio wakes it often.
 
-    grpc.aio learns of events on a thread of its own, which leaves each in a queue and writes one byte to a socket to
-    wake the loop. Each time the socket is readable, grpc.aio takes one byte, but all events. With more than one event
-    a turn the bytes pile up: at first they are turns for nothing, and once the socket is full (at 278 bytes) the thread
-    waits in its write, and with it every stream of the process. So here all bytes but one are taken before gRPC looks.
+    grpc.aio receives events on a thread of its own, which puts each into a queue and writes one byte to a socket to
+    wake the loop. When the socket is readable, grpc.aio reads one byte but takes all events. With more than one event
+    per turn the bytes accumulate. Each is then a turn without work, and when the socket is full (at 278 bytes) the
+    thread blocks in its write, and all streams of the process with it. This loop therefore reads all bytes but one
+    before it calls grpc.aio.
     """
 
     knows_grpc = False
-    """gRPC's reader was recognised. Nothing but its name gives it away, and that is for another version to change."""
+    """Whether grpc.aio's reader was recognised, which is by its name alone; another version may use another name."""
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """As in asyncio."""
+        """Register a reader as asyncio does, with a wrapper around grpc.aio's."""
         if isinstance(fd, socket.socket) and "cygrpc" in repr(callback):
             self.knows_grpc = True
             super().add_reader(fd, _after_all_but_one, fd, callback, *args)
@@ -38,18 +39,18 @@ class RpcEventLoop(ProbedEventLoop):
             super().add_reader(fd, callback, *args)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Tell of an error as asyncio does, unless asyncio itself caused it by ending a connection twice."""
+        """Report an error as asyncio does, unless asyncio caused it by calling `connection_lost` twice."""
         if _was_lost_twice(context.get("exception")):
-            _log.debug("asyncio told a connection of its end twice")
+            _log.debug("asyncio called connection_lost twice on one connection")
         else:
             super().call_exception_handler(context)
 
 
 def _was_lost_twice(error: object) -> bool:
-    """Whether a transport called `connection_lost` a second time, after it had let go of everything.
+    """Whether the error comes from a transport that called `connection_lost` a second time, after it was cleaned up.
 
-    It does where its protocol ends it from `resume_writing`, as that of TLS may (python/cpython#156512). The first
-    call has done all there was to do.
+    That happens when a protocol, such as that of TLS, closes the transport in `resume_writing` (python/cpython#156512).
+    The first call has done everything that was necessary.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)] if isinstance(error, AttributeError) else []
     if not frames or frames[-1].f_code.co_name != "_call_connection_lost":
@@ -59,13 +60,16 @@ def _was_lost_twice(error: object) -> bool:
 
 
 def warn_if_unrecognised(loop: asyncio.AbstractEventLoop) -> None:
-    """To be called once a gRPC server has been started on the loop: says in the log if it wakes it in the slow way."""
+    """Log a warning if grpc.aio's reader was not recognised.
+
+    To be called after a gRPC server was started on the loop.
+    """
     if not (isinstance(loop, RpcEventLoop) and loop.knows_grpc):
-        _log.warning("gRPC's wake-ups are not recognised: under load this process will be slower than it could be")
+        _log.warning("the event loop does not recognise this version of grpcio: the process will be slower under load")
 
 
 def _after_all_but_one(woken: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
-    # Whoever wrote a byte had left its event before: none that belongs to these bytes can be missed.
+    # The thread queues an event before it writes the byte, so that all events of these bytes are already queued.
     (waiting,) = struct.unpack("i", fcntl.ioctl(woken, termios.FIONREAD, b"\0\0\0\0"))
     if waiting > 1:
         woken.recv(waiting - 1)

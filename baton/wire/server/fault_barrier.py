@@ -1,10 +1,10 @@
-"""What a servicer raises becomes a status here, for every method of every Baton service; so does who may not call it.
+"""Turns the exceptions of all Baton servicers into gRPC statuses, and refuses callers without permission.
 
-A `BatonError` reaches the client as what it is. Anything else is our own fault: it is logged here, and the client hears
-INTERNAL without a word of it. Bytes that are no message are the caller's fault, INVALID_ARGUMENT.
+A `BatonError` reaches the client as its own status. Any other exception is a bug of Baton: it is logged, and the client
+gets INTERNAL without details. Bytes that can't be decoded are the client's fault: INVALID_ARGUMENT.
 
-A client may keep its connection alive and yet read nothing of a stream: HTTP/2's flow control then holds the write, and
-with it all that the stream has. Such a call ends; should its client ever read on, it hears RESOURCE_EXHAUSTED.
+A client may keep its connection alive without reading a stream. HTTP/2's flow control then blocks the write, and with
+it everything that the stream holds. Such a call is ended after a while with RESOURCE_EXHAUSTED.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton.wire.http2.call import BadCall, CallDetails
 _log = logging.getLogger(__name__)
 _OURS = "/baton."
 _PUBLIC = "/baton.v1.Generation/"
-"""Nodes and routers bound their streams themselves."""
+"""The service whose slow readers are cut off here. Nodes and routers bound their own streams."""
 _UNREADABLE = object()
 
 _Behaviour = Callable[[Any, Any], Any]
@@ -39,10 +39,10 @@ _FACTORIES = {
 
 
 class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Stands before the servicers of one server; health and reflection only have the door before them."""
+    """Wraps the servicers of one server. Health and reflection only get the authentication."""
 
     def __init__(self, stall_s: float = 30.0, door: Door | None = None) -> None:
-        """`stall_s`: how long a client of the public service may take for one message."""
+        """`stall_s`: seconds that a client of the public service may take to read one message."""
         self._stall_s = stall_s
         self.door = door or Door()
 
@@ -54,7 +54,7 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = str(handler_call_details.method)
         if not isinstance(handler_call_details, CallDetails) or handler_call_details.caller is None:
             try:
-                # Before a byte of the request is read. Our own server does it before there is a call.
+                # This happens before the request is read. Baton's own server does it before it makes the call.
                 self.door.check_key(method, handler_call_details.invocation_metadata)
             except BatonError as error:
                 return _refusing(error)
@@ -74,7 +74,11 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _reader(deserialize: Callable[[bytes], Any], *, is_stream: bool) -> Callable[[bytes], Any]:
-    """Of a stream, a broken message raises where the servicer reads it; of a single request, gRPC reads it first."""
+    """A deserialiser that reports bytes which can't be decoded as InvalidRequest.
+
+    In a stream the error is raised where the servicer reads the message. A single request is read by gRPC, before the
+    servicer is called, and is marked instead.
+    """
 
     def read(data: bytes) -> Any:
         try:
@@ -88,11 +92,11 @@ def _reader(deserialize: Callable[[bytes], Any], *, is_stream: bool) -> Callable
 
 
 def _unreadable() -> InvalidRequest:
-    return InvalidRequest("request", "is no readable message: broken bytes, or text that is not UTF-8")
+    return InvalidRequest("request", "can't be decoded: its bytes are damaged, or a text is not UTF-8")
 
 
 def _refusing(error: BatonError) -> Any:
-    """A handler that answers nothing else, whatever kind of call it is."""
+    """A handler that ends every kind of call with this error."""
 
     async def refuse(_requests: Any, context: Any) -> None:
         await status.abort(context, error)
@@ -126,8 +130,8 @@ def _guarded_call(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
 
 def _guarded_generator(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
     async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
-        # aclosing, since a generator that is cancelled while gRPC writes is never resumed: what is inside must end all
-        # the same.
+        # A generator that is cancelled while gRPC writes is never resumed, and `aclosing` ends the inner one all the
+        # same.
         async with _translated(request, context, method, door), aclosing(behaviour(request, context)) as responses:
             async for response in responses:
                 yield response
@@ -156,7 +160,7 @@ def _guarded_writer(behaviour: _Behaviour, method: str, door: Door, stall_s: flo
 
 
 class WriteWatch:
-    """Cancels the running task when one of its writes takes too long. One timer a stream, not one a message."""
+    """Cancels the running task when one of its writes takes too long. It has one timer per stream, not per message."""
 
     def __init__(self, bound_s: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -177,10 +181,10 @@ class WriteWatch:
         self._timer.cancel()
 
     def raise_if_stalled(self) -> None:
-        """What a cancellation means that came from here."""
+        """Raise SlowReader in place of a cancellation that this watch has caused."""
         if self._is_stalled and self._task is not None:
             self._task.uncancel()
-            raise SlowReader(f"nothing of the stream was read for {self._bound_s:g} s")
+            raise SlowReader(f"the client has read nothing of the stream for {self._bound_s:g} s")
 
     def _look(self) -> None:
         now = self._loop.time()
@@ -188,7 +192,7 @@ class WriteWatch:
         if now < due:
             self._timer = self._loop.call_at(due, self._look)
         elif self._late != self._since:
-            # It may be this loop that was held up, and the write that is over be told of in its next turns.
+            # The event loop itself may have been blocked, so that the end of the write is reported in its next turns.
             self._late = self._since
             self._timer = self._loop.call_later(self._bound_s / 10, self._look)
         elif self._task is not None:

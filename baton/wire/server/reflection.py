@@ -1,6 +1,6 @@
-"""Server reflection under both of its names: newer clients ask for v1, of which grpcio has v1alpha alone.
+"""gRPC server reflection, v1 and v1alpha. Newer clients call v1, while grpcio implements v1alpha only.
 
-The two are the same messages under two package names, so one servicer answers both.
+Both have the same messages under two package names, so that one servicer answers both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FILE = "grpc/reflection/v1/reflection.proto"
 
 
 def add_reflection(service_names: tuple[str, ...], server: grpc.aio.Server) -> None:
-    """Have the server describe these services, and reflection itself."""
+    """Add reflection for these services, and for reflection itself, to the server."""
     _describe_v1()
     names = (*service_names, reflection.SERVICE_NAME, SERVICE_NAME)
     servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ def add_reflection(service_names: tuple[str, ...], server: grpc.aio.Server) -> N
 
 
 def _describe_v1() -> None:
-    """Make v1 known to the pool that descriptions come from: v1alpha's file under the other package."""
+    """Add v1 to the descriptor pool: v1alpha's file under the package name of v1."""
     pool = descriptor_pool.Default()
     try:
         pool.FindFileByName(_FILE)

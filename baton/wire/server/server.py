@@ -1,4 +1,4 @@
-"""gRPC servers: one way to make, bind and stop them."""
+"""Makes, binds, starts and stops gRPC servers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 MAX_METADATA_BYTES = 8 << 10
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Without this, a second server on a taken port gets half of its connections instead of an error.
+    # Otherwise a second server on a port in use would get half of the connections instead of an error.
     ("grpc.so_reuseport", 0),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    # Without this, what is larger is refused by chance only.
+    # Otherwise gRPC refuses larger metadata only with some probability.
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A caller whose machine is gone, or whose process is stopped, closes nothing: what it asked for would run on.
+    # The connection of a client that is stopped, or whose machine is down, stays open, and its requests would run on.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
@@ -39,12 +39,12 @@ _OPTIONS = (
 
 
 def _options() -> tuple[tuple[str, int], ...]:
-    """grpcio counts the connections of a port, not those of an address. What comes beyond it closes."""
+    """The options, with a limit of connections per port (grpcio has none per address); it closes those beyond."""
     return (*_OPTIONS, ("grpc.max_allowed_incoming_connections", Limits.of_this_process().listener))
 
 
 class RpcServer:
-    """A grpc.aio server with health and reflection. `server` takes the servicers before `start`."""
+    """A gRPC server with health and reflection. Servicers are added to `server` before `start`."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class RpcServer:
         asks_certificates: bool = False,
         ours: Http2Server | None = None,
     ) -> None:
-        """`asks_certificates`: with TLS, whoever connects must show one of the same authority. `ours` takes the
-        place of grpc.aio's server, with the barrier and the TLS that it was given.
+        """`asks_certificates`: with TLS, clients must show a certificate of the same authority. `ours`: Baton's own
+        server, with a barrier and TLS of its own, in place of grpc.aio's.
         """
         self._tls = tls
         self._asks_certificates = asks_certificates
@@ -69,16 +69,16 @@ class RpcServer:
 
     @property
     def num_connections(self) -> int | None:
-        """Open ones; None: grpc.aio's server does not say."""
+        """Open connections; None for grpc.aio's server, which does not count them."""
         return len(self._ours.connections) if self._ours is not None else None
 
     @property
     def num_calls(self) -> int | None:
-        """Calls that have begun and not ended; None: grpc.aio's server does not say."""
+        """Running calls; None for grpc.aio's server, which does not count them."""
         return self._ours.num_calls if self._ours is not None else None
 
     def bind(self, host: str, port: int) -> int:
-        """Take a port (0: pick one) and return it; raises ConfigError when it can't be had."""
+        """Listen on a port (0: any free one) and return it. Raises ConfigError if the port can't be used."""
         address = join_address(host, port)
         try:
             if self._tls is not None and self._ours is None:
@@ -86,28 +86,31 @@ class RpcServer:
                 return self.server.add_secure_port(address, credentials.of_server(self._tls, asks_certificates=asks))
             return self.server.add_insecure_port(address)
         except RuntimeError as error:
-            story = f"can't listen on {address}: the port is taken or not ours; choose another one"
-            raise ConfigError(story) from error
+            detail = f"can't listen on {address}: the port is taken or not ours; choose another one"
+            raise ConfigError(detail) from error
 
     async def start(self) -> None:
-        """Serve. The process counts as healthy from now on, the named services once `set_ready` says so."""
+        """Start serving. The process is reported as healthy at once, and its services after `set_ready`."""
         await self.server.start()
         await self._health.set("", _SERVING)
         await self.set_ready(False)
 
     async def set_ready(self, ready: bool) -> None:
-        """What the health service says of the named services; "" (the process) is serving all along."""
+        """Set what the health service reports for the named services.
+
+        The process ("") is always reported as serving.
+        """
         for name in self._services:
             await self._health.set(name, _SERVING if ready else _NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones end within the grace, then cancel them."""
+        """Refuse new calls, give running ones `grace_s` seconds to end, then cancel them."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
 
 def reached_as(host: str) -> str:
-    """Where others reach what listens on HOST: this machine's name when that is every address of it."""
+    """The host under which others reach a server that listens on HOST: the machine's name for a wildcard address."""
     return socket.gethostname() if host in _WILDCARDS else host
 
 
@@ -118,8 +121,9 @@ def streaming_server(
     limit: ConnectionLimit | None = None,
     budget: TurnBudget | None = None,
 ) -> RpcServer:
-    """One that thousands of clients may stream from; see `baton.wire.http2`. `limit` and `budget`: of the process's
-    connections. Raises ConfigError.
+    """A server for thousands of streaming clients, on `baton.wire.http2`.
+
+    `limit`, `budget`: the process's limit of connections, and its time budget for their input. Raises ConfigError.
     """
     ours = Http2Server(
         (barrier,),

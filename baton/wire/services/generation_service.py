@@ -1,4 +1,4 @@
-"""The public service: Protocol Buffers in and out, a handler behind."""
+"""The public gRPC service. It translates between Protocol Buffers and the calls of a `GenerationHandler`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationHandler(Protocol):
-    """What the router's core does for clients. Errors are BatonErrors."""
+    """The operations of a router that clients call. Errors are BatonErrors."""
 
     def generate(
         self, request: GenerateRequest, timeout_s: float | None, take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, Chunks, Finished. Closing the generator cancels the request.
+        """Yield Accepted, Chunks and Finished. Closing the generator cancels the request.
 
-        While the next event is waited for, chunks may go to `take` instead, in order.
+        While the consumer waits for the next event, chunks may be passed to `take` instead, in order.
         """
         ...
 
@@ -58,14 +58,14 @@ class GenerationHandler(Protocol):
         take: TakeChunk | None,
         call: int,
     ) -> AsyncGenerator[GenerateEvent, None]:
-        """Accepted, then what lies behind these positions, Finished. Closing the generator cancels the request.
+        """Yield Accepted, the Chunks behind these positions, and Finished. Closing the generator cancels the request.
 
-        `call`: the how-manieth call of its client for this request it is; 0: the client does not say.
+        `call`: the client's number for this call, from 1 for its first call for the request; 0: none was sent.
         """
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """End a live request; raises RequestNotFound."""
+        """End a running request. Raises RequestNotFound."""
         ...
 
     async def tokenize(self, model: str, text: str) -> Sequence[int]: ...
@@ -76,10 +76,10 @@ class GenerationHandler(Protocol):
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Turns calls into the handler's; what it raises is for `FaultBarrier`."""
+    """Calls the handler for each RPC. `FaultBarrier` handles the exceptions."""
 
     def __init__(self, handler: GenerationHandler, *, takes_traces: bool = False) -> None:
-        """`takes_traces`: callers' traceparents are handed on."""
+        """`takes_traces`: pass on the clients' W3C trace contexts."""
         self._handler = handler
         self._takes_traces = takes_traces
 
@@ -93,7 +93,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         _check(request)
         answer = _Answer(request.request_id, context)
         with answer.counted():
-            # aclosing, since this may be closed at its `yield`: the request must end at once, not when it is collected.
+            # This generator may be closed at its `yield`. With `aclosing` the request ends then, and not only when the
+            # inner generator is garbage-collected.
             asked = replace(request_from_pb(request), call=number_from_metadata(context.invocation_metadata()))
             if self._takes_traces:
                 asked = replace(asked, traceparent=_traceparent(context))
@@ -147,7 +148,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
 
 class _Answer:
-    """One stream's events on their way to the client."""
+    """Turns the events of one stream into messages, and counts the tokens that were sent."""
 
     def __init__(self, request_id: str, context: _Context) -> None:
         self._request_id = request_id
@@ -156,7 +157,7 @@ class _Answer:
 
     @property
     def take(self) -> TakeChunk | None:
-        """Writes a chunk at once, where that can be done."""
+        """The function that writes a chunk at once; None where the server can't."""
         return self._take if isinstance(self._context, Call) else None
 
     def _take(self, chunk: Chunk) -> bool:
@@ -169,7 +170,7 @@ class _Answer:
         return True
 
     def response(self, event: GenerateEvent) -> generation.GenerateResponse:
-        """The message for an event."""
+        """The message of an event."""
         if isinstance(event, Chunk):
             self._tokens_sent += len(event.token_ids)
         elif isinstance(event, Accepted):
@@ -180,7 +181,7 @@ class _Answer:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """An error says how much was sent before it."""
+        """Add the number of tokens sent to an error that is raised inside."""
         try:
             yield
         except BatonError as error:
@@ -190,14 +191,15 @@ class _Answer:
 
 
 def _traceparent(context: _Context) -> str:
-    """What its caller's span is, as W3C's header has it; empty without one."""
+    """The W3C trace context that the client sent; empty: none."""
     found = next((value for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
     return found if isinstance(found, str) else ""
 
 
 def _check(request: Message) -> None:
-    """What holds for every request. A field that this version does not know would be ignored in silence, and with it
-    what its sender asked for: it is refused, as is one of JSON.
+    """Check the size of a request, and refuse fields that this version does not know, as for JSON.
+
+    An unknown field would otherwise be ignored silently, and with it something that the client asked for.
     """
     num_bytes = request.ByteSize()
     if num_bytes > MAX_REQUEST_BYTES:
@@ -207,7 +209,7 @@ def _check(request: Message) -> None:
 
 
 def _check_counts(request: generation.GenerateRequest) -> None:
-    """Before anything is copied from it: a message of 1 MiB has room for half a million of some of these."""
+    """Check the counts before anything is copied: a message of 1 MiB may hold half a million of some fields."""
     params = request.sampling_params
     check_count("prompt", request.token_ids.ids, MAX_TOKEN_IDS)
     check_count("stop", params.stop, MAX_STOP_STRINGS)
@@ -216,13 +218,16 @@ def _check_counts(request: generation.GenerateRequest) -> None:
 
 
 def check_count(field: str, values: Sized, most: int, what: str = "entries") -> None:
-    """Raises InvalidRequest for a field with too many values."""
+    """Raise InvalidRequest for a field with too many values."""
     if len(values) > most:
         raise InvalidRequest(field, f"has {len(values)} {what}; at most {most} are taken")
 
 
 def _may_have_unknown_fields(request: Message, num_bytes: int) -> bool:
-    """Of a large message. Raises InvalidRequest where they are too many to be named: listing them takes a second."""
+    """Whether a large message may have unknown fields.
+
+    Raises InvalidRequest when there are so many that listing them would take a second.
+    """
     known = type(request)()
     known.CopyFrom(request)
     known.DiscardUnknownFields()
@@ -235,7 +240,7 @@ def _may_have_unknown_fields(request: Message, num_bytes: int) -> bool:
 def _refuse_unknown_fields(message: Message, path: str) -> None:
     unknown = UnknownFieldSet(message)
     if len(unknown):
-        raise InvalidRequest(f"{path}{unknown[0].field_number}", "is the number of no field of this version")
+        raise InvalidRequest(f"{path}{unknown[0].field_number}", "is a field number that this version does not know")
     for field, value in message.ListFields():
         if isinstance(value, Message):
             _refuse_unknown_fields(value, f"{path}{field.name}.")

@@ -1,4 +1,4 @@
-"""The node's side of the router's stream: Protocol Buffers in and out, a handler behind."""
+"""The gRPC service of a node. It translates between Protocol Buffers and the calls of a `NodeHandler`."""
 
 from __future__ import annotations
 
@@ -38,46 +38,48 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterPort(Protocol):
-    """One router's end of the node, from attach to detach."""
+    """The node's interface for one attached router."""
 
     def receive(self, message: RouterMessage) -> None:
-        """Take work; returns at once."""
+        """Take a message. Returns at once."""
         ...
 
     def refuse(self, attempt: AttemptKey, error: str) -> None:
-        """A message could not be taken: answer that its attempt failed here."""
+        """Report that the attempt failed here, because the router's message could not be taken."""
         ...
 
     def reports(self) -> AsyncIterator[StepReport]:
-        """What to send up; ends when the port is closed."""
+        """The reports to send to the router, until the port is closed."""
         ...
 
     def close(self) -> None:
-        """The router is gone. Idempotent."""
+        """Detach the router. Idempotent."""
         ...
 
 
 class NodeHandler(Protocol):
-    """What a node does for routers."""
+    """The operations of a node that routers call."""
 
     def describe(self) -> NodeDescription: ...
 
     def report(self) -> NodeReport: ...
 
     def open_port(self, router_id: str, router_incarnation: str, keeps: Sequence[AttemptKey]) -> RouterPort:
-        """A router attaches; raises Draining. `router_incarnation`: which run of it; empty: it does not say. `keeps`:
-        attempts of an earlier stream of the same run that go on.
+        """Attach a router. Raises Draining.
+
+        `router_incarnation`: names the run of the router; empty: unknown. `keeps`: attempts of an earlier stream of the
+        same run that continue.
         """
         ...
 
     def drain(self) -> None: ...
 
     def set_role(self, incarnation: str, role: Role) -> None:
-        """Be another node when the running work is done; raises ConfigError when another incarnation is meant."""
+        """Change the role when the running work is done. Raises ConfigError when another incarnation is meant."""
         ...
 
     async def reset_prefix_cache(self, incarnation: str) -> int:
-        """Forget all cached KV; returns how many blocks it was.
+        """Empty the prefix cache. Returns the number of blocks that it held.
 
         Raises CacheInUse, ConfigError when another incarnation is meant, DeadlineExceeded when the engine is too busy.
         """
@@ -89,7 +91,7 @@ class NodeHandler(Protocol):
 
 
 class NodeServicer(node_pb2_grpc.NodeServicer):
-    """Binds each Attach stream to a port of the handler."""
+    """Connects each Attach stream with a port of the handler."""
 
     def __init__(self, handler: NodeHandler) -> None:
         self._handler = handler
@@ -116,7 +118,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
             reader.result()
 
     async def _greet(self, requests: AsyncIterator[node.AttachRequest]) -> node.AttachHello:
-        """The hello; raises InvalidRequest or ConfigError when the stream is not meant for this incarnation."""
+        """Read the hello. Raises InvalidRequest, or ConfigError when the stream is for another incarnation."""
         first = await anext(requests, None)
         if first is None or first.WhichOneof("message") != "hello":
             raise InvalidRequest("message", "a stream begins with hello")
@@ -127,7 +129,7 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
     @staticmethod
     async def _read(requests: AsyncIterator[node.AttachRequest], port: RouterPort) -> None:
-        """Hand on what the router says. What one message breaks is that message's loss alone."""
+        """Pass the router's messages to the port. A message that fails affects no other message."""
         try:
             async for request in requests:
                 try:
@@ -135,8 +137,8 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
                 except InvalidRequest as error:
                     _refuse(port, request, str(error))
                 except Exception:
-                    _log.exception("a message of a router")
-                    _refuse(port, request, "the node failed at this message")
+                    _log.exception("a message from a router failed")
+                    _refuse(port, request, "an internal error of the node; see its log")
         finally:
             port.close()
 
@@ -166,9 +168,9 @@ class NodeServicer(node_pb2_grpc.NodeServicer):
 
 
 def _refuse(port: RouterPort, request: node.AttachRequest, error: str) -> None:
-    """Messages that name no attempt have nobody to be told of; they are skipped, as a newer router's would be."""
+    """Report that the message's attempt failed. A message without an attempt is skipped."""
     kind = request.WhichOneof("message")
     if kind == "submit":
         port.refuse(attempt_from_pb(request.submit.attempt), error)
     else:
-        _skipping.happened("skipped a message of a router (%s): %s", kind, error)
+        _skipping.happened("skipped a message from a router (%s): %s", kind, error)

@@ -1,4 +1,4 @@
-"""The operator's service on the router's own port."""
+"""The operator's gRPC service, on a port of its own at each router."""
 
 from __future__ import annotations
 
@@ -28,30 +28,34 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OperatorHandler(Protocol):
-    """What the router knows for operators."""
+    """The questions of operators that a router answers."""
 
     def status(self) -> ClusterStatus: ...
 
     def explain(self, request_id: str) -> Sequence[PlacementDecision]:
-        """Attempt by attempt; raises RequestNotFound."""
+        """The decision of each attempt. Raises RequestNotFound."""
         ...
 
     def timeline(self, request_id: str) -> Timeline:
-        """Raises RequestNotFound."""
+        """The stages of a finished request. Raises RequestNotFound."""
         ...
 
     def requests(self, limit: int, request_id: str = "") -> Sequence[RequestRow]:
-        """At most so many that run and as many that are over, the latest first; 0: all that run. With an id that one
-        alone, if it is known.
+        """Up to `limit` running and as many finished requests, the latest first; 0: all running ones.
+
+        `request_id`: this request alone, if it is known.
         """
         ...
 
 
 class Steers(Protocol):
-    """What a router does for operators; raises NodeNotFound, InvalidRequest, and Unreachable without a registry."""
+    """The operations that a router carries out for operators.
+
+    They raise NodeNotFound, InvalidRequest, and Unreachable without a registry.
+    """
 
     async def cordon(self, names: Sequence[str]) -> str:
-        """Returns why the cluster serves less from now on; empty: it does not."""
+        """Cordon nodes. Returns a warning if the cluster serves less from now on; empty: it does not."""
         ...
 
     async def uncordon(self, names: Sequence[str]) -> None: ...
@@ -59,18 +63,18 @@ class Steers(Protocol):
     async def set_role(self, name: str, role: str) -> RoleSet: ...
 
     def drain(self, name: str, stop: bool) -> AsyncIterator[DrainProgress]:
-        """Ends when the node is idle, or its process has ended if that is asked for."""
+        """Yield the progress until the node is idle or, with `stop`, its process has ended."""
         ...
 
     async def reset_cache(self, name: str) -> int:
-        """Have a node forget its prefix cache; returns how many blocks it was. Raises CacheInUse."""
+        """Empty a node's prefix cache. Returns the number of blocks that it held. Raises CacheInUse."""
         ...
 
     def events(self, after: int, follow: bool) -> AsyncIterator[ClusterEvent]: ...
 
 
 class OperatorServicer(operator_pb2_grpc.OperatorServicer):
-    """Turns the handler's answers into Protocol Buffers."""
+    """Calls the handler for each RPC."""
 
     def __init__(self, handler: OperatorHandler, steering: Steers) -> None:
         self._handler = handler

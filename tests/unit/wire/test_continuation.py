@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.client.continuation import Call, CallKind, Continuation, repeatable
-from baton.client.rota import DOUBT_S, Rota
+from baton.client.endpoint_rotation import DOUBT_S, EndpointRotation
 from baton.errors import (
     BatonError,
     ContinuedElsewhere,
@@ -34,7 +34,7 @@ LOST = Unreachable("gone")
 
 def continuation(num_routers: int = 2, *, owns_id: bool = True) -> Continuation:
     rng = Random(1)
-    return Continuation(Rota([f"h:{n}" for n in range(num_routers)], rng), rng, 0.0, 60.0, owns_id=owns_id)
+    return Continuation(EndpointRotation([f"h:{n}" for n in range(num_routers)], rng), rng, 0.0, 60.0, owns_id=owns_id)
 
 
 class Server:
@@ -140,9 +140,9 @@ def test_what_has_no_room_or_is_closing_here_may_be_served_there() -> None:
 
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first: bool) -> None:
-    rota = Rota(["a", "b"], Random(0))
-    rota.has_answered = True  # it would be asked again for a while, were both lost
-    c, quota = Continuation(rota, Random(0), 0.0, 5.0), QuotaExceeded("enough for this minute", 12.0)
+    endpoints = EndpointRotation(["a", "b"], Random(0))
+    endpoints.has_answered = True  # it would be asked again for a while, were both lost
+    c, quota = Continuation(endpoints, Random(0), 0.0, 5.0), QuotaExceeded("enough for this minute", 12.0)
     errors = [quota, Unreachable("connection refused")]
     first, second = errors if refused_first else reversed(errors)
     assert c.failed(first, 0.1) == 0.0
@@ -153,9 +153,9 @@ def test_a_refusal_says_more_than_a_router_that_can_not_be_reached(refused_first
 
 def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_come_back() -> None:
     rng = Random(1)
-    rota = Rota(["a", "b"], rng)
-    Continuation(rota, rng, 0.0, 60.0).take(ACCEPTED, 0.0)
-    answer, now, places = Continuation(rota, rng, 10.0, 60.0), 10.0, []
+    endpoints = EndpointRotation(["a", "b"], rng)
+    Continuation(endpoints, rng, 0.0, 60.0).take(ACCEPTED, 0.0)
+    answer, now, places = Continuation(endpoints, rng, 10.0, 60.0), 10.0, []
     while now < 15.0:
         places.append(answer.next_call().place)
         now += answer.failed(LOST, now) + 0.001
@@ -163,7 +163,7 @@ def test_where_a_cluster_has_answered_before_a_request_waits_for_connections_to_
     assert len(places) < 40, "and not without a pause"
     with pytest.raises(Unreachable):
         answer.failed(LOST, now)
-    full = Continuation(rota, rng, 20.0, 60.0)
+    full = Continuation(endpoints, rng, 20.0, 60.0)
     full.failed(NoCapacity("no node is up"), 20.0)
     with pytest.raises(NoCapacity):
         full.failed(NoCapacity("no node is up"), 20.0)
@@ -281,15 +281,15 @@ def test_a_request_is_made_repeatable() -> None:
 
 
 def test_routers_share_the_load_and_the_dead_are_left_alone_for_a_while() -> None:
-    rota = Rota(["a", "b", "c"], Random(1))
-    assert {rota.first(0.0) for _ in range(50)} == {0, 1, 2}
-    rota.doubt(1, 0.0)
-    assert {rota.first(1.0) for _ in range(50)} == {0, 2}
-    assert (rota.after(0, 1.0), rota.after(2, 1.0)) == (2, 0)
-    assert {rota.first(DOUBT_S) for _ in range(50)} == {0, 1, 2}
+    endpoints = EndpointRotation(["a", "b", "c"], Random(1))
+    assert {endpoints.first(0.0) for _ in range(50)} == {0, 1, 2}
+    endpoints.doubt(1, 0.0)
+    assert {endpoints.first(1.0) for _ in range(50)} == {0, 2}
+    assert (endpoints.after(0, 1.0), endpoints.after(2, 1.0)) == (2, 0)
+    assert {endpoints.first(DOUBT_S) for _ in range(50)} == {0, 1, 2}
     for place in (0, 2):
-        rota.doubt(place, 1.0)
-    assert rota.after(0, 2.0) == 1
-    assert Rota(["a"], Random(1)).after(0, 0.0) == 0
+        endpoints.doubt(place, 1.0)
+    assert endpoints.after(0, 2.0) == 1
+    assert EndpointRotation(["a"], Random(1)).after(0, 0.0) == 0
     with pytest.raises(ValueError, match="address"):
-        Rota([], Random(1))
+        EndpointRotation([], Random(1))

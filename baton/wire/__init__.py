@@ -1,1 +1,1 @@
-"""The wire: Protocol Buffers and gRPC stay in here; everybody else speaks the dataclasses of `baton.messages`."""
+"""gRPC and Protocol Buffers. All other packages use the dataclasses of `baton.messages`."""

@@ -1,8 +1,8 @@
-"""Certificates for gRPC, of servers and of those who call them.
+"""TLS credentials for gRPC servers and clients.
 
-Inside a cluster a peer is whoever has a certificate of its authority with the role's name in it (`node.CLUSTER.baton`),
-wherever it runs: nodes come and go at addresses that no certificate could list. At the public port clients check the
-host that they dialled, as on any web site.
+Within a cluster a peer is identified by the role in its certificate (`node.CLUSTER.baton`), not by its address, because
+nodes come and go at addresses that no certificate could list. At the public port clients check the host name that they
+dialled, as for any web site.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from baton.security.tls_files import LiveTls, TlsBytes
 from baton.wire.channel import CHANNEL_OPTIONS
 
 Tls = TlsBytes | LiveTls
-"""Whoever connects, or is connected to, asks for what it is now."""
+"""TLS files whose present contents are read with `now()` before each handshake."""
 
 
 def of_server(tls: Tls, *, asks_certificates: bool) -> grpc.ServerCredentials:
-    """What a server shows, and whether callers must show one of the same authority."""
+    """The credentials of a server. `asks_certificates`: clients must show a certificate of the same authority."""
     shown = tls.now()
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -35,7 +35,7 @@ def of_server(tls: Tls, *, asks_certificates: bool) -> grpc.ServerCredentials:
         return _configuration(shown, asks_certificates=asks_certificates)
 
     first = _configuration(shown, asks_certificates=asks_certificates)
-    # Its stubs don't know that nothing means no change.
+    # grpc's type stubs lack that None means no change.
     return grpc.dynamic_ssl_server_credentials(first, renewed, asks_certificates)  # type: ignore[arg-type]
 
 
@@ -47,53 +47,53 @@ def _configuration(tls: TlsBytes, *, asks_certificates: bool) -> grpc.ServerCert
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How to reach a server, and what to show it. Without anything: in clear text, as nobody."""
+    """Opens channels to servers, with TLS and a key. The default is clear text without a key."""
 
     tls: Tls | None = None
     peer: str = ""
-    """The name that its certificate must have; empty: that of the host that was dialled."""
+    """The name that the server's certificate must have. Empty: the host that is dialled."""
     api_key: str = ""
 
     @classmethod
     def to_role(cls, role: CallerRole, cluster: str, tls: Tls | None) -> Dialer:
-        """For the peers in a cluster that have this role."""
+        """A dialer for the processes of a cluster that have this role."""
         return cls(tls, certificate_name(role, cluster) if tls is not None else "")
 
     @classmethod
     def to_public(cls, access: Access) -> Dialer:
-        """For a router's public port: the key, and the router's host in its certificate. Raises ConfigError."""
+        """A dialer for a router's public port, with the API key. Raises ConfigError."""
         tls = access.tls()
         return cls(None if tls is None else TlsBytes(tls.ca, None, None), api_key=access.api_key)
 
     @classmethod
     def to_operator(cls, access: Access) -> Dialer:
-        """For a router's operator port. Raises ConfigError."""
+        """A dialer for a router's operator port. Raises ConfigError."""
         dialer = cls.to_role(CallerRole.ROUTER, access.cluster, access.tls())
         return replace(dialer, api_key=access.api_key)
 
     @classmethod
     def to_nodes(cls, access: Access) -> Dialer:
-        """For nodes, from outside. Raises ConfigError."""
+        """A dialer for nodes, for operators. Raises ConfigError."""
         return cls.to_role(CallerRole.NODE, access.cluster, access.tls())
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]] | None:
-        """To be sent with every call."""
+        """Metadata to send with every call; None: none."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else None
 
     def context(self) -> ssl.SSLContext | None:
-        """For connections of our own (`baton.wire.http2`), to be checked for `peer`; None: in clear text."""
+        """The context for Baton's own connections (`baton.wire.http2`), which check `peer`. None: clear text."""
         return self.tls.now().client_context() if self.tls is not None else None
 
     def channel(self, address: str, *more: tuple[str, int]) -> grpc.aio.Channel:
-        """For an event loop. `more`: options of gRPC on top of everybody's."""
+        """An asyncio channel. `more`: gRPC options in addition to CHANNEL_OPTIONS."""
         options = [*CHANNEL_OPTIONS, *more]
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, _credentials(self.tls), options=[*options, *self._name()])
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        """For threads. Sends the key by itself; for an event loop that would cost a task a call."""
+        """A blocking channel, which sends the key by itself. On an event loop that would cost a task per call."""
         if self.tls is None:
             channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -118,7 +118,7 @@ class _Details(NamedTuple):
 
 
 class _ShowsKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
-    """Puts the key into every call."""
+    """Adds the API key to every call."""
 
     def __init__(self, metadata: Sequence[tuple[str, str]]) -> None:
         self._metadata = metadata

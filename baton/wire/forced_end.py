@@ -1,4 +1,4 @@
-"""The second signal forces: whatever hangs then, the process is gone in time."""
+"""Ends the process within a time limit, whatever hangs: for the second signal to stop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FORCED_END_S = 1.0
 def end_within(seconds: float = FORCED_END_S) -> None:
     """End this process with exit code 1 if it has not ended by then.
 
-    A step that computes, a server that is away, a library that hangs while the interpreter is taken down: nothing holds
-    it up, since the watchdog is no thread of Python's.
+    Neither a step that computes, nor a server that does not answer, nor a library that hangs in the interpreter's
+    shutdown can delay that, since the watchdog is not a Python thread.
     """
-    # It would also say where every thread is, which nobody asked for.
+    # The watchdog would also print the stack of every thread.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)

@@ -1,4 +1,4 @@
-"""Errors to gRPC statuses and back: the one place where the two vocabularies meet."""
+"""Translates errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from baton.errors import (
 
 _DOMAIN = "baton"
 _PUSHBACK = "grpc-retry-pushback-ms"
-"""gRPC's own name (proposal A6): a client with a retry policy obeys it without knowing Baton."""
+"""Defined by gRPC (proposal A6), so that any client with a retry policy obeys it."""
 _TOKENS_SENT = "baton-tokens-sent"
 _MAX_STORY_BYTES = 512
-"""Of an error's words: they travel three times over in metadata, of which peers take 8 KiB, percent-encoded."""
+"""Limit of an error's text. It is sent three times in metadata, percent-encoded, of which peers accept 8 KiB."""
 _CODES = {status: grpc.StatusCode[status.name] for status in Status}
 _BY_NAME: dict[str, type[BatonError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BatonError)
@@ -46,13 +46,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.InternalError as gone:
-        # A caller that is gone, or whose deadline passed, hears nothing any more, and that is no fault. gRPC takes a
-        # second AbortError for one.
+        # The caller has left, or its deadline has passed. That is no fault, while a second AbortError would be reported
+        # as one.
         raise asyncio.CancelledError(str(error)) from gone
 
 
 class RpcStatus(NamedTuple):
-    """How a call ends."""
+    """The status, details and trailing metadata with which a call ends."""
 
     code: grpc.StatusCode
     details: str
@@ -62,7 +62,7 @@ class RpcStatus(NamedTuple):
 def to_rpc(error: BatonError) -> RpcStatus:
     """The error's status and its details (field violation, error class, retryable).
 
-    The trailing metadata says when to try again after an `Overloaded`, and how many tokens a broken stream had brought.
+    The trailing metadata contain when to retry after an `Overloaded`, and how many tokens a broken stream had sent.
     """
     detail = status_pb2.Status(code=_CODES[error.status].value[0], message=_shortened(str(error)))
     info = error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=_DOMAIN)
@@ -88,15 +88,15 @@ def _trailer(error: BatonError) -> list[tuple[str, str]]:
     return trailer
 
 
-def _shortened(story: str) -> str:
-    data = story.encode(errors="replace")
+def _shortened(text: str) -> str:
+    data = text.encode(errors="replace")
     if len(data) <= _MAX_STORY_BYTES:
         return data.decode()
     return data[:_MAX_STORY_BYTES].decode(errors="ignore") + "..."
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> BatonError:
-    """The error that the server meant; a broken connection becomes Unreachable naming the peer."""
+    """The error that the server raised. A broken connection becomes Unreachable with the name of the peer."""
     if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return Unreachable(f"{peer}: {error}")
     meant = _meant(error, peer)
@@ -137,13 +137,13 @@ def _meant(error: grpc.Call | grpc.aio.AioRpcError, peer: str) -> BatonError:
 
 def _transfer_failed(metadata: Mapping[str, str], message: str) -> BatonError:
     known = [cause for cause in TransferCause if cause.value == metadata.get("cause")]
-    # A cause of a newer version is in the words.
+    # The text contains a cause that only a newer version knows.
     return TransferFailed(known[0], metadata.get("story", "")) if known else AttemptsExhausted(message)
 
 
 @contextmanager
 def translated(peer: str) -> Iterator[None]:
-    """What gRPC raises in here is raised as the error that the server meant; also around what is awaited."""
+    """Raise gRPC errors in this context as the errors that the server raised."""
     try:
         yield
     except grpc.RpcError as error:

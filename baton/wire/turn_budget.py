@@ -1,8 +1,8 @@
-"""How much of one turn of the event loop all connections of a process may use together, and who comes first.
+"""Bounds the time per turn of the event loop that all connections of a process together may use for their input.
 
-What a stranger sends may cost far more to take apart than to send. A bound for each connection multiplies by their
-number; this one does not. It works as fair queueing does (FQ-CoDel, RFC 8290): sources take turns step by step, and who
-has only just sent something comes before those who had a step and need more, so that who floods makes itself wait.
+Input from an unknown client may cost far more to parse than to send. A bound per connection multiplies by the number of
+connections; this one does not. It works like fair queueing (FQ-CoDel, RFC 8290): sources take turns in small steps, and
+a source with new input comes before those that have had a step and need more. A client that floods delays only itself.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Callable
 from typing import Protocol
 
 TURN_S = 0.005
-"""Of one turn. What one step takes comes on top, since nothing stops a step."""
+"""Seconds per turn. The last step may exceed it, since a step is not interrupted."""
 
 
 class Source(Protocol):
-    """A connection with input that waits to be taken apart."""
+    """A connection with input that waits to be parsed."""
 
     def step(self) -> bool:
-        """Do a small bounded piece of it; returns whether there is more that can be done now. Raises nothing."""
+        """Parse a small, bounded part of the input. Returns whether more can be done now. Raises nothing."""
         ...
 
 
 class TurnBudget:
-    """Lets sources step one after the other until the turn's time is used up; the rest goes on in the turns to come.
+    """Lets sources step in turn until the time of the event loop's turn is used up, and continues in the next turn.
 
-    Belongs to one event loop.
+    All calls come from one event loop.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class TurnBudget:
         self._turn_s = turn_s
         self._now = now
         self._fresh: deque[Source] = deque()
-        """Sources that have not had a step since they came."""
+        """Sources that have not had a step since they were added."""
         self._busy: deque[Source] = deque()
         """Sources that had a step and have more to do."""
         self._spent_s = 0.0
-        self._is_counting = False
-        """Whether a call comes at the begin of the next turn."""
-        # Steps begin tasks, and those must not inherit from whatever task happened to ask for the step.
+        self._is_scheduled = False
+        """Whether `_new_turn` is scheduled for the next turn."""
+        # Steps start tasks, which must not inherit the context of the task that happened to call `step`.
         self._context = contextvars.copy_context()
 
     @property
@@ -57,32 +57,32 @@ class TurnBudget:
         return len(self._fresh) + len(self._busy)
 
     def step(self, source: Source) -> None:
-        """Let a source that is not waiting yet step: at once if there is time, and nobody else waits."""
+        """Add a source that is not waiting. It steps at once if there is time and no other source waits."""
         self._fresh.append(source)
-        self._count()
+        self._schedule()
         if self.num_waiting == 1:
-            self._go_on()
+            self._step_in_turn()
 
     def step_later(self, source: Source) -> None:
-        """The same, but never at once: for callers in the middle of something."""
+        """Add a source that is not waiting, without a step before the next turn."""
         self._fresh.append(source)
-        self._count()
+        self._schedule()
 
-    def _count(self) -> None:
-        if not self._is_counting:
-            self._is_counting = True
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._loop.call_soon(self._new_turn, context=self._context)
 
     def _new_turn(self) -> None:
-        self._is_counting, self._spent_s = False, 0.0
+        self._is_scheduled, self._spent_s = False, 0.0
         if self._fresh or self._busy:
-            self._count()
-            # First, so that newcomers without an end do not keep those that wait from having any.
+            self._schedule()
+            # One waiting source steps first, so that an endless series of new sources does not starve those that wait.
             if self._fresh and self._busy:
                 self._let_step(self._busy)
-            self._go_on()
+            self._step_in_turn()
 
-    def _go_on(self) -> None:
+    def _step_in_turn(self) -> None:
         while self._spent_s < self._turn_s and (queue := self._fresh or self._busy):
             self._let_step(queue)
 

@@ -1,4 +1,4 @@
-"""What clients and the router's front say: messages to Protocol Buffers and back."""
+"""The codec of the public service: requests and events of a stream, to Protocol Buffers and back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_CALL_DIGITS = 9
 
 
 def request_to_pb(request: GenerateRequest) -> generation.GenerateRequest:
-    """A client's request for the wire; raises InvalidRequest for a value that does not fit its field."""
+    """The message of a client's request. Raises InvalidRequest for a value that does not fit its field."""
     pb = generation.GenerateRequest()
     params = pb.sampling_params
     params.SetInParent()
@@ -78,7 +78,7 @@ def _named(field: str) -> Iterator[None]:
 
 
 def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
-    """A request as it arrived, unchecked."""
+    """The request in a message, unchecked."""
     prompt: str | list[int] | None = None
     if pb.HasField("text"):
         prompt = pb.text
@@ -107,7 +107,7 @@ def request_from_pb(pb: generation.GenerateRequest) -> GenerateRequest:
 
 
 def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateResponse:
-    """One event of a stream."""
+    """The message of one event of a stream."""
     if isinstance(event, Accepted):
         accepted = generation.Accepted(seed=event.seed, prompt_tokens=event.prompt_tokens)
         return generation.GenerateResponse(request_id=request_id, accepted=accepted)
@@ -142,10 +142,10 @@ def event_to_pb(event: GenerateEvent, request_id: str) -> generation.GenerateRes
 
 
 def chunk_to_pb(event: Chunk, request_id: str) -> generation.GenerateResponse:
-    """Done for each token, so in the way that takes the least time: nothing is copied or set without need."""
+    """The message of a chunk. It is made for each token, so that nothing is copied or set without need."""
     response = generation.GenerateResponse(request_id=request_id)
     chunk = response.chunk
-    # Also where it is 0: that says that the response is a chunk.
+    # Setting it, even to 0, makes the response a chunk.
     chunk.first_index = event.first_index
     chunk.token_ids.extend(event.token_ids)
     chunk.text = event.text
@@ -169,40 +169,41 @@ def _stop_reason(pb: generation.Finished | generation.SequenceFinished) -> int |
 
 
 def number_to_metadata(call: int) -> tuple[tuple[str, str], ...]:
-    """Which of the client's calls for one request a call is, as metadata: a router of another version ignores that, and
-    would refuse a field that it does not know.
+    """The client's number for a call, as metadata.
+
+    A router of an older version ignores unknown metadata, while it would refuse an unknown field.
     """
     return ((_CALL, str(call)),) if call > 1 else ()
 
 
 def number_from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> int:
-    """That number; 0 where there is none that can be meant."""
+    """The client's number for a call, from its metadata; 0 if there is no valid one."""
     found = next((value for key, value in metadata or () if key == _CALL), "")
     is_number = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) <= _MAX_CALL_DIGITS
     return int(found) if is_number else 0
 
 
 def path_to_metadata(finished: Finished) -> tuple[tuple[str, str], ...]:
-    """The serving path as trailing metadata: for people who debug, outside the public messages."""
+    """The nodes that served the request, as trailing metadata, for debugging."""
     path = finished.path
     values = (path.prefill_node, path.decode_node, str(path.attempts), path.reason, str(finished.kv_bytes))
     return tuple(zip(_PATH_KEYS, map(_printable, values), strict=True))
 
 
 def _printable(value: str) -> str:
-    """Metadata takes printable ASCII only, and little of it: a value that is not would cost the whole answer."""
+    """The value as short printable ASCII: a call with other metadata would fail as a whole."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200]).strip()
 
 
 def response_from_bytes(data: bytes) -> generation.GenerateResponse:
-    """A message of an answer as it came, for who makes no values of it."""
+    """Decode a message without making an event of it."""
     return generation.GenerateResponse.FromString(data)
 
 
 def event_from_pb(
     pb: generation.GenerateResponse,
 ) -> Accepted | Chunk | SequenceFinished | generation.Finished:
-    """One event of a stream. The terminal one is completed by `finished_from_pb` once the metadata is there."""
+    """The event in a message. `finished_from_pb` completes the last one when the trailing metadata has arrived."""
     kind = pb.WhichOneof("event")
     if kind == "accepted":
         return Accepted(pb.request_id, pb.accepted.seed, pb.accepted.prompt_tokens)
@@ -216,16 +217,16 @@ def event_from_pb(
         return SequenceFinished(ended.sequence_index, reason, _stop_reason(ended), ended.completion_tokens)
     if kind == "finished":
         return pb.finished
-    raise BatonError("the server sent an event that this client does not know; is it newer than the client?")
+    raise BatonError("the server sent an event that this client does not know: the server may be newer than the client")
 
 
 def event_from_bytes(data: bytes) -> Accepted | Chunk | SequenceFinished | generation.Finished:
-    """One event of a stream, as it was on the wire."""
+    """The event in an encoded message."""
     return event_from_pb(generation.GenerateResponse.FromString(data))
 
 
 def finished_from_pb(pb: generation.Finished, metadata: Sequence[tuple[str, str | bytes]]) -> Finished:
-    """The terminal event, with the path from the trailing metadata (absent keys become empty)."""
+    """The last event of a stream, with the path from the trailing metadata. Absent keys become empty."""
     found = {key: value for key, value in metadata if isinstance(value, str)}
     prefill, decode, attempts, reason, kv_bytes = (found.get(key, "") for key in _PATH_KEYS)
     return Finished(

@@ -1,4 +1,4 @@
-"""What a node tells of its prefix cache: messages to Protocol Buffers and back."""
+"""The codec of a node's prefix cache events, to Protocol Buffers and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TIER_NAMES: dict[int, Tier] = {node.KV_CACHE_TIER_DEVICE: "device", node.KV_CAC
 
 
 def kv_update_to_pb(update: KVCacheUpdate) -> node.KVCacheUpdate:
-    """Token ids stay here: whoever looks for a prompt knows its hashes."""
+    """The message of an update. It leaves out the token ids: routers look up prompts by their hashes."""
     return node.KVCacheUpdate(
         first_sequence=update.first_sequence,
         next_sequence=update.next_sequence,
@@ -20,7 +20,7 @@ def kv_update_to_pb(update: KVCacheUpdate) -> node.KVCacheUpdate:
 
 
 def kv_update_from_pb(pb: node.KVCacheUpdate) -> KVCacheUpdate:
-    """Events of a kind or a tier that this version does not know are left out: it could not look there."""
+    """The update in a message, without events of a kind or tier that this version does not know."""
     events = [event for event in map(_event_from_pb, pb.events) if event is not None]
     return KVCacheUpdate(pb.first_sequence, pb.next_sequence, events, pb.restart)
 

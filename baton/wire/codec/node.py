@@ -1,4 +1,4 @@
-"""What routers and nodes say: messages to Protocol Buffers and back."""
+"""The codec of the messages between routers and nodes, to Protocol Buffers and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def role_to_pb(role: Role) -> node.Role:
 
 
 def role_from_pb(pb: node.Role) -> Role:
-    """Raises InvalidRequest for one that no node has."""
+    """Raises InvalidRequest for a role that nodes do not have."""
     if pb not in _ROLE_NAMES:
         raise InvalidRequest("role", f"{pb} is no role of a node")
     return _ROLE_NAMES[pb]
@@ -51,7 +51,7 @@ def transfer_cause_to_pb(cause: TransferCause | None) -> node.TransferCause:
 
 
 def transfer_cause_from_pb(pb: node.TransferCause) -> TransferCause | None:
-    """None for none, and for one of a newer version."""
+    """The cause; None if there is none, or if only a newer version knows it."""
     return _TRANSFER_CAUSE_NAMES.get(pb)
 
 
@@ -113,7 +113,7 @@ def router_message_from_pb(pb: node.AttachRequest) -> RouterMessage:
 
 
 def report_to_pb(report: StepReport) -> node.StepReport:
-    """One engine step's news."""
+    """The message of one engine step's report."""
     deltas = [
         node.RequestDelta(
             attempt=attempt_to_pb(delta.attempt),
@@ -142,7 +142,7 @@ def report_to_pb(report: StepReport) -> node.StepReport:
 
 
 def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
-    """What it does not need costs nothing."""
+    """The delta in a message. Absent fields are not read, since a delta is read for each token."""
     token_ids, logprobs = list(pb.token_ids), pb.logprobs
     delta = RequestDelta(
         attempt_from_pb(pb.attempt),
@@ -164,8 +164,9 @@ def _delta_from_pb(pb: node.RequestDelta) -> RequestDelta:
 
 
 def report_from_pb(pb: node.StepReport) -> StepReport:
-    """One engine step's news, without its next tokens: those are for `report_stream`. An outcome of a newer version
-    counts as an error, never as going on.
+    """The report in a message, without its next tokens, which `report_stream` reads.
+
+    An outcome that only a newer version knows counts as an error, never as progress.
     """
     deltas = [_delta_from_pb(delta) for delta in pb.deltas]
     kv_cache = kv_update_from_pb(pb.kv_cache) if pb.HasField("kv_cache") else None

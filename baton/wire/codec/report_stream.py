@@ -1,9 +1,9 @@
-"""The reports of one stream from a node to a router, so short that a token costs next to nothing on either end.
+"""A compact encoding of the reports on one stream from a node to a router.
 
-Nearly all that a node says is that a sequence got its next token. Which sequences go on both ends know from the report
-before, so it is enough to say the tokens. What a report leaves open is said in full, as a `RequestDelta`. See
-`StepReport.next_token_ids` in node.proto for the rule; here are its two ends. The stream loses nothing and keeps the
-order, so they never differ.
+Nearly all news of a node is that a sequence got its next token. Both ends know from earlier reports which sequences are
+running and in which order, so that a report only needs to carry the tokens. Everything else is sent as a
+`RequestDelta`. `StepReport.next_token_ids` in node.proto defines the rule, and this module implements its two ends. The
+stream is reliable and ordered, so that both ends always have the same state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.v1 import node_pb2 as node
 from baton.wire.codec.node import report_from_pb, report_to_pb
 
 
-class _Going:
-    """A sequence that goes on, and the index of its next token."""
+class _RunningSequence:
+    """A running sequence and the index of its next token."""
 
     __slots__ = ("attempt", "next_index", "sequence_index")
 
@@ -30,15 +30,15 @@ class _Going:
 
 
 class ReportWriter:
-    """The node's end."""
+    """The node's end: encodes reports."""
 
     def __init__(self) -> None:
-        self._order: Sequence[_Going] = ()
+        self._order: Sequence[_RunningSequence] = ()
         self._places: dict[tuple[AttemptKey, int], int] = {}
-        """In that order."""
+        """The index of each sequence in `_order`."""
 
     def write(self, report: StepReport) -> node.StepReport:
-        """The next report of the stream."""
+        """Encode the next report of the stream."""
         order, places, tokens, rest = self._order, [], [], []
         for delta in report.deltas:
             place = self._place(delta)
@@ -53,14 +53,14 @@ class ReportWriter:
         are_all = places == list(range(len(order)))
         if not are_all:
             pb.next_places.extend(places)
-        new = _going_on(rest)
+        new = _still_running(rest)
         if new or (places and not are_all):
             self._order = [*(order[place] for place in places), *new]
             self._places = {(one.attempt, one.sequence_index): place for place, one in enumerate(self._order)}
         return pb
 
     def _place(self, delta: RequestDelta) -> int | None:
-        """Where it is in the order, if it brings the one token that follows and nothing else."""
+        """The index of the delta's sequence in `_order` if it brings exactly the next token; None otherwise."""
         if len(delta.token_ids) != 1 or delta.outcome is not None or delta.timings is not None or delta.logprobs:
             return None
         place = self._places.get((delta.attempt, delta.sequence_index))
@@ -68,16 +68,16 @@ class ReportWriter:
 
 
 class ReportReader:
-    """The router's end."""
+    """The router's end: decodes reports."""
 
     def __init__(self) -> None:
-        self._order: Sequence[_Going] = ()
+        self._order: Sequence[_RunningSequence] = ()
 
     def read(self, pb: node.StepReport) -> StepReport:
-        """The next report of the stream; raises NodeLost for one that can't follow the one before."""
+        """Decode the next report of the stream. Raises NodeLost if it does not fit the earlier ones."""
         report = report_from_pb(pb)
-        going = self._going(pb)
-        new = _going_on(report.deltas)
+        going = self._continued(pb)
+        new = _still_running(report.deltas)
         if going:
             report = replace(report, deltas=[*_next_deltas(going, pb.next_token_ids), *report.deltas])
         if new:
@@ -86,8 +86,8 @@ class ReportReader:
             self._order = going
         return report
 
-    def _going(self, pb: node.StepReport) -> Sequence[_Going]:
-        """Whose the next tokens are."""
+    def _continued(self, pb: node.StepReport) -> Sequence[_RunningSequence]:
+        """The sequences to which the report's next tokens belong."""
         if not pb.next_token_ids:
             return ()
         try:
@@ -95,11 +95,11 @@ class ReportReader:
         except IndexError:
             going = ()
         if len(going) != len(pb.next_token_ids):
-            raise NodeLost("the node brought tokens of which it did not say whose they are")
+            raise NodeLost("the node sent tokens that belong to no known sequence")
         return going
 
 
-def _next_deltas(going: Sequence[_Going], token_ids: Sequence[int]) -> list[RequestDelta]:
+def _next_deltas(going: Sequence[_RunningSequence], token_ids: Sequence[int]) -> list[RequestDelta]:
     deltas = []
     for one, token in zip(going, token_ids, strict=True):
         index = one.next_index
@@ -108,5 +108,5 @@ def _next_deltas(going: Sequence[_Going], token_ids: Sequence[int]) -> list[Requ
     return deltas
 
 
-def _going_on(deltas: Sequence[RequestDelta]) -> list[_Going]:
-    return [_Going(delta) for delta in deltas if delta.token_ids and delta.outcome is None]
+def _still_running(deltas: Sequence[RequestDelta]) -> list[_RunningSequence]:
+    return [_RunningSequence(delta) for delta in deltas if delta.token_ids and delta.outcome is None]

@@ -1,4 +1,4 @@
-"""Sampling parameters and log-probabilities: messages to Protocol Buffers and back."""
+"""The codecs of sampling parameters and log-probabilities, to Protocol Buffers and back."""
 
 from __future__ import annotations
 

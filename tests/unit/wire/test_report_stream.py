@@ -102,7 +102,7 @@ def test_signs_of_life_change_nothing_between_two_tokens() -> None:
     ],
 )
 def test_tokens_of_nobody_end_the_stream(pb: node_pb2.StepReport) -> None:
-    with pytest.raises(NodeLost, match="whose they are"):
+    with pytest.raises(NodeLost, match="belong to no known sequence"):
         ReportReader().read(pb)
 
 

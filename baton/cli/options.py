@@ -1,4 +1,4 @@
-"""A command's flags, made from the fields of its configuration, so that the two can't drift apart."""
+"""The flags of a command, derived from the fields of its configuration."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from baton.config import config_file, load
+from baton.config.flags import flag_of, switches
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -38,7 +39,7 @@ def config_flags(
         flags = {key: values.pop(key) for key in fields}
         run(load(model, flags, environ, file, fallbacks(flags)), file, **values)
 
-    parameters = [_parameter(key, field) for key, field in fields.items()]
+    parameters = [_parameter(key, field) for key, field in sorted(fields.items(), key=_optional_last)]
     parameters.append(
         option(
             "config", Path | None, None, metavar="PATH", help="Configuration file. Default: ./baton.toml if it exists."
@@ -52,7 +53,7 @@ def config_flags(
 
 def option(name: str, kind: Any, default: Any, *flags: str, **settings: Any) -> inspect.Parameter:
     """One more flag for `config_flags`; `flags` and `settings` as for typer.Option."""
-    words = flags or ("--" + name.replace("_", "-"),)
+    words = flags or (flag_of(name),)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -71,19 +72,21 @@ LOG_FORMAT = option(
 )
 
 
+def _optional_last(item: tuple[str, FieldInfo]) -> bool:
+    return not item[1].is_required()
+
+
 def _parameter(key: str, field: FieldInfo) -> inspect.Parameter:
-    shown = "" if field.is_required() else _default(field)
+    shown = "" if field.is_required() else default_text(field)
     said = f"{field.description or ''}{f' Default: {shown}.' if shown else ''}"
     if field.annotation is bool:
-        # Said or not said; only the other places spell out which.
-        word = key.replace("_", "-")
-        words = f"--{word}/--no-{word}" if field.default is True else f"--{word}"
-        return option(key, bool | None, None, words, help=said, show_default=False)
-    # Values stay strings: the configuration converts and checks them, whichever way they come.
-    return option(key, str | None, None, metavar=_metavar(field), help=said, show_default=False, hidden=key in _HIDDEN)
+        # A flag without a value. In the environment and in the file the value is written out.
+        return option(key, bool | None, None, "/".join(switches(key, field)), help=said, show_default=False)
+    # Values stay text here. The model converts and checks them, wherever they come from.
+    return option(key, str | None, None, metavar=metavar(field), help=said, show_default=False, hidden=key in _HIDDEN)
 
 
-def _default(field: FieldInfo) -> str:
+def default_text(field: FieldInfo) -> str:
     value = field.default
     if field.default_factory is not None or value in (None, "") or value is False:
         return ""
@@ -91,24 +94,24 @@ def _default(field: FieldInfo) -> str:
         return "yes"
     if isinstance(value, float):
         return f"{value:g}"
-    # It is a whole number of MiB: `256MiB`, which is also how one would write it.
+    # Default sizes are whole numbers of MiB.
     return f"{value >> 20}MiB" if isinstance(value, ByteSize) else str(value)
 
 
-def _metavar(field: FieldInfo) -> str:
+def metavar(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return "|".join(map(str, get_args(field.annotation)))
-    kinds = _kinds(field.annotation)
-    if float in kinds:
+    found = kinds(field.annotation)
+    if float in found:
         return "SECONDS" if (field.description or "").startswith("Seconds") else "X"
-    if int in kinds:
+    if int in found:
         return "N"
-    if ByteSize in kinds:
+    if ByteSize in found:
         return "SIZE"
-    return "PATH" if Path in kinds else "TEXT"
+    return "PATH" if Path in found else "TEXT"
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def kinds(annotation: Any) -> set[Any]:
     """Every type that an annotation is made of."""
     inner = get_args(annotation)
-    return {kind for part in inner for kind in _kinds(part)} if inner else {annotation}
+    return {kind for part in inner for kind in kinds(part)} if inner else {annotation}

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from baton.config.flags import flag_of
 from baton.config.model import NodeConfig, RouterConfig, UpConfig
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
@@ -27,7 +28,7 @@ PREFIX = "BATON_"
 _TABLES: Mapping[str, type[BaseModel]] = {"node": NodeConfig, "router": RouterConfig, "up": UpConfig}
 _NOT_OURS = frozenset({"config", "run_dir", "log", "log_format", "address", "api_key"})
 """BATON_ variables that commands read themselves."""
-_NOT_FROM_OUTSIDE = frozenset({"notify_fd"})
+NOT_FROM_OUTSIDE = frozenset({"notify_fd"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def load(
     layers = (
         _from_file(model, file) if file is not None else {},
         _from_environment(model, environ),
-        {key: (value, "--" + key.replace("_", "-")) for key, value in flags.items() if value is not None},
+        {key: (value, flag_of(key)) for key, value in flags.items() if value is not None},
     )
     for layer in layers:
         for key, (value, origin) in layer.items():
@@ -75,7 +76,7 @@ def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None =
     """
     found: dict[str, tuple[Any, str]] = {}
     for key, field in model.model_fields.items():
-        if key not in _NOT_FROM_OUTSIDE:
+        if key not in NOT_FROM_OUTSIDE:
             given = None if field.is_required() else field.get_default(call_default_factory=True)
             found[key] = (given, "required" if field.is_required() else "default")
     for layer in (_from_file(model, file) if file is not None else {}, _from_environment(model, environ)):
@@ -121,7 +122,7 @@ def _from_file(model: type[BaseModel], file: Path) -> dict[str, tuple[Any, str]]
         if key in model.model_fields:
             found[key] = (value, str(file))
     for table, owner in _TABLES.items():
-        known = set(owner.model_fields) - _NOT_FROM_OUTSIDE
+        known = set(owner.model_fields) - NOT_FROM_OUTSIDE
         for key, value in content.get(table, {}).items():
             if key not in known:
                 raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{did_you_mean(key, known)}")
@@ -139,7 +140,7 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> dic
         key = variable.removeprefix(PREFIX).lower()
         if key in everything:
             # Kubernetes sets BATON_PORT=tcp://… in every pod beside a service named baton: no port of ours looks so.
-            if key in model.model_fields and key not in _NOT_FROM_OUTSIDE and not value.startswith("tcp://"):
+            if key in model.model_fields and key not in NOT_FROM_OUTSIDE and not value.startswith("tcp://"):
                 found[key] = (value, variable)
         elif difflib.get_close_matches(key, everything, n=1, cutoff=0.85):
             # Only a near miss is an error: whoever runs Baton may have BATON_ variables of his own.
@@ -149,7 +150,7 @@ def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> dic
 
 
 def _known_keys() -> frozenset[str]:
-    return frozenset(key for owner in _TABLES.values() for key in owner.model_fields) - _NOT_FROM_OUTSIDE
+    return frozenset(key for owner in _TABLES.values() for key in owner.model_fields) - NOT_FROM_OUTSIDE
 
 
 def _is_usage(problem: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
@@ -166,7 +167,7 @@ def _explain(error: ValidationError, model: type[BaseModel], origins: Mapping[st
         if problem["type"] == "extra_forbidden":
             told.append(f"unknown key {key!r}{did_you_mean(key, model.model_fields)}")
         elif problem["type"] == "missing":
-            told.append(f"--{key.replace('_', '-')} is required")
+            told.append(f"{flag_of(key)} is required")
         else:
             given = without_password(repr(problem["input"]))
             said = f" {given:.80} from {origins[key]}" if key in origins else ""

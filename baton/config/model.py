@@ -1,8 +1,14 @@
-"""What each process can be told, as small frozen values. The field's name is the key everywhere:
+"""The settings of each process, as frozen models. A setting is written here and nowhere else.
+
+From a field follow its flag, its environment variable, its key in the configuration file, its row in `baton config
+view` and in docs/configuration.md, and its way from `baton up` to the processes that it concerns:
 
 flag          --max-num-seqs 64
 environment   BATON_MAX_NUM_SEQS=64
 file          max_num_seqs = 64        (baton.toml, at the top or in the command's table)
+
+`ClusterSettings`, `NodeSettings` and `RouterSettings` can be given to `baton up`, which passes them on to all
+processes, to the nodes and to the routers. The other settings differ between the processes of one cluster.
 """
 
 from __future__ import annotations
@@ -22,15 +28,16 @@ DEFAULT_CLUSTER = "default"
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_KV_CACHE_MEMORY = ByteSize(256 << 20)
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-DEFAULT_MAX_NUM_SEQS = 64
-DEFAULT_WATERMARK = 0.01
+MIN_PRIORITY = -(2**31)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+_REGISTRY_HELP = (
+    "URL of the Redis that is the cluster's registry: redis://, rediss:// or unix://. "
+    "Set a URL with a password in BATON_REGISTRY, since other users can read command lines."
+)
 
 
 def bundled_model_dir() -> Path:
-    """The model that comes with Baton and is served when none is named."""
+    """The directory of the model that comes with Baton and is served by default."""
     return Path(baton.__file__).parent / "demo_model"
 
 
@@ -62,96 +69,170 @@ Switch = Literal["on", "off"]
 KVDigests = Literal["auto", "on", "sampled", "off"]
 PlacementPolicy = Literal["cost", "least-loaded", "round-robin"]
 
-MIN_PRIORITY = -(2**31)
-POLICY_HELP = "Who is served first: whoever came first (fcfs), or whoever has the smallest priority."
-PREEMPTION_HELP = (
-    "What becomes of a request's KV when blocks run out: computed again, kept in the host tier, or what costs less."
-)
-ASYNC_HELP = (
-    "Decide the next step while one is computed: the device waits for nobody, a newcomer for one step more. "
-    "Outputs are the same."
-)
-KV_DIGESTS_HELP = (
-    "Compare what was pulled with what its prefill node computed, by XXH3 of all blocks (on) or of one in 16 (sampled)."
-    " auto: on in memory of the host, sampled on a device."
-)
-TRANSFER_FAILURE_HELP = (
-    "When a prompt's KV does not come: another prefill node, computed by the decode node itself, or the request fails."
-)
-PLACEMENT_HELP = (
-    "Which nodes a request goes to: those that are predicted to cost least (cost; it knows their speed, load and "
-    "caches), the least loaded ones, or each in turn."
-)
-LOCAL_PREFILL_HELP = (
-    "With cost: a decode node may compute at most so many tokens of a prompt itself, where that is cheaper than a "
-    "hand-off."
-)
-REQUIRE_DISAGGREGATION_HELP = "on: no node ever computes a prompt and generates from it; requests wait for a pair."
-AGEING_HELP = "Seconds of waiting that weigh as much as one step of priority; 0: none ever do."
-LONG_PREFILL_HELP = (
-    "Tokens of one prompt that a step computes at most, so that others' prompts get their part; 0: no such limit."
-)
-CHUNKED_PREFILL_HELP = (
-    "Compute prompts in pieces beside running streams. Without: each in one step, for which a long one waits, and "
-    "max_num_batched_tokens must be at least max_model_len."
-)
-PREFIX_CACHING_HELP = "Keep the KV of what was computed, for later prompts that begin alike."
-WATERMARK_HELP = "Share of the KV blocks that must stay free when a request is let in while others run, 0 to below 1."
-MAX_QUEUE_HELP = (
-    "Requests for text, and as many for embeddings, that may wait at a router for a node that is not full; beyond it "
-    "the least urgent are turned away."
-)
-MAX_RUNNING_HELP = "Requests of one router that may be on nodes at once; more wait at the router."
-ORPHAN_GRACE_HELP = (
-    "Seconds that requests run on, and what ended is kept, when their router is lost; another one can adopt them."
-)
-KV_STALL_HELP = (
-    "Seconds without a byte of a prompt's KV, from a prefill node that lives, after which a decode node gives the "
-    "transfer up."
-)
-MIN_PRIORITY_HELP = "Requests with a smaller priority are refused."
-
-
-INSECURE_HELP = "Listen for others without TLS or keys: on a network where everybody is trusted."
-PASSWORD_HELP = "One with a password belongs into BATON_REGISTRY: everybody can read command lines."
-API_KEYS_HELP = "File of hashed keys, one of which each caller must show; `baton keys` writes it. Default: no keys."
-ALLOWED_HOSTS_HELP = (
-    "Names, with commas between them, by which HTTP callers may address this cluster besides those of loopback; "
-    "* for any. Default: on a loopback address none, else any."
-)
-
-
-def _check_host_tier(mode: PreemptionMode, memory: ByteSize) -> None:
-    if mode == "swap" and not memory:
-        raise ValueError("preemption_mode swap needs a host tier: give host_cache_memory a size")
-
 
 class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class _Process(_Config):
-    """What every process of a cluster that serves something can be told."""
+class ClusterSettings(_Config):
+    """Settings of all processes of a cluster."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    registry: str = Field(
-        ...,
-        min_length=1,
-        description=f"URL of the Redis that the cluster meets in: redis://, rediss:// or unix://. {PASSWORD_HELP}",
-    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address that each process listens on.")
     cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
-    model: Path = Field(default_factory=bundled_model_dir, description="Model directory. Default: the bundled model.")
-    model_name: Name = Field("", description="What clients call the model. Default: the directory's name.")
+    model: Path = Field(
+        default_factory=bundled_model_dir,
+        description="Model directory; routers read the tokenizer from it. Default: the bundled model.",
+    )
+    model_name: Name = Field("", description="Name of the model for clients. Default: the directory's name.")
+    runner: Literal["torch", "simulated"] = Field(
+        "torch",
+        description="simulated needs no model and computes nothing; its prompts are token ids only.",
+    )
+    priority_ageing_s: Seconds = Field(
+        60.0,
+        description="Seconds of waiting that count as much as one step of priority; 0: waiting does not count.",
+    )
+    min_priority: int = Field(
+        MIN_PRIORITY, ge=MIN_PRIORITY, description="Requests with a smaller priority are refused."
+    )
+    drain_s: Seconds = Field(30.0, description="Seconds that running requests get to end when a process is stopped.")
+    api_keys: Path | None = Field(
+        None,
+        description="File with the hashes of API keys, one of which each caller must show; `baton keys` writes it. "
+        "Default: no keys.",
+    )
+    allowed_hosts: str = Field(
+        "",
+        description="Host names, separated by commas, under which HTTP clients may call this cluster in addition to "
+        "those of loopback; * for any. Default: none if --host is a loopback address, any otherwise.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Listen on other addresses than loopback without TLS or keys, in a network that is trusted.",
+    )
+
+    @property
+    def served_model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.model_name or self.model.resolve().name
+
+
+class NodeSettings(_Config):
+    """Settings of nodes."""
+
+    dtype: Dtype = Field("auto", description="Number format; auto: bfloat16 where the device computes it natively.")
+    device: str = Field("auto", min_length=1, description="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    block_size: Count = Field(16, description="Tokens in a KV block.")
+    kv_cache_memory: ByteSize = Field(
+        DEFAULT_KV_CACHE_MEMORY, gt=0, description="Size of a node's KV cache, like 256MiB."
+    )
+    host_cache_memory: ByteSize = Field(
+        ByteSize(0), ge=0, description="Size of a node's host tier, like 4GiB; 0: there is none."
+    )
+    preemption_mode: PreemptionMode = Field(
+        "recompute",
+        description="What happens to the KV of a request that is preempted because blocks run out: it is computed "
+        "again (recompute), kept in the host tier (swap), or whichever is expected to cost less (auto).",
+    )
+    async_scheduling: Switch = Field(
+        "off",
+        description="on: the scheduler decides the next step while one is computed. The device does not wait, and a "
+        "new request waits for one step more. The tokens are the same.",
+    )
+    kv_digests: KVDigests = Field(
+        "auto",
+        description="Compare received KV with what the prefill node computed, by XXH3 of all blocks (on) or of one "
+        "block in 16 (sampled). auto: on for KV in host memory, sampled on a device.",
+    )
+    on_transfer_failure: TransferFailure = Field(
+        "reroute",
+        description="When the KV of a prompt does not arrive, another prefill node computes it (reroute), the decode "
+        "node computes it (recompute), or the request fails (fail).",
+    )
+    kv_stall_s: Annotated[float, Field(ge=1, le=3600)] = Field(
+        10.0,
+        description="Seconds without a byte of a prompt's KV from a live prefill node after which a decode node gives "
+        "up the transfer.",
+    )
+    orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(
+        10.0,
+        description="Seconds that requests continue, and finished ones are kept, after the loss of their router, so "
+        "that another router can adopt them.",
+    )
+    max_num_batched_tokens: Count = Field(512, description="Most tokens that a step computes.")
+    max_num_seqs: Count = Field(64, description="Most requests that run at once on a node.")
+    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="Most tokens of one prompt that a step computes, so that other prompts get a share; 0: no limit.",
+    )
+    enable_chunked_prefill: bool = Field(
+        True,
+        description="Compute prompts in pieces, next to running streams. Without it each prompt is computed in one "
+        "step, and max_num_batched_tokens must be at least max_model_len.",
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Keep computed KV for later prompts that begin with the same tokens."
+    )
+    watermark: Share = Field(
+        0.01,
+        description="Share of the KV blocks that must stay free when a request is admitted while others run, from 0 to "
+        "below 1.",
+    )
+    max_model_len: Count | None = Field(
+        None, description="Most tokens of a prompt and its output together. Default: the model's limit."
+    )
+    scheduling_policy: Policy = Field(
+        "fcfs",
+        description="Which request is served first: the first to arrive (fcfs), or the one with the smallest priority.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): each running request computes a token a step"
+            )
+        if self.preemption_mode == "swap" and not self.host_cache_memory:
+            raise ValueError("preemption_mode swap needs a host tier: give host_cache_memory a size")
+        return self
+
+
+class RouterSettings(_Config):
+    """Settings of routers."""
+
+    max_queue: Annotated[int, Field(ge=0)] = Field(
+        1024,
+        description="Most requests for text, and as many for embeddings, that wait at a router for a free node. When "
+        "there are more, the least urgent ones are refused.",
+    )
+    max_running: Count = Field(
+        16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
+    )
+    placement: PlacementPolicy = Field(
+        "cost",
+        description="How nodes are chosen for a request: by the lowest predicted cost from speed, load and caches "
+        "(cost), by the lowest load (least-loaded), or in turn (round-robin).",
+    )
+    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = Field(
+        512,
+        description="With cost: most tokens of a prompt that a decode node may compute itself where that is cheaper "
+        "than a hand-off.",
+    )
+    require_disaggregation: Switch = Field(
+        "off",
+        description="on: no node computes a prompt and also generates from it; requests wait for a pair of nodes.",
+    )
+
+
+class _Process(ClusterSettings):
+    registry: str = Field(..., min_length=1, description=_REGISTRY_HELP)
     lease_s: Annotated[float, Field(ge=1, le=3600)] = Field(
         5.0, description="Seconds that a crashed process stays in the registry."
     )
-    drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
     tls_cert: Path | None = Field(None, description="Certificate of this process, PEM. Default: no TLS.")
-    tls_key: Path | None = Field(None, description="Its key, PEM.")
-    tls_ca: Path | None = Field(None, description="The authority of all certificates of this cluster, PEM.")
-    api_keys: Path | None = Field(None, description=API_KEYS_HELP)
-    allowed_hosts: str = Field("", description=ALLOWED_HOSTS_HELP)
-    insecure: bool = Field(False, description=INSECURE_HELP)
+    tls_key: Path | None = Field(None, description="Key of the certificate, PEM.")
+    tls_ca: Path | None = Field(None, description="Certificate authority of all certificates of this cluster, PEM.")
     notify_fd: int | None = Field(
         None, ge=3, description="Inherited descriptor that gets one JSON line when the process is ready."
     )
@@ -163,7 +244,7 @@ class _Process(_Config):
 
     @property
     def protection(self) -> Protection:
-        """What it has against strangers."""
+        """The protection of the process against unknown callers."""
         return Protection(self.tls_cert is not None, self.api_keys is not None, self.insecure)
 
     @model_validator(mode="after")
@@ -171,158 +252,90 @@ class _Process(_Config):
         TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
         return self
 
-    @property
-    def served_model_name(self) -> str:
-        """The name under which clients ask for the model."""
-        return self.model_name or self.model.resolve().name
 
-
-class NodeConfig(_Process):
-    """One prefill or decode node."""
-
-    role: Literal["prefill", "decode"] = Field(..., description="What the node does: prefill or decode.")
+class _NodeProcess(_Process):
+    role: Literal["prefill", "decode"] = Field(..., description="Role of the node: prefill or decode.")
     node_id: Name = Field(..., min_length=1, description="Name of the node, unique in the cluster.")
-    port: Port = Field(0, description="Port to listen on; 0 takes a free one.")
+    port: Port = Field(0, description="Port to listen on; 0: a free one.")
     advertise: HostPort = Field("", description="HOST:PORT at which others reach the node. Default: where it listens.")
-    metrics_port: Port | None = Field(None, description="Port of the page /metrics; 0 takes a free one. Default: none.")
-    dtype: Dtype = Field("auto", description="auto takes bfloat16 where the device computes it natively.")
-    device: str = Field("auto", min_length=1, description="auto (a GPU where there is one), cpu, cuda or cuda:N.")
-    runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
-    block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
-    kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="Bytes of KV cache, like 256MiB.")
-    host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Bytes of the host tier; 0: there is none.")
-    preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
-    async_scheduling: Switch = Field("off", description=ASYNC_HELP)
-    kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
-    on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
-    kv_stall_s: Annotated[float, Field(ge=1, le=3600)] = Field(10.0, description=KV_STALL_HELP)
-    orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
-    max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
-    max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once.")
-    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(0, description=LONG_PREFILL_HELP)
-    enable_chunked_prefill: bool = Field(True, description=CHUNKED_PREFILL_HELP)
-    enable_prefix_caching: bool = Field(True, description=PREFIX_CACHING_HELP)
-    watermark: Share = Field(DEFAULT_WATERMARK, description=WATERMARK_HELP)
-    max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
-    scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
-    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
-    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
-    threads: Count | None = Field(None, description="Threads that compute. Default: every core of the machine.")
-    simulated_step_ms: Milliseconds = Field(0.0, description="Simulated runner: time of a step.")
-    simulated_prefill_token_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each prompt token.")
-    simulated_decode_seq_ms: Milliseconds = Field(0.0, description="Simulated runner: and of each running sequence.")
-    failpoints: Path | None = Field(None, description="Directory in which drills ask for faults. Default: none.")
+    metrics_port: Port | None = Field(None, description="Port of the page /metrics; 0: a free one. Default: no page.")
+    threads: Count | None = Field(None, description="Threads that compute. Default: one for each core.")
+    simulated_step_ms: Milliseconds = Field(0.0, description="Simulated runner: milliseconds per step.")
+    simulated_prefill_token_ms: Milliseconds = Field(
+        0.0, description="Simulated runner: milliseconds per prompt token, in addition."
+    )
+    simulated_decode_seq_ms: Milliseconds = Field(
+        0.0, description="Simulated runner: milliseconds per running sequence, in addition."
+    )
+    failpoints: Path | None = Field(None, description="Directory in which fault drills ask for faults. Default: none.")
 
     @property
     def num_threads(self) -> int:
         """`threads`, or one for each core that this process may use."""
         return self.threads or len(os.sched_getaffinity(0))
 
-    @model_validator(mode="after")
-    def _consistent(self) -> NodeConfig:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): each running request computes a token a step"
-            )
-        _check_host_tier(self.preemption_mode, self.host_cache_memory)
-        return self
+
+class NodeConfig(NodeSettings, _NodeProcess):
+    """The settings of one prefill or decode node."""
 
 
-class RouterConfig(_Process):
-    """One router. `model` is where it finds the tokenizer."""
-
+class _RouterProcess(_Process):
     router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
-    grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0 takes a free one.")
+    grpc_port: Port = Field(DEFAULT_GRPC_PORT, description="Port of the public gRPC service; 0: a free one.")
     grpc_server: Literal["own", "grpcio"] = Field(
-        "own", description="What serves it: grpcio's server costs several times as much for each message of a stream."
+        "own", description="gRPC server of the public service: Baton's own, or grpcio's, which is several times slower."
     )
-    http_port: Port = Field(
-        DEFAULT_HTTP_PORT, description="Port of the OpenAI-compatible HTTP front; 0 takes a free one."
-    )
-    operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0 takes a free one.")
-    advertise_host: str = Field("", description="Name or address at which others reach it. Default: where it listens.")
-    runner: Literal["torch", "simulated"] = Field("torch", description="simulated: prompts are token ids only.")
+    http_port: Port = Field(DEFAULT_HTTP_PORT, description="Port of the OpenAI-compatible HTTP service; 0: a free one.")
+    operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0: a free one.")
+    advertise_host: str = Field("", description="Host at which others reach the router. Default: where it listens.")
     await_nodes: Annotated[int, Field(ge=0)] = Field(
-        0, description="Nodes that must have joined before the router says that it is ready."
+        0, description="Number of nodes that must have joined before the router reports that it is ready."
     )
-    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
-    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
-    max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
-    placement: PlacementPolicy = Field("cost", description=PLACEMENT_HELP)
-    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = Field(512, description=LOCAL_PREFILL_HELP)
-    require_disaggregation: Switch = Field("off", description=REQUIRE_DISAGGREGATION_HELP)
-    max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
     flight_record_s: Seconds = Field(
         3600.0,
-        description="Seconds that the registry keeps what another router needs to go on with a request; 0: nothing.",
+        description="Seconds that the registry keeps the record of a request, from which another router can continue "
+        "it; 0: no records.",
     )
 
 
-class UpConfig(_Config):
-    """A whole cluster on this machine."""
+class RouterConfig(RouterSettings, _RouterProcess):
+    """The settings of one router."""
 
-    model: Path = Field(default_factory=bundled_model_dir, description="Model directory. Default: the bundled model.")
-    model_name: Name = Field("", description="What clients call the model. Default: the directory's name.")
-    dtype: Dtype = Field("auto", description="auto takes bfloat16 where the device computes it natively.")
-    device: str = Field("auto", min_length=1, description="auto (a GPU where there is one), cpu, cuda or cuda:N.")
-    prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Prefill nodes.")
-    decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Decode nodes.")
+
+class _Launch(ClusterSettings):
+    prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Number of prefill nodes.")
+    decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
     routers: Annotated[int, Field(ge=1, le=8)] = Field(
-        1, description="Routers; clients survive the loss of one of two."
+        1, description="Number of routers; clients survive the loss of one of two."
     )
-    host: str = Field("127.0.0.1", min_length=1, description="Address that every process listens on.")
     grpc_port: Port = Field(
         DEFAULT_GRPC_PORT,
-        description="Port of the public gRPC service, one more for each other router; 0 takes free ones.",
+        description="Port of the first router's public gRPC service; the others take the next ones. 0: free ones.",
     )
     http_port: Port = Field(
         DEFAULT_HTTP_PORT,
-        description="Port of the OpenAI-compatible HTTP front, one more for each other router; 0 takes free ones.",
+        description="Port of the first router's OpenAI-compatible HTTP service; the others take the next ones. 0: free "
+        "ones.",
     )
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="Port of the first node's page /metrics, one more for each other node. Default: no pages."
+        None, description="Port of the first node's page /metrics; the others take the next ones. Default: no pages."
     )
     certs: Path | None = Field(
-        None, description="Directory that `baton certs init` made: each process takes its certificate. Default: no TLS."
+        None,
+        description="Directory that `baton certs init` made, with a certificate for each process. Default: no TLS.",
     )
-    api_keys: Path | None = Field(None, description=API_KEYS_HELP)
-    allowed_hosts: str = Field("", description=ALLOWED_HOSTS_HELP)
-    insecure: bool = Field(False, description=INSECURE_HELP)
-    registry: str = Field("", description=f"URL of a running Redis. {PASSWORD_HELP} Default: a private one is started.")
-    cluster: Name = Field(DEFAULT_CLUSTER, min_length=1, description="Name of the cluster in the registry.")
-    threads: Count | None = Field(None, description="Threads of each node. Default: the cores divided by the nodes.")
-    runner: Literal["torch", "simulated"] = Field("torch", description="simulated needs no model and computes nothing.")
-    block_size: Count = Field(DEFAULT_BLOCK_SIZE, description="Tokens in a KV block.")
-    kv_cache_memory: ByteSize = Field(DEFAULT_KV_CACHE_MEMORY, gt=0, description="KV cache of each node, like 256MiB.")
-    host_cache_memory: ByteSize = Field(ByteSize(0), ge=0, description="Host tier of each node; 0: there is none.")
-    preemption_mode: PreemptionMode = Field("recompute", description=PREEMPTION_HELP)
-    async_scheduling: Switch = Field("off", description=ASYNC_HELP)
-    kv_digests: KVDigests = Field("auto", description=KV_DIGESTS_HELP)
-    on_transfer_failure: TransferFailure = Field("reroute", description=TRANSFER_FAILURE_HELP)
-    kv_stall_s: Annotated[float, Field(ge=1, le=3600)] = Field(10.0, description=KV_STALL_HELP)
-    orphan_grace_s: Annotated[float, Field(ge=0, le=3600)] = Field(10.0, description=ORPHAN_GRACE_HELP)
-    max_num_batched_tokens: Count = Field(DEFAULT_MAX_NUM_BATCHED_TOKENS, description="Tokens computed in one step.")
-    max_num_seqs: Count = Field(DEFAULT_MAX_NUM_SEQS, description="Requests that run at once on a node.")
-    long_prefill_token_threshold: Annotated[int, Field(ge=0)] = Field(0, description=LONG_PREFILL_HELP)
-    enable_chunked_prefill: bool = Field(True, description=CHUNKED_PREFILL_HELP)
-    enable_prefix_caching: bool = Field(True, description=PREFIX_CACHING_HELP)
-    watermark: Share = Field(DEFAULT_WATERMARK, description=WATERMARK_HELP)
-    max_model_len: Count | None = Field(None, description="Longest prompt and output together. Default: the model's.")
-    scheduling_policy: Policy = Field("fcfs", description=POLICY_HELP)
-    priority_ageing_s: Seconds = Field(60.0, description=AGEING_HELP)
-    min_priority: int = Field(MIN_PRIORITY, ge=MIN_PRIORITY, description=MIN_PRIORITY_HELP)
-    max_queue: Annotated[int, Field(ge=0)] = Field(1024, description=MAX_QUEUE_HELP)
-    placement: PlacementPolicy = Field("cost", description=PLACEMENT_HELP)
-    max_local_prefill_tokens: Annotated[int, Field(ge=0)] = Field(512, description=LOCAL_PREFILL_HELP)
-    require_disaggregation: Switch = Field("off", description=REQUIRE_DISAGGREGATION_HELP)
-    max_running: Count = Field(16_384, description=MAX_RUNNING_HELP)
-    start_timeout_s: Seconds = Field(120.0, description="Seconds that the processes may take to be ready.")
-    drain_s: Seconds = Field(30.0, description="Seconds that running work may take to end after a request to stop.")
+    registry: str = Field("", description=f"{_REGISTRY_HELP} Default: a private Redis is started.")
+    threads: Count | None = Field(
+        None, description="Threads that compute on each node. Default: the cores divided by the number of nodes."
+    )
+    start_timeout_s: Seconds = Field(120.0, description="Seconds within which all processes must be ready.")
+
+
+class UpConfig(RouterSettings, NodeSettings, _Launch):
+    """The settings of a whole cluster on this machine."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> UpConfig:
-        _check_host_tier(self.preemption_mode, self.host_cache_memory)
+    def _enough_ports(self) -> Self:
         for name, port in (("grpc_port", self.grpc_port), ("http_port", self.http_port)):
             if port + self.routers > 65536:
                 raise ValueError(f"{name} {port} leaves no ports for {self.routers} routers")
@@ -330,9 +343,9 @@ class UpConfig(_Config):
 
     @property
     def protection(self) -> Protection:
-        """What its processes have against strangers."""
+        """The protection of the cluster's processes against unknown callers."""
         return Protection(self.certs is not None, self.api_keys is not None, self.insecure)
 
     def threads_per_node(self, cores: int) -> int:
-        """Threads for each of the nodes on a machine of so many cores; at least one."""
+        """Threads for each node on a machine with this number of cores; at least one."""
         return self.threads or max(1, cores // (self.prefill + self.decode))

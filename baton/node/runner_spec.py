@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 
 from baton.config import NodeConfig
 from baton.engine.runner import ModelRunner
@@ -61,19 +62,13 @@ def scheduler_config(config: NodeConfig, runner: ModelRunner) -> SchedulerConfig
         )
     return SchedulerConfig(
         num_blocks=runner.memory.num_blocks,
-        block_size=config.block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len or longest,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        enable_prefix_caching=config.enable_prefix_caching,
-        watermark=config.watermark,
         windows=runner.layout.windows,
         policy=config.scheduling_policy,
-        preemption_mode=config.preemption_mode,
-        on_transfer_failure=config.on_transfer_failure,
         num_host_blocks=runner.num_host_blocks,
-        priority_ageing_s=config.priority_ageing_s,
-        min_priority=config.min_priority,
+        **{name: getattr(config, name) for name in _SETTINGS},
     )
+
+
+_SETTINGS = ({field.name for field in fields(SchedulerConfig)} & NodeConfig.model_fields.keys()) - {"max_model_len"}
+"""The settings of a node that are its scheduler's under the same name."""

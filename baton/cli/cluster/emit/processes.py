@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
 from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
-from baton.config import NodeConfig, RouterConfig, UpConfig, bundled_model_dir
+from baton.config import NodeConfig, RouterConfig, UpConfig
+from baton.config.flags import flag_of, flag_text, key_of
 
 _OF_THIS_MACHINE = frozenset({"--host", "--port", "--await-nodes", "--cluster"})
 """Flags whose values each way to run a cluster has its own for."""
@@ -69,16 +69,11 @@ def _sparing(flags: Mapping[str, str], model: type[BaseModel]) -> dict[str, str]
 
 
 def _is_default(flag: str, value: str, model: type[BaseModel]) -> bool:
-    field = model.model_fields.get(flag.removeprefix("--").replace("-", "_"))
+    key = key_of(flag)
+    field = model.model_fields.get(key)
     if field is None or field.is_required():
         return False
-    if not value:
-        return field.default is True
-    if flag == "--model":
-        return Path(value) == bundled_model_dir().absolute()
-    return _as_flag(field.default) == value
-
-
-def _as_flag(value: Any) -> str:
-    """A default as a command line would say it."""
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, bool):
+        return default and flag == flag_of(key)
+    return flag_text(default) == value

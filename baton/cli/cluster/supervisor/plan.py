@@ -1,4 +1,4 @@
-"""Which processes a cluster is made of, and their command lines. Pure."""
+"""The processes of a cluster and their command lines, derived from the settings of `baton up`. Does no I/O."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import UpConfig
+from baton.config.flags import flag_text, flags_of
+from baton.config.model import ClusterSettings, NodeSettings, RouterSettings
 from baton.security.tls_files import certificate_files
 
 REDIS = "redis"
 _MAIN = "baton.cli.main"
 _FLAG = "--"
+_INSECURE = "--insecure"
+"""The processes get this setting as BATON_INSECURE, which the emitted units and charts set once for all of them."""
 REGISTRY = "BATON_REGISTRY"
-"""How processes are told the registry: its URL may have a password, and a command line is everybody's to read (ps)."""
+"""The variable with the registry's URL, which may contain a password: other users can read command lines with `ps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,59 +30,23 @@ class ChildSpec:
     """redis, prefill, decode or router."""
     command: Sequence[str]
     environment: Mapping[str, str]
-    """What is set on top of the supervisor's own environment."""
+    """Variables to set in addition to the supervisor's environment."""
     announces: bool
-    """Whether it announces itself on a descriptor; otherwise it says so in its output."""
+    """Whether the process announces that it is ready on a descriptor. Otherwise its output says so."""
     keep_ports: Sequence[str] = ()
-    """Flags that get the ports of its first run when it is started again: clients know them by then."""
+    """Flags whose ports a process keeps when it is started again, because clients know them."""
     first_run: Mapping[str, str] = field(default_factory=dict)
-    """Flags of the first run alone."""
+    """Flags that are given at the first start only."""
 
 
 def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
     """The nodes and the routers of a cluster, in the order in which they are shown."""
     threads = config.threads_per_node(cores)
-    shared = {
-        "--host": config.host,
-        "--cluster": config.cluster,
-        "--model": str(config.model.absolute()),
-        "--runner": config.runner,
-        "--drain-s": f"{config.drain_s:g}",
-        "--min-priority": str(config.min_priority),
-        "--priority-ageing-s": f"{config.priority_ageing_s:g}",
-    }
-    if config.api_keys is not None:
-        shared["--api-keys"] = str(config.api_keys.absolute())
-    if config.allowed_hosts:
-        shared["--allowed-hosts"] = config.allowed_hosts
-    if config.model_name:
-        shared["--model-name"] = config.model_name
+    shared = flags_of(config, ClusterSettings)
+    shared.pop(_INSECURE, None)
     if file is not None:
-        shared["--config"] = str(file.absolute())
-    node = {
-        "--port": "0",
-        "--dtype": config.dtype,
-        "--device": config.device,
-        "--block-size": str(config.block_size),
-        "--kv-cache-memory": str(int(config.kv_cache_memory)),
-        "--host-cache-memory": str(int(config.host_cache_memory)),
-        "--preemption-mode": config.preemption_mode,
-        "--orphan-grace-s": f"{config.orphan_grace_s:g}",
-        "--async-scheduling": config.async_scheduling,
-        "--kv-digests": config.kv_digests,
-        "--on-transfer-failure": config.on_transfer_failure,
-        "--kv-stall-s": f"{config.kv_stall_s:g}",
-        "--max-num-batched-tokens": str(config.max_num_batched_tokens),
-        "--max-num-seqs": str(config.max_num_seqs),
-        "--long-prefill-token-threshold": str(config.long_prefill_token_threshold),
-        _switch("enable-chunked-prefill", config.enable_chunked_prefill): "",
-        _switch("enable-prefix-caching", config.enable_prefix_caching): "",
-        "--watermark": f"{config.watermark:g}",
-        "--scheduling-policy": config.scheduling_policy,
-        "--threads": str(threads),
-    }
-    if config.max_model_len is not None:
-        node["--max-model-len"] = str(config.max_model_len)
+        shared["--config"] = flag_text(file)
+    node = flags_of(config, NodeSettings) | {"--port": "0", "--threads": str(threads)}
     names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
     children = [
         ChildSpec(
@@ -102,29 +70,22 @@ def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -
 
 def _router(config: UpConfig, shared: Mapping[str, str], registry: str, index: int) -> ChildSpec:
     name = f"router-{index}"
-    # A port that is picked is another one for each.
+    # Port 0 is a free port, and another one for each router.
     ports = {
         "--grpc-port": str(config.grpc_port and config.grpc_port + index),
         "--http-port": str(config.http_port and config.http_port + index),
         "--operator-port": "0",
     }
-    bounds = {"--max-queue": str(config.max_queue), "--max-running": str(config.max_running)}
-    placement = {
-        "--placement": config.placement,
-        "--max-local-prefill-tokens": str(config.max_local_prefill_tokens),
-        "--require-disaggregation": config.require_disaggregation,
-    }
+    flags = {**shared, **flags_of(config, RouterSettings), **_tls(config, "router"), **ports, "--router-id": name}
     return ChildSpec(
         name=name,
         role="router",
-        command=_baton(
-            "router", {**shared, **_tls(config, "router"), **ports, **bounds, **placement, "--router-id": name}
-        ),
+        command=_baton("router", flags),
         environment={"OMP_NUM_THREADS": "1", REGISTRY: registry, **_insecure(config)},
         announces=True,
         keep_ports=("--grpc-port", "--operator-port", "--http-port"),
-        # Who is told that the cluster is ready finds it so. A router that comes back must not wait for a node that
-        # does not.
+        # The cluster counts as ready when the routers have all nodes. A router that is started again must not wait for
+        # a node that does not come back.
         first_run={"--await-nodes": str(config.prefill + config.decode)},
     )
 
@@ -150,7 +111,7 @@ def plan_redis(command: Sequence[str]) -> ChildSpec:
 
 
 def with_flags(command: Sequence[str], flags: Mapping[str, str]) -> list[str]:
-    """The command with other values for flags that it has, and with those that it lacks."""
+    """The command with these flags, which replace or extend those that it has."""
     words = list(command)
     for flag, value in flags.items():
         if flag in words:
@@ -167,7 +128,7 @@ def command_and_flags(command: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def parse_flags(words: Sequence[str]) -> dict[str, str]:
-    """What `flag_words` wrote."""
+    """The inverse of `flag_words`."""
     flags: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], _FLAG], strict=True):
         if word.startswith(_FLAG):
@@ -180,10 +141,6 @@ def flag_words(flags: Mapping[str, str]) -> list[str]:
     return [word for pair in flags.items() for word in pair if word]
 
 
-def _switch(name: str, is_on: bool) -> str:
-    return f"{_FLAG}{name}" if is_on else f"{_FLAG}no-{name}"
-
-
 def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
-    # -P: a directory named like one of ours, where the user happens to be, is not ours.
+    # -P: modules in the current directory do not replace Baton's.
     return [sys.executable, "-P", "-m", _MAIN, command, *flag_words(flags)]

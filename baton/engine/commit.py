@@ -132,7 +132,7 @@ class Commit:
         if request.leg is Leg.EMBED:
             self._embedded(request, runner_output.embeddings.get(request_id, b""), outputs)
             return
-        token_ids = runner_output.sampled_token_ids.get(request_id) or ledger.known_token_ids
+        token_ids = runner_output.sampled_token_ids.get(request_id)
         if not token_ids:
             ledger.end(request, RequestStatus.ERROR, outputs, error="the runner returned no token")
             return

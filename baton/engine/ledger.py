@@ -59,7 +59,7 @@ class Ledger:
         key_fields: CacheKeyFields,
         clock: Clock,
         connector: KVConnector,
-        known_token: int | None = None,
+        decodes: DecodeSet,
     ) -> None:
         self.config = config
         self.max_model_len = config.effective_max_model_len
@@ -76,10 +76,8 @@ class Ledger:
         """In order of admission."""
         self.filling: list[Request] = []
         """Those of them that don't decode yet: something of their known tokens is still to be computed."""
-        self.decodes = DecodeSet(config.block_size, known_token)
+        self.decodes = decodes
         """The others."""
-        self.known_token_ids: Sequence[int] = () if known_token is None else (known_token,)
-        """What everybody draws of whom the runner says nothing."""
         self.kv_cache_manager = KVCacheManager(
             BlockPool(config.num_blocks),
             BlockHasher(key_fields, config.block_size),

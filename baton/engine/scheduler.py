@@ -29,7 +29,7 @@ that has meanwhile ended is skipped at its commit; what that wrote is behind a f
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from baton.clock import Clock
 from baton.engine.batch import (
@@ -42,7 +42,7 @@ from baton.engine.batch import (
 )
 from baton.engine.commit import Commit
 from baton.engine.connector import KVConnector, KVTransferOutput, NullConnector
-from baton.engine.decode_run import DecodeRun
+from baton.engine.decode_set import DecodeSet
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventBatch, KVSnapshot
 from baton.engine.kv_cache.host_tier import NO_COPIES
@@ -71,19 +71,16 @@ class Scheduler:
         key_fields: CacheKeyFields,
         clock: Clock,
         connector: KVConnector | None = None,
-        known_token: int | None = None,
+        *,
+        make_decodes: Callable[[int], DecodeSet] = DecodeSet,
     ) -> None:
-        """`known_token`: what every request draws in every step, at which none may stop; for who runs no model (a
-        simulator). Requests of one sequence decode uncounted then (see decode_set.py): `bring_up_decodes` before one is
-        looked at. A runner's output then need not name a token.
-        """
+        """`make_decodes`: makes the set of decoding requests for a block size; a simulation has one of its own."""
         self.config = config
         self.num_unknown_transfers = 0
         """Transfer reports for requests that did not wait for one."""
         self.clock = clock
         connector = connector if connector is not None else NullConnector()
-        self._ledger = Ledger(config, key_fields, clock, connector, known_token)
-        self._known_token = known_token
+        self._ledger = Ledger(config, key_fields, clock, connector, make_decodes(config.block_size))
         self._admission = Admission(self._ledger)
         self._preemption = Preemption(self._ledger, self._admission)
         self._commit = Commit(self._ledger, self._admission)
@@ -300,7 +297,7 @@ class Scheduler:
             return False
         # So many blocks at most does the next step take before anything else; with fewer it would preempt.
         manager = ledger.kv_cache_manager
-        return ledger.decodes.num_needy * manager.num_groups <= manager.pool.num_free_blocks
+        return ledger.decodes.num_needing_block * manager.num_groups <= manager.pool.num_free_blocks
 
     def schedule(self) -> SchedulerOutput:
         """Decide one step. Requests that can never run end here; their outputs come with the step's.
@@ -309,18 +306,8 @@ class Scheduler:
         """
         plan = StepPlan(self._step, self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
         self._step += 1
-        ledger, admission = self._ledger, self._admission
-        if self.config.prompts_first:
-            self._schedule_filling(plan)
-        if admission.take_whole_step_wish() or self.config.prompts_first:
-            admission.admit_waiting(plan, self._pending)
-        if plan.is_empty:
-            self._schedule_decodes(plan)
-            if ledger.filling:
-                self._schedule_filling(plan)
-            admission.admit_arrived(plan)
-            if not plan.preempted_req_ids and admission.admit_swapped(plan):
-                admission.admit_waiting(plan, self._pending)
+        ledger = self._ledger
+        self._fill_step(plan)
         if plan.requests:
             self._let_decode(plan)
         moved = ledger.free_parked() or bool(plan.preempted_req_ids)
@@ -332,6 +319,19 @@ class Scheduler:
             ledger.kv_cache_manager.begin_step(plan.step)
         return plan.build(ledger.take_finished_req_ids(), copies)
 
+    def _fill_step(self, plan: StepPlan) -> None:
+        """Choose what the step computes: running requests first, then requests that wait."""
+        ledger, admission = self._ledger, self._admission
+        if admission.take_whole_step_wish():
+            admission.admit_waiting(plan, self._pending)
+        if plan.is_empty:
+            self._schedule_decodes(plan)
+            if ledger.filling:
+                self._schedule_filling(plan)
+            admission.admit_arrived(plan)
+            if not plan.preempted_req_ids and admission.admit_swapped(plan):
+                admission.admit_waiting(plan, self._pending)
+
     def take_refusals(self) -> dict[int, EngineCoreOutputs]:
         """The ends of requests that never ran, ahead of the next step's outputs."""
         outputs, self._pending = self._pending, OutputsByClient()
@@ -339,7 +339,7 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         decodes, manager = self._ledger.decodes, self.kv_cache_manager
-        for request in decodes.take_needy():
+        for request in decodes.pop_needing_block():
             # An older one in need may have preempted it meanwhile.
             while request.request_id in decodes:
                 # Its blocks are full when this step begins, tokens in flight included.
@@ -388,32 +388,6 @@ class Scheduler:
             if num_to_come > 0:
                 ledger.filling.remove(request)
                 ledger.decodes.join(request, ledger.kv_cache_manager.num_slots(request.request_id), num_to_come)
-
-    def decode_run(self) -> DecodeRun | None:
-        """Many steps at once, where tokens are known; None while anything but decoding is to be decided, or may be."""
-        max_steps = self.num_quiet_steps()
-        if max_steps < 1 or self._known_token is None:
-            return None
-        self._stalled = False
-        return DecodeRun(self._ledger.decodes, self.kv_cache_manager, self._known_token, self._step, max_steps)
-
-    def bring_up_decodes(self) -> None:
-        """Every request has its tokens; where those are known."""
-        self._ledger.decodes.bring_up()
-
-    def num_quiet_steps(self) -> int:
-        """So many steps at least only decode, unless something comes: nobody ends, nobody lacks a block."""
-        ledger, admission = self._ledger, self._admission
-        num_decodes = len(ledger.decodes)
-        if not num_decodes or ledger.filling or self._in_flight or self._pending or admission.anybody_waits:
-            return 0
-        several = ledger.beams or ledger.groups or ledger.parked
-        manager = ledger.kv_cache_manager
-        if several or manager.host is not None or self.config.windows != (None,):
-            return 0
-        # As many as need no more blocks than are free, each one every `block_size` steps.
-        num_blocks = manager.pool.num_free_blocks // num_decodes
-        return max(0, min(ledger.decodes.num_ticks_left, num_blocks * self.config.block_size))
 
     # --- committing a step ---
 

@@ -34,9 +34,6 @@ class SchedulerConfig:
     None: all."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    prompts_first: bool = False
-    """While there are prompts that fit, steps compute nothing else, and streams stall: as vLLM did before it had mixed
-    steps. For comparisons (a simulator's)."""
     policy: Literal["fcfs", "priority"] = "fcfs"
     """Who is tried first, and who gives way last: whoever came first, or whoever has the smallest priority."""
     priority_ageing_s: float = 60.0

@@ -14,9 +14,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.bench.simulator.counted_decodes import same_token_output
+from baton.bench.simulator.decode_run import DecodeRun
 from baton.bench.simulator.events import Event, Timeline
 from baton.bench.simulator.handoff import HandOffs, OfferingConnector, TakingConnector
 from baton.bench.simulator.prompt import TOKEN, NamelessTokens, SimulatedPrompt
+from baton.bench.simulator.scheduler import SimulatedScheduler
 from baton.bench.simulator.shared_host import Computing, SharedHost
 from baton.bench.simulator.step_times import StepTimes
 from baton.engine.batch import (
@@ -28,12 +31,11 @@ from baton.engine.batch import (
     SchedulerOutput,
 )
 from baton.engine.connector import KVTransferOutput
-from baton.engine.decode_run import DecodeRun
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.kv_cache.events import KVEventLog
 from baton.engine.kv_cache.manager import AllocationAnswer
 from baton.engine.request import Request, RequestStatus
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import SchedulerConfig
 from baton.messages.ids import AttemptKey
 from baton.messages.kv_cache import KVCacheUpdate
 from baton.messages.node import (
@@ -54,6 +56,7 @@ from baton.node.reports.reports import load_of
 
 _ONE_TOKEN = (TOKEN,)
 _NOTHING = ModelRunnerOutput({})
+_SAME_TOKEN = same_token_output(TOKEN)
 _KEPT_ENDS = 1 << 11
 _KEPT_KEYS = 1024
 _LONGEST_RUN = 64
@@ -105,6 +108,7 @@ class SimulatedNode:
         report: Callable[[SimulatedNode, StepReport, TokenTimes], None],
         *,
         stepwise: bool = False,
+        prompts_first: bool = False,
         keeps_timeline: bool = False,
         host: SharedHost | None = None,
     ) -> None:
@@ -127,8 +131,14 @@ class SimulatedNode:
         is_prefill = description.role is Role.PREFILL
         connector = OfferingConnector(self, handoffs) if is_prefill else TakingConnector(self, handoffs)
         fields = CacheKeyFields(description.model_fingerprint, description.dtype, description.kv_layout)
-        known_token = None if stepwise else TOKEN
-        self.scheduler = Scheduler(config, fields, timeline, connector, known_token)
+        self.scheduler = SimulatedScheduler(
+            config,
+            fields,
+            timeline,
+            connector,
+            known_token=None if stepwise else TOKEN,
+            prompts_first=prompts_first,
+        )
         self.scheduler.stop_events()
         # It is read after each step; what was read is not worth its memory, in hundreds of nodes.
         self.scheduler.kv_cache_manager.kv_events = KVEventLog(
@@ -316,7 +326,9 @@ class SimulatedNode:
                 attempt.since = index
                 joined.add(data.request_id)
         self._note_ends((now,))
-        outputs = self.scheduler.update_from_output(decided, ModelRunnerOutput(drawn) if drawn else _NOTHING)
+        outputs = self.scheduler.update_from_output(
+            decided, ModelRunnerOutput(drawn) if self._stepwise else _SAME_TOKEN
+        )
         if self.timeline is not None:
             self.timeline.append(_picture(self._started_at, now, decided))
         if self._num_quiet == 0:

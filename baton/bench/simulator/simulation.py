@@ -212,7 +212,6 @@ class Simulation:
             max_num_seqs=sizes.max_num_seqs,
             max_model_len=sizes.max_model_len,
             enable_prefix_caching=sizes.enable_prefix_caching,
-            prompts_first=sizes.prompts_first,
             enable_chunked_prefill=not sizes.prompts_first or max_num_batched_tokens < longest,
         )
         node = SimulatedNode(
@@ -223,6 +222,7 @@ class Simulation:
             self._handoffs,
             self.router.heard,
             stepwise=config.stepwise or self._host is not None,
+            prompts_first=sizes.prompts_first,
             keeps_timeline=config.keeps_timeline,
             host=self._host,
         )

@@ -7,32 +7,34 @@ from random import Random
 
 import pytest
 
+from baton.bench.simulator.counted_decodes import same_token_output
+from baton.bench.simulator.scheduler import SimulatedScheduler
 from baton.clock import ManualClock
 from baton.engine.batch import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from baton.engine.kv_cache.block_hash import CacheKeyFields
 from baton.engine.request import Request, RequestStatus
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler_config import SchedulerConfig
 from baton.messages.sampling import SamplingParams
 
 TOKEN = 7
 
 
-def _scheduler(num_blocks: int, known_token: int | None = None) -> Scheduler:
+def _scheduler(num_blocks: int, known_token: int | None = None) -> SimulatedScheduler:
     config = SchedulerConfig(
         num_blocks=num_blocks, block_size=4, max_num_batched_tokens=32, max_num_seqs=8, watermark=0.0
     )
-    scheduler = Scheduler(config, CacheKeyFields("m", "f", "l"), ManualClock(), known_token=known_token)
+    scheduler = SimulatedScheduler(config, CacheKeyFields("m", "f", "l"), ManualClock(), known_token=known_token)
     scheduler.kv_snapshot()
     return scheduler
 
 
-def _step(scheduler: Scheduler) -> SchedulerOutput:
+def _step(scheduler: SimulatedScheduler) -> SchedulerOutput:
     decided = scheduler.schedule()
     _commit(scheduler, decided)
     return decided
 
 
-def _commit(scheduler: Scheduler, decided: SchedulerOutput) -> None:
+def _commit(scheduler: SimulatedScheduler, decided: SchedulerOutput) -> None:
     drawn = {request_id: [TOKEN] for request_id in decided.num_scheduled_tokens}
     scheduled: list[NewRequestData | CachedRequestData] = [*decided.scheduled_new_reqs, *decided.scheduled_cached_reqs]
     for data in scheduled:
@@ -43,7 +45,7 @@ def _commit(scheduler: Scheduler, decided: SchedulerOutput) -> None:
     scheduler.update_from_output(decided, ModelRunnerOutput(drawn))
 
 
-def _state(scheduler: Scheduler) -> object:
+def _state(scheduler: SimulatedScheduler) -> object:
     """All that decides what comes next."""
     scheduler.bring_up_decodes()
     pool = scheduler.kv_cache_manager.pool
@@ -87,14 +89,14 @@ def test_runs_and_steps_are_the_same(seed: int) -> None:
     assert num_at_once > 20
     while running.has_work():
         _step(stepping)
-        running.update_from_output(running.schedule(), ModelRunnerOutput({}))
+        running.update_from_output(running.schedule(), same_token_output(TOKEN))
         assert _state(stepping) == _state(running)
     for scheduler in (stepping, running):
         assert not scheduler.has_requests()
         scheduler.check_invariant()
 
 
-def _go_both(stepping: Scheduler, running: Scheduler, steps: int, victim: str | None) -> int:
+def _go_both(stepping: SimulatedScheduler, running: SimulatedScheduler, steps: int, victim: str | None) -> int:
     """So many steps of each, in the last of which somebody is aborted; how many were taken in runs."""
     num_at_once = 0
     while steps > 0:
@@ -105,7 +107,7 @@ def _go_both(stepping: Scheduler, running: Scheduler, steps: int, victim: str | 
                 for scheduler in (stepping, running):
                     scheduler.finish_requests([victim], RequestStatus.ABORTED)
             _commit(stepping, decided)
-            running.update_from_output(twin, ModelRunnerOutput({}))
+            running.update_from_output(twin, same_token_output(TOKEN))
             steps -= 1
             continue
         taken = min(steps, run.max_steps)

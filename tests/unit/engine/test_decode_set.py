@@ -14,11 +14,11 @@ def test_who_left_and_came_back_before_the_same_tick_needs_one_block() -> None:
     decodes.join(request, 4, num_ticks=9)
     decodes.leave("r")
     decodes.join(request, 4, num_ticks=9)
-    assert decodes.take_needy() == []
+    assert decodes.pop_needing_block() == []
     decodes.tick()
-    assert decodes.take_needy() == [request]
+    assert decodes.pop_needing_block() == [request]
     decodes.grown(request)
     for _ in range(4):
         decodes.tick()
-        needy = decodes.take_needy()
+        needy = decodes.pop_needing_block()
     assert needy == [request]

@@ -40,15 +40,15 @@ from baton.security.binds import check_bind
 from baton.security.connection_limit import ConnectionLimit
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 from baton.text.chat_template import ChatTemplate
 from baton.text.model_files import read_model_files
 from baton.text.tokenizer import Tokenizer
+from baton.wire.authenticator import Authenticator
 from baton.wire.clients.node_client import NodeClient
 from baton.wire.clients.operator_client import OperatorStub
 from baton.wire.credentials import Dialer
-from baton.wire.door import Door
 from baton.wire.forced_end import end_within
 from baton.wire.server.event_loop import RpcEventLoop, warn_if_unrecognised
 from baton.wire.server.fault_barrier import FaultBarrier
@@ -192,7 +192,7 @@ class _Router:
         self._dispatcher = Dispatcher(
             self._view, self._links, codec, cards, self._timers, rng, config.limits, journal, placer, spans
         )
-        public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(door=Door(keys))
+        public, barrier = (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(keys))
         # Of all ports for strangers together.
         self._connections = limit = ConnectionLimit()
         budget = TurnBudget(asyncio.get_running_loop())
@@ -201,8 +201,8 @@ class _Router:
         else:
             self._public = RpcServer(public, barrier, tls)
         # With certificates an operator shows his own, and without them a key.
-        operators = Door(keys) if tls is None else Door(cluster=config.cluster)
-        private = FaultBarrier(door=operators)
+        operators = Authenticator(keys) if tls is None else Authenticator(cluster=config.cluster)
+        private = FaultBarrier(authenticator=operators)
         self._private = RpcServer((operator_service.SERVICE_NAME,), private, tls, asks_certificates=True)
         self._tenants = Tenants()
         handler = GenerationHandler(self._dispatcher, codec, cards, self._tenants)
@@ -215,7 +215,7 @@ class _Router:
                 self._metrics,
                 clock,
                 rng,
-                door=PageDoor(config.host, config.allowed_hosts, keys),
+                authenticator=PageAuthenticator(config.host, config.allowed_hosts, keys),
                 more=live_pages(self._live),
             ),
             config.limits.stall_s,

@@ -38,8 +38,10 @@ from baton.observe.logs import of_attempt
 from router.admission.request import ValidRequest
 from router.admission.schemas import SchemaCheck
 from router.admission.validation import validate
+from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
+from router.flight.fair_queue import FairQueue
 from router.flight.flight_journal import FlightJournal
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_table import (
@@ -64,11 +66,9 @@ from router.flight.flight_table import (
     SubmitLeg,
 )
 from router.flight.request_spans import RequestSpans
-from router.flight.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
-from router.flight.run import Run
+from router.flight.resumption import ResumedAnswer, check_positions, replayed, where_it_runs
 from router.flight.text_stream import TextCodec
 from router.flight.timeline import TimelineLog
-from router.flight.turns import Turns
 from router.limits import NUM_TEXT_THREADS, DispatchCounters, DispatchLimits
 from router.losses import NodeLosses
 from router.node_links import NodeLinks
@@ -83,7 +83,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _about(run: Run, **more: str | float) -> dict[str, str | float]:
+def _about(run: ActiveRequest, **more: str | float) -> dict[str, str | float]:
     """What a line of the log says of a request."""
     return {**of_attempt(run.flight.key), **more}
 
@@ -131,13 +131,13 @@ class Dispatcher:
         self._room_came = False
         """A node has less to do, or there is a new one."""
         self._texts = FairExecutor("router-texts", NUM_TEXT_THREADS, limits.max_tokenizing)
-        self._runs: dict[str, Run] = {}
-        self._adopting: dict[str, dict[str, Run]] = {}
+        self._runs: dict[str, ActiveRequest] = {}
+        self._adopting: dict[str, dict[str, ActiveRequest]] = {}
         """By node and request id, those of which the node has yet to tell what it brought for another router."""
         self._cut: dict[str, list[Abort]] = {}
         """Nodes whose link is cut, and what each is to be told when it is there again: at most one abort for each
         sequence that runs there."""
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._losses = NodeLosses(lambda: list(self._runs.values()), self._feed)
         self._more_to_serve: asyncio.Handle | None = None
         self._watch = current_watch.get()
@@ -173,11 +173,11 @@ class Dispatcher:
         """Tokens given out of them so far."""
         return sum(run.flight.num_output_tokens for run in self._runs.values())
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ActiveRequest]:
         """Of the same requests, the latest first; for looking only."""
         return reversed(self._runs.values())
 
-    def run_of(self, request_id: str) -> Run | None:
+    def run_of(self, request_id: str) -> ActiveRequest | None:
         """One of them, by its id."""
         return self._runs.get(request_id)
 
@@ -213,7 +213,7 @@ class Dispatcher:
         )
 
     async def _answer(
-        self, enter: Callable[[float], Awaitable[Run]], take: TakeChunk | None
+        self, enter: Callable[[float], Awaitable[ActiveRequest]], take: TakeChunk | None
     ) -> AsyncGenerator[GenerateEvent, None]:
         run = await enter(self._timers.monotonic())
         queue, request = run.queue, run.request
@@ -233,7 +233,7 @@ class Dispatcher:
             if run.queue is queue:
                 self._close(run)
 
-    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> Run:
+    async def _admit(self, raw: GenerateRequest, started: float, timeout_s: float | None) -> ActiveRequest:
         with self._counted_if_rejected():
             if self._draining:
                 raise self._closing()
@@ -251,7 +251,7 @@ class Dispatcher:
         timeout_s: float | None,
         call: int,
         repeat: GenerateRequest | None,
-    ) -> Run:
+    ) -> ActiveRequest:
         run = self._runs.get(request_id)
         if run is None:
             record = await self._record(request_id)
@@ -291,7 +291,7 @@ class Dispatcher:
         started: float,
         timeout_s: float | None,
         takeover: int,
-    ) -> Run:
+    ) -> ActiveRequest:
         """A flight that another router began, or this one before its client went away."""
         check_positions(record.request, positions)
         answer = ResumedAnswer(self._codec, record.request, positions)
@@ -303,7 +303,7 @@ class Dispatcher:
             run.begin = partial(self._adopt, run, record, placement)
         return run
 
-    def _adopt(self, run: Run, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
+    def _adopt(self, run: ActiveRequest, record: FlightRecord, placement: Placement) -> Sequence[FlightEffect]:
         self.counters.adopted += 1
         self.placer.adopted(run.request, record.key.attempt, placement, self._timers.monotonic())
         self._waiting.placed(run, run.admitted_at)
@@ -318,8 +318,8 @@ class Dispatcher:
         return effects
 
     def _take_over(
-        self, run: Run, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
-    ) -> Run:
+        self, run: ActiveRequest, positions: Sequence[int], started: float, timeout_s: float | None, takeover: int
+    ) -> ActiveRequest:
         """Another stream of the same client goes on with a live run."""
         check_positions(run.request, positions)
         timers = run.deadline, run.stall
@@ -332,7 +332,7 @@ class Dispatcher:
         before, run.queue = run.queue, EventQueue(self._turns)
         before.end(Cancelled("continued elsewhere"))
         run.answer = ResumedAnswer(self._codec, run.request, positions)
-        run.queue.put_all(told_again(run.answer, run.flight.sequences, run.logprobs))
+        run.queue.put_all(replayed(run.answer, run.flight.sequences, run.logprobs))
         if run.finish is not None:
             finish, finished = run.finish
             run.queue.put_all(run.answer.finish(finish))
@@ -412,7 +412,7 @@ class Dispatcher:
         if self._waiting and not self._view.is_full(incarnation):
             self._serve_queue()
 
-    def _settle(self, adopting: Mapping[str, Run], incarnation: str, report: StepReport) -> None:
+    def _settle(self, adopting: Mapping[str, ActiveRequest], incarnation: str, report: StepReport) -> None:
         """A node that tells of other things has told all that it had of those that are adopted from it.
 
         What it tells again comes in reports of its own, one for each request: those concern nobody else, or a thousand
@@ -426,7 +426,7 @@ class Dispatcher:
             if not run.flight.is_adopting:
                 self._settled(run)
 
-    def _settled(self, run: Run) -> None:
+    def _settled(self, run: ActiveRequest) -> None:
         adopting = self._adopting.get(run.settles_at, {})
         if adopting.get(run.request.request_id) is run:
             del adopting[run.request.request_id]
@@ -495,12 +495,12 @@ class Dispatcher:
         timeout_s: float | None,
         traceparent: str,
         takeover: int,
-    ) -> Run:
+    ) -> ActiveRequest:
         if self._draining:
             raise self._closing()
         if request.request_id in self._runs:
             raise DuplicateRequest(f"request {unscoped(request.request_id)!r} is live")
-        run = Run(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started, takeover)
+        run = ActiveRequest(request, self._rng.getrandbits(64), answer, EventQueue(self._turns), started, takeover)
         run.admitted_at = self._timers.monotonic()
         self._set_deadline(run, started, timeout_s)
         if self._spans is not None:
@@ -511,7 +511,7 @@ class Dispatcher:
         self.counters.accepted += 1
         return run
 
-    def _set_deadline(self, run: Run, started: float, timeout_s: float | None) -> None:
+    def _set_deadline(self, run: ActiveRequest, started: float, timeout_s: float | None) -> None:
         """Raises DeadlineExceeded, and changes nothing, when it has passed."""
         if timeout_s is None:
             run.deadline_at = run.deadline = None
@@ -522,7 +522,7 @@ class Dispatcher:
         run.deadline_at = started + timeout_s
         run.deadline = self._timers.call_at(run.deadline_at, lambda: self._feed(run, GiveUp(error)))
 
-    def _close(self, run: Run) -> None:
+    def _close(self, run: ActiveRequest) -> None:
         if not run.flight.is_over:
             self._feed(run, Cancel("the client went away"))
         run.cancel_timers()
@@ -532,14 +532,14 @@ class Dispatcher:
         if self._waiting:
             self._serve_queue()
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: ActiveRequest) -> None:
         """Whoever comes back for it is not to find it here. Idempotent."""
         if self._runs.get(run.request.request_id) is run:
             del self._runs[run.request.request_id]
         if not self._runs:
             self._idle.set()
 
-    def _feed(self, run: Run, event: FlightEvent) -> None:
+    def _feed(self, run: ActiveRequest, event: FlightEvent) -> None:
         self._guarded(run, partial(run.flight.handle, event))
         if self._room_came and self._waiting:
             self._serve_queue()
@@ -554,21 +554,21 @@ class Dispatcher:
         self._more_to_serve = None
         self._serve_queue()
 
-    def _guarded(self, run: Run, decide: Callable[[], Sequence[FlightEffect]]) -> None:
+    def _guarded(self, run: ActiveRequest, decide: Callable[[], Sequence[FlightEffect]]) -> None:
         """Decide and act. A fault in here ends this flight, never the others."""
         try:
             self._perform(run, decide())
         except Exception as fault:
             self._fault(run, fault)
 
-    def _fault(self, run: Run, fault: Exception) -> None:
+    def _fault(self, run: ActiveRequest, fault: Exception) -> None:
         _log.exception("the router failed at a request", extra=_about(run, story=run.flight.story))
         error = BatonError(f"the router failed at this request: {fault}")
         if not run.flight.is_over:
             self._perform(run, run.flight.handle(GiveUp(error)))
         run.queue.end(error)
 
-    def _perform(self, run: Run, effects: Sequence[FlightEffect]) -> None:
+    def _perform(self, run: ActiveRequest, effects: Sequence[FlightEffect]) -> None:
         """Do what the flight says, and what follows from it, in order."""
         pending = deque(effects)
         while pending:
@@ -612,7 +612,7 @@ class Dispatcher:
                     # Its client may come back before it has read that: then it is to be adopted anew.
                     self._forget(run)
 
-    def _place(self, run: Run, place: Place) -> Sequence[FlightEffect]:
+    def _place(self, run: ActiveRequest, place: Place) -> Sequence[FlightEffect]:
         """Find nodes, or wait for some."""
         if not run.request.prompt_token_ids:
             why = "nodes have lost it that another router had chosen, and nobody else has its prompt: ask for it again"
@@ -634,7 +634,7 @@ class Dispatcher:
         self._note(run, choice.placement)
         return effects
 
-    def _note(self, run: Run, placement: Placement) -> None:
+    def _note(self, run: ActiveRequest, placement: Placement) -> None:
         """Leave word of the running attempt, for another router."""
         if self._journal is not None and not run.request.embeds:
             flight = run.flight
@@ -643,7 +643,7 @@ class Dispatcher:
             )
             run.is_noted = True
 
-    def _relay(self, run: Run, delta: RequestDelta) -> None:
+    def _relay(self, run: ActiveRequest, delta: RequestDelta) -> None:
         """Hand on what the flight has taken already."""
         try:
             if run.logprobs:
@@ -655,7 +655,7 @@ class Dispatcher:
             if effects:
                 self._guarded(run, lambda: effects)
 
-    def _emit(self, run: Run, tokens: EmitTokens) -> Sequence[FlightEffect]:
+    def _emit(self, run: ActiveRequest, tokens: EmitTokens) -> Sequence[FlightEffect]:
         now = self._timers.monotonic()
         self._heard(run, tokens.sequence_index, now)
         self._heard_first(run, now)
@@ -663,19 +663,19 @@ class Dispatcher:
             run.logprobs[tokens.sequence_index] += tokens.logprobs
         return self._give(run, run.answer.push(tokens), tokens.sequence_index)
 
-    def _heard_first(self, run: Run, now: float) -> None:
+    def _heard_first(self, run: ActiveRequest, now: float) -> None:
         """What its client waits for came, if it is the first of it."""
         if run.first_token_at is None:
             run.first_token_at = now
             run.first = (run.placed_last_at, run.flight.measured())
 
-    def _heard(self, run: Run, sequence_index: int, now: float) -> None:
+    def _heard(self, run: ActiveRequest, sequence_index: int, now: float) -> None:
         """Tokens of this sequence came."""
         told_at, run.told_at[sequence_index] = run.told_at[sequence_index], now
         if told_at:
             self.counters.served.gaps.observe(now - told_at)
 
-    def _give(self, run: Run, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
+    def _give(self, run: ActiveRequest, events: Sequence[GenerateEvent], sequence_index: int) -> Sequence[FlightEffect]:
         run.queue.put_all(events)
         if run.stall is not None:
             self._ease_stall(run)
@@ -685,19 +685,19 @@ class Dispatcher:
         found = run.answer.found(sequence_index) if run.answer.may_be_cut else None
         return () if found is None else run.flight.handle(StopStringFound(found, sequence_index))
 
-    def _ease_stall(self, run: Run) -> None:
+    def _ease_stall(self, run: ActiveRequest) -> None:
         if run.stall is not None and run.queue.backlog <= self._limits.max_backlog_tokens:
             run.stall.cancel()
             run.stall = None
 
-    def _on_stall(self, run: Run) -> None:
+    def _on_stall(self, run: ActiveRequest) -> None:
         self._ease_stall(run)
         if run.stall is not None:
             unread = run.queue.backlog
             error = SlowReader(f"{unread} tokens were left unread for {self._limits.stall_s:g} s")
             self._feed(run, GiveUp(error))
 
-    def _finish(self, run: Run, finish: Finish) -> None:
+    def _finish(self, run: ActiveRequest, finish: Finish) -> None:
         run.queue.put_all(run.answer.finish(finish))
         now = self._timers.monotonic()
         if finish.embedding:
@@ -730,7 +730,7 @@ class Dispatcher:
         self._waiting.ended(run, first)
         self._end(run, None, now)
 
-    def _end(self, run: Run, error: BatonError | None, at: float | None = None) -> None:
+    def _end(self, run: ActiveRequest, error: BatonError | None, at: float | None = None) -> None:
         """The flight is over: nothing of it may fire any more, though its client may still read."""
         ended_at = self._timers.monotonic() if at is None else at
         traced = run.traced(ended_at, error)

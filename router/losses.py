@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from baton.background import current_watch
 from baton.messages.ids import AttemptKey
 from baton.messages.node import HEARTBEAT_S
+from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import LinkBack, NodeGone
-from router.flight.run import Run
 
 MOMENT_S = 3 * HEARTBEAT_S
 """Losses within so many seconds may have one cause: so long may a node be silent before it counts as lost."""
@@ -35,7 +35,9 @@ class NodeLosses:
     caller's clock.
     """
 
-    def __init__(self, runs: Callable[[], Iterable[Run]], tell: Callable[[Run, NodeGone | LinkBack], None]) -> None:
+    def __init__(
+        self, runs: Callable[[], Iterable[ActiveRequest]], tell: Callable[[ActiveRequest, NodeGone | LinkBack], None]
+    ) -> None:
         """`runs` gives those that may be on lost nodes; `tell` must not raise."""
         self._runs = runs
         self._tell = tell
@@ -43,9 +45,9 @@ class NodeLosses:
         """Lost in this turn, and why."""
         self._recent: dict[str, float] = {}
         """When each node of the last moment was lost, or its link cut, the earliest first."""
-        self._untold: deque[tuple[Run, AttemptKey, NodeGone | LinkBack]] = deque()
+        self._untold: deque[tuple[ActiveRequest, AttemptKey, NodeGone | LinkBack]] = deque()
         self._handle: asyncio.Handle | None = None
-        self._runs_of_turn: defaultdict[str, list[Run]] | None = None
+        self._runs_of_turn: defaultdict[str, list[ActiveRequest]] | None = None
         """By node, from when they were asked for to the end of that turn."""
         self._watch = current_watch.get()
 
@@ -69,7 +71,7 @@ class NodeLosses:
             self._untold.append((run, run.flight.key, LinkBack(incarnation)))
         self._go_on_next_turn()
 
-    def runs_on(self, incarnation: str) -> Sequence[Run]:
+    def runs_on(self, incarnation: str) -> Sequence[ActiveRequest]:
         """The flights on a node whose link is cut.
 
         Hundreds of links may be opened again in one turn: all flights are looked at once. None comes to such a node

@@ -10,9 +10,9 @@ from random import Random
 
 from baton.errors import BatonError, InvalidRequest, NoCapacity, Overloaded, QueueFull, WouldBeLate
 from baton.messages.node import NodeDescription
-from router.admission.admission import NO_HOPE, AdmissionQueue, Ticket
+from router.admission.admission import NO_TARGETS, AdmissionQueue, Ticket
+from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import GiveUp, Place
-from router.flight.run import Run
 from router.limits import DispatchLimits
 from router.placement.placement import Candidate, Placement, size_of
 from router.placement.placer import Choice, Placer, demand_of
@@ -29,7 +29,7 @@ class _Line:
     """
 
     def __init__(self, limits: DispatchLimits, rng: Random) -> None:
-        self.queue: AdmissionQueue[Run] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
+        self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(limits.max_queue, limits.priority_ageing_s, rng)
         self.num_placed = 0
 
     @property
@@ -52,8 +52,8 @@ class WaitingRoom:
         timers: Timers,
         rng: Random,
         limits: DispatchLimits,
-        place: Callable[[Run, Place], None],
-        give_up: Callable[[Run, BatonError], None],
+        place: Callable[[ActiveRequest, Place], None],
+        give_up: Callable[[ActiveRequest, BatonError], None],
     ) -> None:
         """`place` is called for whoever is to try again, `give_up` for whoever has waited too long or must give way."""
         self._view = view
@@ -63,7 +63,7 @@ class WaitingRoom:
         self._place = place
         self._give_up = give_up
         self._text, self._embeddings = _Line(limits, rng), _Line(limits, rng)
-        self._too_large: dict[Run, None] = {}
+        self._too_large: dict[ActiveRequest, None] = {}
         """Requests that were placed before, and wait for a node that is large enough. They are in no queue: room on
         smaller nodes is nothing to them, and they must not hold up others."""
         self._looked_at: Sequence[NodeDescription] = ()
@@ -83,7 +83,7 @@ class WaitingRoom:
         if line.queue:
             line.queue.check_room(priority, line.num_placed)
 
-    def seat(self, run: Run, place: Place) -> Choice | GiveUp | None:
+    def seat(self, run: ActiveRequest, place: Place) -> Choice | GiveUp | None:
         """Nodes for an attempt, which goes there. None: it is over, or waits now, and `wanted` stays set meanwhile."""
         if run.flight.is_over:
             return None
@@ -98,7 +98,7 @@ class WaitingRoom:
             self._placer.placed(choice, self._timers.monotonic())
         return choice
 
-    def _check_anybody_embeds(self, run: Run, place: Place) -> None:
+    def _check_anybody_embeds(self, run: ActiveRequest, place: Place) -> None:
         """Raises NoCapacity for an embedding where nodes are up and none gives any: that won't change soon.
 
         One whose node was lost waits for that as everybody does.
@@ -110,10 +110,10 @@ class WaitingRoom:
         if sizes and not any(sizes):
             raise NoCapacity(f"no node that embeds with {model} is up", self._embeddings.retry_after_s)
 
-    def _line(self, run: Run) -> _Line:
+    def _line(self, run: ActiveRequest) -> _Line:
         return self._embeddings if run.request.embeds else self._text
 
-    def _find_nodes(self, run: Run, place: Place) -> Choice | None:
+    def _find_nodes(self, run: ActiveRequest, place: Place) -> Choice | None:
         """None: it waits now.
 
         Raises InvalidRequest when no node was large enough for long, NoCapacity when one was a moment ago and the
@@ -133,7 +133,7 @@ class WaitingRoom:
         self.leave(run)
         return choice
 
-    def _on_too_large(self, ticket: Ticket[Run], error: InvalidRequest) -> None:
+    def _on_too_large(self, ticket: Ticket[ActiveRequest], error: InvalidRequest) -> None:
         """No node that is there is large enough. What was placed before waits for one; raises for a new request."""
         run, now = ticket.item, self._timers.monotonic()
         if not ticket.is_retry:
@@ -161,17 +161,17 @@ class WaitingRoom:
                 del self._too_large[run]
                 self._line(run).queue.offer(run.ticket, self._timers.monotonic(), self._line(run).num_placed)
 
-    def placed(self, run: Run, at: float) -> None:
+    def placed(self, run: ActiveRequest, at: float) -> None:
         """It has nodes, for the first time."""
         run.placed_at = at
         self._line(run).num_placed += 1
 
-    def gone(self, run: Run) -> None:
+    def gone(self, run: ActiveRequest) -> None:
         """Its client is served, or went away."""
         self.leave(run)
         self._line(run).num_placed -= run.placed_at is not None
 
-    def ended(self, run: Run, first_token_at: float) -> None:
+    def ended(self, run: ActiveRequest, first_token_at: float) -> None:
         """It ended well, now: what it took says what others will take."""
         if run.placed_at is not None:
             service_s = self._timers.monotonic() - run.placed_at
@@ -179,7 +179,7 @@ class WaitingRoom:
             num_tokens = run.flight.num_output_tokens
             times.ended(first_token_at - run.placed_at, service_s, num_tokens, self._timers.monotonic())
 
-    def leave(self, run: Run) -> None:
+    def leave(self, run: ActiveRequest) -> None:
         """It does not wait any more. Idempotent."""
         if run.ticket is not None:
             self._line(run).queue.leave(run.ticket)
@@ -193,7 +193,7 @@ class WaitingRoom:
         """There may be room: let whoever can be placed be, in their order. True: there was no time for all of them."""
         if self._too_large:
             self._let_in_fitting()
-        tried: set[Ticket[Run]] = set()
+        tried: set[Ticket[ActiveRequest]] = set()
         while (ticket := self._next(tried)) is not None:
             if len(tried) >= SEATED_PER_TURN:
                 return True
@@ -203,13 +203,13 @@ class WaitingRoom:
                 self._place(run, run.wanted)
         return False
 
-    def _next(self, tried: Set[Ticket[Run]]) -> Ticket[Run] | None:
+    def _next(self, tried: Set[Ticket[ActiveRequest]]) -> Ticket[ActiveRequest] | None:
         """The first of a line, unless it was tried: then nobody of its line is next."""
         firsts = (self._text.queue.first(), self._embeddings.queue.first())
         ready = [first for first in firsts if first is not None and first not in tried]
         return min(ready, key=lambda ticket: ticket.order_key, default=None)
 
-    def _nodes_for(self, ticket: Ticket[Run], place: Place) -> Choice:
+    def _nodes_for(self, ticket: Ticket[ActiveRequest], place: Place) -> Choice:
         """Raises Overloaded, too, when there is no node or all are full."""
         run, candidates = ticket.item, self._view.candidates()
         if ticket.is_retry:
@@ -231,44 +231,46 @@ class WaitingRoom:
         self._check_in_time(ticket, choice)
         return choice
 
-    def _check_in_time(self, ticket: Ticket[Run], choice: Choice) -> None:
+    def _check_in_time(self, ticket: Ticket[ActiveRequest], choice: Choice) -> None:
         """Raises WouldBeLate if the nodes that were chosen would be too slow for what it hopes."""
-        hope, line, now = ticket.hope, self._line(ticket.item), self._timers.monotonic()
-        if hope == NO_HOPE:
+        targets, line, now = ticket.targets, self._line(ticket.item), self._timers.monotonic()
+        if targets == NO_TARGETS:
             return
         queue, num_placed, times = line.queue, line.num_placed, line.queue.times
         found = choice.found
         if found is None:
             # This policy predicts nothing: what requests took here is all there is.
             if self._is_busy(choice.placement):
-                queue.check_in_time(hope, now, times.first_token_s(), times.token_s(), num_placed)
-            queue.check_pace(hope, times.pace_s(now), num_placed)
+                queue.check_in_time(targets, now, times.first_token_s(), times.token_s(), num_placed)
+            queue.check_pace(targets, times.pace_s(now), num_placed)
             return
         first_s, each_s = found.terms.first_token_ms / 1e3, found.terms.token_ms / 1e3
         # An idle node is always worth a try: else one bad measurement would refuse what could correct it.
         if found.terms.queue_ms > 0.0:
-            queue.check_in_time(hope, now, first_s, each_s, num_placed)
+            queue.check_in_time(targets, now, first_s, each_s, num_placed)
         if found.decode.streams > 0.0 and times.token_s() > 0.0:
-            queue.check_pace(hope, each_s, num_placed)
+            queue.check_pace(targets, each_s, num_placed)
         else:
-            queue.check_pace(hope, min(each_s, times.pace_s(now)), num_placed)
+            queue.check_pace(targets, min(each_s, times.pace_s(now)), num_placed)
 
     def _is_busy(self, placement: Placement) -> bool:
         chosen = {node.incarnation for node in (placement.prefill, placement.decode) if node is not None}
         return any(one.load > 0.0 for one in self._view.candidates() if one.node.incarnation in chosen)
 
-    def _choose(self, candidates: Sequence[Candidate], run: Run, place: Place, *, with_room: bool = False) -> Choice:
+    def _choose(
+        self, candidates: Sequence[Candidate], run: ActiveRequest, place: Place, *, with_room: bool = False
+    ) -> Choice:
         now, request = self._timers.monotonic(), run.request
         waited_s = now - run.started
         return self._placer.choose(
             candidates, request, place.exclude, place.attempt, waited_s, now, with_room=with_room
         )
 
-    def _new_ticket(self, run: Run, place: Place) -> Ticket[Run]:
+    def _new_ticket(self, run: ActiveRequest, place: Place) -> Ticket[ActiveRequest]:
         is_retry = place.attempt > 1
-        return self._line(run).queue.ticket(run, run.started, run.request.priority, run.hope(), is_retry=is_retry)
+        return self._line(run).queue.ticket(run, run.started, run.request.priority, run.targets(), is_retry=is_retry)
 
-    def _wait(self, ticket: Ticket[Run], why: Overloaded) -> None:
+    def _wait(self, ticket: Ticket[ActiveRequest], why: Overloaded) -> None:
         """Raises QueueFull or WouldBeLate when it can't."""
         run, now = ticket.item, self._timers.monotonic()
         run.why_waiting = why
@@ -282,7 +284,7 @@ class WaitingRoom:
             story = "the queue is full, and a more urgent request came"
             self._give_up(displaced.item, QueueFull(story, line.retry_after_s))
 
-    def _await_patience(self, run: Run) -> None:
+    def _await_patience(self, run: ActiveRequest) -> None:
         """Give it up when it has waited long enough for what it waits for by then."""
         limits = self._limits
         if run.ticket is not None and run.ticket.is_retry:

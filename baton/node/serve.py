@@ -45,9 +45,9 @@ from baton.registry import Membership
 from baton.runner.execution.step_thread import StepThread
 from baton.security.keys import KeyRing
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
+from baton.wire.authenticator import Authenticator
 from baton.wire.credentials import Dialer
-from baton.wire.door import Door
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer, join_address, reached_as
 from baton.wire.services.node_service import SERVICE_NAME, NodeServicer
@@ -150,8 +150,10 @@ class Node:
             post_unguarded(watch.guarded(lambda: on_step(news), "step-news"))
 
         tls = config.tls.live() if config.tls is not None else None
-        door = Door(cluster=config.cluster if tls is not None else None)
-        self._rpc = rpc = RpcServer((SERVICE_NAME,), FaultBarrier(door=door), tls, asks_certificates=True)
+        authenticator = Authenticator(cluster=config.cluster if tls is not None else None)
+        self._rpc = rpc = RpcServer(
+            (SERVICE_NAME,), FaultBarrier(authenticator=authenticator), tls, asks_certificates=True
+        )
         port = rpc.bind(config.host, config.port)
         cleanup.push_async_callback(rpc.stop, 1.0)
         outbox = Outbox(post)
@@ -225,7 +227,9 @@ class Node:
         if config.metrics_port is None:
             return
         keys = KeyRing(config.api_keys) if config.api_keys is not None else None
-        page = MetricsPage(self._metrics, PageDoor(config.host, config.allowed_hosts, keys), config.tls, self._is_ready)
+        page = MetricsPage(
+            self._metrics, PageAuthenticator(config.host, config.allowed_hosts, keys), config.tls, self._is_ready
+        )
         self.metrics_port = await page.start(config.host, config.metrics_port)
         cleanup.push_async_callback(page.stop)
         scheme, where = "http" if config.tls is None else "https", join_address(config.host, self.metrics_port)

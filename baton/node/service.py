@@ -351,7 +351,7 @@ class NodeService:
             before.moved.add(key)
             self._reject_moved(before, key, f"router {port.router_id} has adopted it", takeover)
         port.moved.discard(key)
-        for delta in attempt.told_again(adopt.num_tokens):
+        for delta in attempt.replayed(adopt.num_tokens):
             port.push(StepReport((delta,), self._load))
         self._arm_sweep()
 

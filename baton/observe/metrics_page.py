@@ -10,7 +10,7 @@ from baton.errors import BatonError, ConfigError, InvalidRequest, Unauthenticate
 from baton.observe.listener import Listener, listening_socket
 from baton.observe.metrics import CONTENT_TYPE
 from baton.security.connection_limit import ConnectionLimit, Place
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 
 _MAX_HEAD_BYTES = 8 << 10
@@ -24,17 +24,20 @@ class MetricsPage:
     def __init__(
         self,
         text: Callable[[], bytes],
-        door: PageDoor | None = None,
+        authenticator: PageAuthenticator | None = None,
         tls: TlsFiles | None = None,
         is_ready: Callable[[], bool] = lambda: True,
         limit: ConnectionLimit | None = None,
     ) -> None:
-        """Without a door it stands open. `limit`: of all connections of the process; without one it has its own."""
+        """Without an authenticator every caller is permitted.
+
+        `limit`: of all connections of the process; without one it has its own.
+        """
         self._limit = limit or ConnectionLimit()
         self._socket: socket.socket | None = None
         self._text = text
         self._is_ready = is_ready
-        self._door = door or PageDoor()
+        self._authenticator = authenticator or PageAuthenticator()
         self._tls = tls
         self._listener: Listener | None = None
 
@@ -77,7 +80,7 @@ class MetricsPage:
         method, _, rest = head.partition(b" ")
         path = rest.split(None, 1)[0].partition(b"?")[0] if rest.strip() else b""
         try:
-            self._door.check(path.decode("latin-1"), _headers(head))
+            self._authenticator.check(path.decode("latin-1"), _headers(head))
         except InvalidRequest as error:
             return _http("400 Bad Request", "text/plain", f"{error}\n".encode())
         except BatonError as error:

@@ -23,7 +23,7 @@ No served path has one, and some comparisons ignore them: `$` in a regular expre
 """
 
 
-class PageDoor:
+class PageAuthenticator:
     """Authenticates the requests of one HTTP server."""
 
     def __init__(

@@ -56,33 +56,42 @@ def is_full(node: NodeDescription, sequences: float, waiting: int, uncomputed_to
 
 
 @value(frozen=True, slots=True)
-class Hope:
-    """What a request must be in time for; None where it does not matter."""
+class LatencyTargets:
+    """The times that a request has to keep; None: there is no such target."""
 
     deadline: float | None = None
-    """When its client stops waiting; seconds on the router's clock."""
+    """When the client stops waiting, in seconds on the router's clock."""
     first_token_by: float | None = None
+    """When the first token is due, in seconds on the router's clock."""
     least_tokens: int = 1
-    """It generates at least so many."""
+    """The least number of tokens that the request generates."""
     token_s: float | None = None
-    """So long may each token after the first take, in the mean."""
+    """Limit of the mean time per token after the first, in seconds."""
 
 
-NO_HOPE = Hope()
+NO_TARGETS = LatencyTargets()
 
 
 class Ticket(Generic[T]):
     """A place in the queue, or the wish for one."""
 
-    __slots__ = ("arrived", "class_key", "hope", "is_retry", "item", "order_key", "priority")
+    __slots__ = ("arrived", "class_key", "is_retry", "item", "order_key", "priority", "targets")
 
     def __init__(
-        self, item: T, number: int, arrived: float, priority: int, rank: float, hope: Hope, *, is_retry: bool
+        self,
+        item: T,
+        number: int,
+        arrived: float,
+        priority: int,
+        rank: float,
+        targets: LatencyTargets,
+        *,
+        is_retry: bool,
     ) -> None:
         self.item = item
         self.arrived = arrived
         self.priority = priority
-        self.hope = hope
+        self.targets = targets
         self.is_retry = is_retry
         """It was placed before."""
         self.order_key = (not is_retry, rank, arrived, number)
@@ -142,12 +151,14 @@ class AdmissionQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._order)
 
-    def ticket(self, item: T, arrived: float, priority: int, hope: Hope, *, is_retry: bool = False) -> Ticket[T]:
+    def ticket(
+        self, item: T, arrived: float, priority: int, targets: LatencyTargets, *, is_retry: bool = False
+    ) -> Ticket[T]:
         """What `offer` takes; not in the queue yet."""
         self._count += 1
         # Everybody ages alike, so the order of two never changes while they wait.
         rank = arrived + self._ageing_s * priority if self._ageing_s else float(priority)
-        return Ticket(item, self._count, arrived, priority, rank, hope, is_retry=is_retry)
+        return Ticket(item, self._count, arrived, priority, rank, targets, is_retry=is_retry)
 
     def first(self) -> Ticket[T] | None:
         """Who is next."""
@@ -171,8 +182,8 @@ class AdmissionQueue(Generic[T]):
         self.check_room(ticket.priority, num_running)
         num_ahead = bisect.bisect(self._order, ticket.order_key, key=_order_key)
         first_token_s = self.times.wait_s(num_ahead, num_running) + self.times.first_token_s()
-        self.check_in_time(ticket.hope, now, first_token_s, self.times.token_s(), num_running)
-        self.check_pace(ticket.hope, self.times.pace_s(now), num_running)
+        self.check_in_time(ticket.targets, now, first_token_s, self.times.token_s(), num_running)
+        self.check_pace(ticket.targets, self.times.pace_s(now), num_running)
         displaced = self._by_class[-1] if len(self._by_class) >= self._max_waiting else None
         if displaced is not None:
             self.leave(displaced)
@@ -190,21 +201,23 @@ class AdmissionQueue(Generic[T]):
         drained_s = self.times.wait_s(len(self._order), num_running)
         return min(max(drained_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S) * self._rng.uniform(0.75, 1.25)
 
-    def check_in_time(self, hope: Hope, now: float, first_token_s: float, token_s: float, num_running: int) -> None:
+    def check_in_time(
+        self, targets: LatencyTargets, now: float, first_token_s: float, token_s: float, num_running: int
+    ) -> None:
         """Raises WouldBeLate if its tokens would come too late: the first after so long, then one each `token_s`."""
-        last_token_s = first_token_s + (hope.least_tokens - 1) * token_s
+        last_token_s = first_token_s + (targets.least_tokens - 1) * token_s
         what = ""
-        if hope.first_token_by is not None and now + first_token_s > hope.first_token_by:
+        if targets.first_token_by is not None and now + first_token_s > targets.first_token_by:
             what = f"its first token is predicted in {first_token_s:.3f} s, after the time that it allows"
-        elif hope.deadline is not None and now + last_token_s > hope.deadline:
+        elif targets.deadline is not None and now + last_token_s > targets.deadline:
             what = f"its end is predicted in {last_token_s:.3f} s or later, after its deadline"
         if what:
             raise WouldBeLate(what, self.retry_after_s(num_running))
 
-    def check_pace(self, hope: Hope, token_s: float, num_running: int) -> None:
+    def check_pace(self, targets: LatencyTargets, token_s: float, num_running: int) -> None:
         """Raises WouldBeLate if a token each `token_s` is slower than it hopes for."""
-        if hope.token_s is not None and token_s > hope.token_s:
-            what = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {hope.token_s * 1e3:.3g} ms"
+        if targets.token_s is not None and token_s > targets.token_s:
+            what = f"a token is predicted every {token_s * 1e3:.3g} ms, and it allows {targets.token_s * 1e3:.3g} ms"
             raise WouldBeLate(what, self.retry_after_s(num_running))
 
     def _gives_way(self, priority: int) -> bool:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from baton.errors import BatonError
 from baton.messages.generation import Chunk, GenerateEvent, TakeChunk
-from router.flight.turns import Turns
+from router.flight.fair_queue import FairQueue
 
 MAX_JOINED_TOKENS = 256
 
@@ -25,10 +25,10 @@ class EventQueue:
 
     __slots__ = ("_error", "_events", "_is_due", "_is_over", "_take", "_turns", "_waiter", "backlog")
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    def __init__(self, turns: FairQueue | None = None) -> None:
         """`turns` are those of all queues of a router."""
         self._take: TakeChunk | None = None
-        self._turns = turns or Turns()
+        self._turns = turns or FairQueue()
         self._events: list[GenerateEvent] = []
         """Few, since chunks are taken together; a deque would be 700 bytes for each stream."""
         self._waiter: asyncio.Future[None] | None = None

@@ -8,8 +8,8 @@ from baton.messages.generation import ModelCard
 from baton.messages.ids import AttemptKey
 from baton.registry.flights import FlightRecords
 from router.admission.request import ValidRequest
+from router.flight.fair_queue import FairQueue
 from router.flight.flight_record import MAX_TRACEPARENT, FlightRecord, read_record
-from router.flight.turns import Turns
 from router.placement.placement import Placement
 
 READS_PER_TURN = 16
@@ -22,7 +22,7 @@ class FlightJournal:
     def __init__(self, records: FlightRecords, router: str, wall: Callable[[], float]) -> None:
         """`router` is this router's incarnation, `wall` the time of the day in seconds."""
         self._records = records
-        self._turns = Turns(READS_PER_TURN)
+        self._turns = FairQueue(READS_PER_TURN)
         self._router = router
         self._wall = wall
 

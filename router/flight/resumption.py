@@ -78,7 +78,7 @@ class ResumedAnswer(Answer):
         return super()._whole([chunk for chunk in chunks if chunk.next_position > self._begin[place]], place)
 
 
-def told_again(
+def replayed(
     answer: Answer, sequences: Sequence[FlightSequence], logprobs: Sequence[Sequence[TokenLogprobs]]
 ) -> Sequence[GenerateEvent]:
     """The events of a new answer for all that a live flight has brought so far, but for its end."""

@@ -142,7 +142,7 @@ def _stages(traced: Traced, router: str) -> Iterator[TimelineStage]:
 def _until_first(traced: Traced, router: str, window_ns: int) -> Iterable[TimelineStage]:
     """From the placement of the attempt that brought the first token."""
     first = traced.first
-    if _is_told_again(traced):
+    if _is_replayed(traced):
         return [TimelineStage("adopt", _between(router, first.decode_node or first.prompt_node), window_ns)]
     if first.prompt is None and _is_one_attempt(traced):
         # The decode node was quicker to say it.
@@ -177,7 +177,7 @@ def _told_by_then(traced: Traced, first_token: int, chain: Sequence[_Part]) -> i
     told = first.decode if first.decode_node else first.prompt
     if told is not None:
         return _length(_chain("", told))
-    if _is_told_again(traced):
+    if _is_replayed(traced):
         return _length(chain[:-1])
     return first_token - _ns(traced.moments.placed_for_first or 0.0)
 
@@ -187,7 +187,7 @@ def _is_one_attempt(traced: Traced) -> bool:
     return traced.moments.placed_for_first == traced.moments.placed_last
 
 
-def _is_told_again(traced: Traced) -> bool:
+def _is_replayed(traced: Traced) -> bool:
     """Whether the first token is of an attempt that began at another router: its nodes say how long it took there."""
     return traced.is_adopted and traced.moments.placed_for_first == traced.moments.placed
 

@@ -16,7 +16,7 @@ from baton.errors import BatonError
 from baton.messages.ids import new_request_id
 from baton.security.callers import current_caller
 from baton.security.matrix import is_page
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from router.http.body import CLOSE, ClientGone, check_headers, is_unread
 from router.http.embeddings import Embeddings
 from router.http.endpoints import ChatCompletions, Completions, Handler, request_id_of
@@ -42,11 +42,11 @@ class HttpFront:
         clock: Clock,
         rng: Random,
         keep_alive_s: float = KEEP_ALIVE_S,
-        door: PageDoor | None = None,
+        authenticator: PageAuthenticator | None = None,
         more: Sequence[Route] = (),
     ) -> None:
-        """Without a door it stands open. `more`: pages of others."""
-        self._door = door or PageDoor()
+        """Without an authenticator every caller is permitted. `more`: pages of others."""
+        self._authenticator = authenticator or PageAuthenticator()
         self._rng = rng
         completions = Completions(handler, model, clock, keep_alive_s)
         chats = ChatCompletions(handler, model, clock, keep_alive_s)
@@ -68,7 +68,7 @@ class HttpFront:
         scope["state"] = {}
         try:
             check_headers(scope)
-            current_caller.set(self._door.check(scope["path"], scope["headers"]))
+            current_caller.set(self._authenticator.check(scope["path"], scope["headers"]))
             request_id = request_id_of(scope, self._rng)
             scope["state"]["request_id"] = request_id
             # With this, a wrong method is raised, and not answered in starlette's own way.

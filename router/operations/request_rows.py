@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from baton.messages.request_rows import RequestRow
+from router.flight.active_request import ActiveRequest
 from router.flight.flight_table import FlightState
-from router.flight.run import Run
 from router.flight.timeline import Traced
 
 _ENDED = {FlightState.FINISHED: "Finished", FlightState.FAILED: "Failed", FlightState.CANCELLED: "Cancelled"}
 _ENDED_WORDS = {state.value: word for state, word in _ENDED.items()}
 
 
-def running_rows(runs: Iterable[Run], router: str, now: float) -> Iterator[RequestRow]:
+def running_rows(runs: Iterable[ActiveRequest], router: str, now: float) -> Iterator[RequestRow]:
     """`now`: seconds on the router's clock."""
     return (_running(run, router, now) for run in runs)
 
@@ -23,7 +23,7 @@ def ended_rows(traced: Iterable[Traced], router: str, now: float) -> Iterator[Re
     return (_ended(each, router, now) for each in traced)
 
 
-def _running(run: Run, router: str, now: float) -> RequestRow:
+def _running(run: ActiveRequest, router: str, now: float) -> RequestRow:
     flight, first = run.flight, run.first_token_at
     measured = flight.measured()
     return RequestRow(
@@ -41,7 +41,7 @@ def _running(run: Run, router: str, now: float) -> RequestRow:
     )
 
 
-def _state(run: Run) -> str:
+def _state(run: ActiveRequest) -> str:
     flight = run.flight
     if run.wanted is not None:
         return "Waiting"

@@ -14,7 +14,7 @@ from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from baton.wire.door import Door
+from baton.wire.authenticator import Authenticator
 from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import RpcServer, streaming_server
 from baton.wire.services import generation_service
@@ -66,7 +66,9 @@ async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     made = {tenant: new_key(tenant, CallerRole.CLIENT, "") for tenant in TENANTS}
     write_keys(tmp_path / "keys", [entry for _, entry in made.values()])
     make: Callable[..., RpcServer] = request.param
-    server = make((generation_service.SERVICE_NAME,), FaultBarrier(door=Door(KeyRing(tmp_path / "keys"))), None)
+    server = make(
+        (generation_service.SERVICE_NAME,), FaultBarrier(authenticator=Authenticator(KeyRing(tmp_path / "keys"))), None
+    )
     port = server.bind("127.0.0.1", 0)
     GenerationServicer(SaysWho()).add_to_server(server.server)
     await server.start()

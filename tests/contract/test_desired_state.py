@@ -47,7 +47,7 @@ async def test_a_node_has_one_desired_role_at_most(server: Server) -> None:
     assert desired.decode == frozenset()
 
 
-async def test_nothing_is_wanted_of_a_registry_that_is_away_and_it_is_told_again_when_it_comes_back_empty(
+async def test_nothing_is_wanted_of_a_registry_that_is_away_and_it_is_replayed_when_it_comes_back_empty(
     server: Server,
 ) -> None:
     registry = server.connect()
@@ -81,7 +81,7 @@ async def test_every_incarnation_of_a_name(server: Server) -> None:
     assert await registry.namesakes("prefill") == []
 
 
-def test_what_a_flushed_registry_is_told_again() -> None:
+def test_what_a_flushed_registry_is_replayed() -> None:
     memory, known = DesiredMemory(), DesiredState(frozenset("ab"), decode=frozenset("a"))
     assert memory.merge("one", known) == (known, DesiredChange({}, {}))
     # In the new one somebody has chosen another role and cordoned a third node already.

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from baton.security.callers import current_caller
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.wire.door import Door
+from baton.wire.authenticator import Authenticator
 from baton.wire.http2.frames import ENHANCE_YOUR_CALM, PREFACE, REFUSED_STREAM
 from baton.wire.http2.hpack import HeaderReader, write_headers
 from baton.wire.http2.server import MAX_KEYLESS_CALLS, STREAMS_OF_STRANGERS, Http2Server
@@ -74,8 +74,10 @@ class Service:
 
 @asynccontextmanager
 async def serving(keys: KeyRing | None = None, **more: Any) -> AsyncIterator[tuple[Http2Server, Service]]:
-    barrier, service = FaultBarrier(door=Door(keys)), Service()
-    server = Http2Server((barrier,), max_message_bytes=LIMIT, max_metadata_bytes=8192, door=barrier.door, **more)
+    barrier, service = FaultBarrier(authenticator=Authenticator(keys)), Service()
+    server = Http2Server(
+        (barrier,), max_message_bytes=LIMIT, max_metadata_bytes=8192, authenticator=barrier.authenticator, **more
+    )
     server.add_insecure_port("127.0.0.1:0")
     server.add_generic_rpc_handlers((service.handler(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import pytest
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, new_key, write_keys
 from baton.security.matrix import CallerRole
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from router.http.server import HttpServer
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig
 
@@ -62,13 +62,13 @@ def keys(tmp_path: Path) -> dict[CallerRole, str]:
 
 @pytest.fixture(params=["router", "node"])
 async def port(request: pytest.FixtureRequest, tmp_path: Path, keys: object) -> AsyncIterator[int]:
-    door = PageDoor("127.0.0.1", "", KeyRing(tmp_path / "keys"))
+    authenticator = PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys"))
     if request.param == "node":
-        page = MetricsPage(lambda: FIGURES, door)
+        page = MetricsPage(lambda: FIGURES, authenticator)
         yield await page.start("127.0.0.1", 0)
         await page.stop()
         return
-    rig = HttpRig(door=door)
+    rig = HttpRig(authenticator=authenticator)
     server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE))
     bound = server.bind("127.0.0.1", 0)
     await server.start()

@@ -19,7 +19,7 @@ from baton.errors import ConfigError, EngineFault, QueueFull
 from baton.messages.generation import Chunk
 from baton.security.authority import make_certificates
 from baton.security.keys import KeyRing, write_keys
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from baton.security.tls_files import TlsFiles
 from router.http.server import HttpServer
 from tests.support.http_rig import DEFAULT_TEMPLATE, HttpRig, chunk, finished
@@ -54,9 +54,12 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    stall_s: float = 30.0, head_s: float = 20.0, door: PageDoor | None = None, tls: TlsFiles | None = None
+    stall_s: float = 30.0,
+    head_s: float = 20.0,
+    authenticator: PageAuthenticator | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[Served]:
-    rig = HttpRig(door=door)
+    rig = HttpRig(authenticator=authenticator)
     server = HttpServer(rig.front(rig.handler, 1000.0, DEFAULT_TEMPLATE), stall_s, tls, head_s)
     port = server.bind("127.0.0.1", 0)
     before = asyncio.all_tasks()
@@ -168,7 +171,7 @@ async def test_a_key_that_nobody_has_is_refused_before_the_body_however_long_it_
     write_keys(tmp_path / "keys", [])
     tls = TlsFiles(tmp_path / "ca.crt", tmp_path / "router.crt", tmp_path / "router.key") if is_tls else None
     context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt")) if is_tls else None
-    async with served(door=PageDoor("127.0.0.1", "", KeyRing(tmp_path / "keys")), tls=tls) as one:
+    async with served(authenticator=PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys")), tls=tls) as one:
         reader, writer = await asyncio.open_connection("localhost", one.port, ssl=context)
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 10_000)

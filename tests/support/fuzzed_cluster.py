@@ -100,7 +100,7 @@ class Ear:
 
 
 class FuzzedCluster:
-    """A cluster that outlives its requests, and the door that they come to."""
+    """A cluster that outlives its requests, and the port at which they arrive."""
 
     def __init__(self) -> None:
         self.cluster = SimulatedCluster(LIMITS, Random(1), Faults)

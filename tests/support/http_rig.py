@@ -7,7 +7,7 @@ from random import Random
 
 from baton.clock import ManualClock
 from baton.messages.generation import Chunk, Finished, ModelCard, Path
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from baton.testing.fake_handler import FakeCall, FakeHandler
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
@@ -38,10 +38,10 @@ class HttpRig(AsgiClient):
         keep_alive_s: float = 1000.0,
         template: str = DEFAULT_TEMPLATE,
         card: ModelCard = CARD,
-        door: PageDoor | None = None,
+        authenticator: PageAuthenticator | None = None,
     ) -> None:
         self.card = card
-        self._door_of_pages = door
+        self._page_authenticator = authenticator
         self.handler = FakeHandler()
         self.why_not_ready = ""
         super().__init__(self.front(self.handler, keep_alive_s, template))
@@ -56,7 +56,7 @@ class HttpRig(AsgiClient):
             ManualClock(5.0),
             Random(1),
             keep_alive_s,
-            self._door_of_pages,
+            self._page_authenticator,
         )
 
     async def called(self) -> FakeCall:

@@ -25,8 +25,10 @@ from baton.messages.sampling import SamplingParams
 from baton.node.reports.reports import node_record
 from baton.registry import NodeRecord
 from router.admission.request import ValidRequest
+from router.flight.active_request import ActiveRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
+from router.flight.fair_queue import FairQueue
 from router.flight.flight_table import (
     AbortLeg,
     Delta,
@@ -42,8 +44,6 @@ from router.flight.flight_table import (
     Placed,
     SubmitLeg,
 )
-from router.flight.run import Run
-from router.flight.turns import Turns
 from router.limits import DispatchLimits
 from router.placement.placement import Candidates
 from router.placement.placer import Placer
@@ -60,7 +60,7 @@ class Client:
 
     request: WorkloadRequest
     planned_s: float
-    run: Run
+    run: ActiveRequest
     times: list[float] = field(default_factory=list)
     """When its tokens came."""
 
@@ -219,8 +219,8 @@ class SimulatedRouter:
         prompt = SimulatedPrompt(request.pieces, request.output_length, self._block_size, request_id)
         valid = ValidRequest(request_id, MODEL, prompt, self._params_for(request.output_length))
         if self._unread is None:
-            self._unread = (Answer(None, valid), EventQueue(Turns()))
-        run = Run(valid, self._rng.getrandbits(64), *self._unread, now)
+            self._unread = (Answer(None, valid), EventQueue(FairQueue()))
+        run = ActiveRequest(valid, self._rng.getrandbits(64), *self._unread, now)
         client = self._clients[request_id] = Client(request, planned_s, run)
         self._perform(client, run.flight.start())
 
@@ -231,7 +231,7 @@ class SimulatedRouter:
             params = self._params[length] = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         return params
 
-    def _client(self, run: Run) -> Client:
+    def _client(self, run: ActiveRequest) -> Client:
         return self._clients[run.request.request_id]
 
     def _feed(self, client: Client, event: FlightEvent, drawn: Sequence[float] = ()) -> None:
@@ -243,7 +243,7 @@ class SimulatedRouter:
         self._room_came = False
         self._waiting.serve()
 
-    def _place_again(self, run: Run, place: Place) -> None:
+    def _place_again(self, run: ActiveRequest, place: Place) -> None:
         client = self._client(run)
         self._perform(client, self._place(client, place))
 

@@ -153,7 +153,7 @@ class Attempt:
         """Tokens and log-probabilities that it keeps."""
         return len(self.given) + sum(sequence.num_entries for sequence in self._sequences.values())
 
-    def told_again(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
+    def replayed(self, num_known: Sequence[int] = ()) -> Iterator[RequestDelta]:
         """All that it brought so far, in order; tokens that it was given have no log-probabilities.
 
         `num_known`: so many tokens of each sequence need not be told. An end that comes with its token is told with it;

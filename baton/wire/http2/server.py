@@ -21,7 +21,7 @@ from baton.errors import BatonError
 from baton.observe.listener import Listener, listening_socket
 from baton.observe.log_limit import LimitedLog
 from baton.security.connection_limit import ConnectionLimit, Place
-from baton.wire.door import Door
+from baton.wire.authenticator import Authenticator
 from baton.wire.http2.call import STALL_S, BadCall, Call, CallDetails, CallHead, HeldBytes, trailers_only
 from baton.wire.http2.call_queue import CallQueue
 from baton.wire.http2.connection import MAX_STREAMS_OPEN, Connection, Opened, Received, WasReset, Writable
@@ -64,7 +64,7 @@ class Http2Server(grpc.aio.Server):
         *,
         max_message_bytes: int,
         max_metadata_bytes: int,
-        door: Door | None = None,
+        authenticator: Authenticator | None = None,
         budget: TurnBudget | None = None,
         quiet_s: float = 10.0,
         answer_s: float = 5.0,
@@ -72,14 +72,14 @@ class Http2Server(grpc.aio.Server):
         request_s: float = REQUEST_S,
         stall_s: float = STALL_S,
     ) -> None:
-        """`door`: whom calls are for; it is asked when their headers come, before anything is kept of them. `limit`
+        """`authenticator`: checks each call when its headers arrive, before anything is stored. `limit`
         and `budget`: of all connections of the process; without them the server has its own.
 
         A peer that says nothing for `quiet_s` is asked whether it is there; who does not answer within `answer_s` is
         gone, as is who has not greeted within `quiet_s`. Who takes longer than `request_s` for a request of one message
         hears so, and so does who takes nothing of an answer for `stall_s`.
         """
-        self.door = door or Door()
+        self.authenticator = authenticator or Authenticator()
         self._limit = limit or ConnectionLimit()
         self._budget = budget
         self.request_s = request_s
@@ -449,13 +449,13 @@ class _Link(asyncio.BufferedProtocol):
         head = CallHead.read(opened.headers)
         method = head.details.method
         try:
-            caller = server.door.caller(method, head.details.invocation_metadata)
+            caller = server.authenticator.caller(method, head.details.invocation_metadata)
         except BatonError as error:
             raise BadCall(*to_rpc(error)) from error
         handler = server.handler(head.details)
         if handler is None:
             raise BadCall(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        is_anyones, max_bytes = server.door.is_open_to_anyone(method), server.max_message_bytes
+        is_anyones, max_bytes = server.authenticator.is_open_to_anyone(method), server.max_message_bytes
         if is_anyones:
             server.admit_keyless(self)
             max_bytes = min(max_bytes, _KEYLESS_MESSAGE_BYTES)

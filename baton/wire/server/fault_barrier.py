@@ -20,7 +20,7 @@ import grpc
 
 from baton.errors import BatonError, InvalidRequest, SlowReader
 from baton.wire import status
-from baton.wire.door import Door
+from baton.wire.authenticator import Authenticator
 from baton.wire.http2.call import BadCall, CallDetails
 
 _log = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ _FACTORIES = {
 class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Wraps the servicers of one server. Health and reflection only get the authentication."""
 
-    def __init__(self, stall_s: float = 30.0, door: Door | None = None) -> None:
+    def __init__(self, stall_s: float = 30.0, authenticator: Authenticator | None = None) -> None:
         """`stall_s`: seconds that a client of the public service may take to read one message."""
         self._stall_s = stall_s
-        self.door = door or Door()
+        self.authenticator = authenticator or Authenticator()
 
     async def intercept_service(
         self,
@@ -55,7 +55,7 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if not isinstance(handler_call_details, CallDetails) or handler_call_details.caller is None:
             try:
                 # This happens before the request is read. Baton's own server does it before it makes the call.
-                self.door.check_key(method, handler_call_details.invocation_metadata)
+                self.authenticator.check_key(method, handler_call_details.invocation_metadata)
             except BatonError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
@@ -65,11 +65,11 @@ class FaultBarrier(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         make = _FACTORIES[handler.request_streaming, handler.response_streaming]
         read = _reader(handler.request_deserializer, is_stream=handler.request_streaming)
         if not inspect.isasyncgenfunction(behaviour):
-            guarded = _guarded_call(behaviour, method, self.door)
+            guarded = _guarded_call(behaviour, method, self.authenticator)
         elif method.startswith(_PUBLIC):
-            guarded = _guarded_writer(behaviour, method, self.door, self._stall_s)
+            guarded = _guarded_writer(behaviour, method, self.authenticator, self._stall_s)
         else:
-            guarded = _guarded_generator(behaviour, method, self.door)
+            guarded = _guarded_generator(behaviour, method, self.authenticator)
         return make(guarded, read, handler.response_serializer)
 
 
@@ -105,9 +105,9 @@ def _refusing(error: BatonError) -> Any:
 
 
 @asynccontextmanager
-async def _translated(request: Any, context: Any, method: str, door: Door) -> AsyncIterator[None]:
+async def _translated(request: Any, context: Any, method: str, authenticator: Authenticator) -> AsyncIterator[None]:
     try:
-        door.check_certificate(method, context)
+        authenticator.check_certificate(method, context)
         if request is _UNREADABLE:
             raise _unreadable()
         yield
@@ -120,30 +120,33 @@ async def _translated(request: Any, context: Any, method: str, door: Door) -> As
         await status.abort(context, BatonError("internal error; the log of the server has it"))
 
 
-def _guarded_call(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
+def _guarded_call(behaviour: _Behaviour, method: str, authenticator: Authenticator) -> _Behaviour:
     async def call(request: Any, context: Any) -> Any:
-        async with _translated(request, context, method, door):
+        async with _translated(request, context, method, authenticator):
             return await behaviour(request, context)
 
     return call
 
 
-def _guarded_generator(behaviour: _Behaviour, method: str, door: Door) -> _Behaviour:
+def _guarded_generator(behaviour: _Behaviour, method: str, authenticator: Authenticator) -> _Behaviour:
     async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
         # A generator that is cancelled while gRPC writes is never resumed, and `aclosing` ends the inner one all the
         # same.
-        async with _translated(request, context, method, door), aclosing(behaviour(request, context)) as responses:
+        async with (
+            _translated(request, context, method, authenticator),
+            aclosing(behaviour(request, context)) as responses,
+        ):
             async for response in responses:
                 yield response
 
     return generate
 
 
-def _guarded_writer(behaviour: _Behaviour, method: str, door: Door, stall_s: float) -> _Behaviour:
+def _guarded_writer(behaviour: _Behaviour, method: str, authenticator: Authenticator, stall_s: float) -> _Behaviour:
     async def call(request: Any, context: Any) -> None:
         watch = WriteWatch(stall_s)
         try:
-            async with _translated(request, context, method, door):
+            async with _translated(request, context, method, authenticator):
                 try:
                     async with aclosing(behaviour(request, context)) as responses:
                         async for response in responses:

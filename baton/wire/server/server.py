@@ -132,7 +132,7 @@ def streaming_server(
         max_metadata_bytes=MAX_METADATA_BYTES,
         limit=limit,
         budget=budget,
-        door=barrier.door,
+        authenticator=barrier.authenticator,
     )
     return RpcServer(service_names, ours=ours)
 

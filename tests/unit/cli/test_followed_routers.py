@@ -30,7 +30,7 @@ def test_what_two_routers_saw_is_told_once_and_by_time() -> None:
     assert told == [("NodeJoined", "a"), ("BreakerOpened", "b"), ("NodeLost", "b"), ("Failover", "a")]
 
 
-def test_what_happens_again_is_told_again_but_not_what_a_newcomer_sees() -> None:
+def test_what_happens_again_is_replayed_but_not_what_a_newcomer_sees() -> None:
     merge = Merge()
     later = 2 * SAME_S
     assert merge.is_news(event(1, 0.0, "Cordoned", "a"))

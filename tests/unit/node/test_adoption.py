@@ -189,7 +189,7 @@ async def test_a_fence_outlives_what_it_protects() -> None:
     assert rig.role.aborted == [KEY]
 
 
-async def test_the_owner_may_have_it_told_again() -> None:
+async def test_the_owner_may_have_it_replayed() -> None:
     rig = rig_with_grace()
     port = attach(rig, "router-0")
     rig.ask(port, sampling_params=LONG)

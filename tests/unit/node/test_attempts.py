@@ -83,7 +83,7 @@ def test_what_ended_is_kept_within_bounds_the_latest_longest() -> None:
 def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
     attempt = attempt_of("a")
     attempt.note(RequestDelta(attempt.key, 0, range(5000), outcome=Outcome.STOP, stop_token_id=7))
-    _, *pieces = attempt.told_again()
+    _, *pieces = attempt.replayed()
     assert [(piece.first_index, len(piece.token_ids)) for piece in pieces] == [(0, 2048), (2048, 2048), (4096, 904)]
     assert [token for piece in pieces for token in piece.token_ids] == list(range(5000))
     assert [piece.outcome for piece in pieces] == [None, None, Outcome.STOP]
@@ -92,12 +92,12 @@ def test_a_long_answer_comes_in_pieces_and_its_end_with_the_last() -> None:
 
 @pytest.mark.parametrize("num_given", [0, 2])
 @pytest.mark.parametrize("num_known", range(8))
-def test_what_a_router_has_is_not_told_again(num_given: int, num_known: int) -> None:
+def test_what_a_router_has_is_not_replayed(num_given: int, num_known: int) -> None:
     output = [10, 11, 12, 13, 14]
     attempt = Attempt(AttemptKey("a", 1), 1, "r.1", AttemptClock(), output[:num_given])
     attempt.note(RequestDelta(attempt.key, num_given, output[num_given:4]))
     attempt.note(RequestDelta(attempt.key, 4, output[4:], outcome=Outcome.STOP, stop_token_id=14))
-    first, *told = attempt.told_again([num_known])
+    first, *told = attempt.replayed([num_known])
     assert first == RequestDelta(attempt.key), "that it has the attempt"
     assert [token for delta in told for token in delta.token_ids] == output[num_known:]
     following = min(num_known, len(output))
@@ -114,7 +114,7 @@ def test_an_end_that_did_not_come_with_a_token_comes_alone() -> None:
     attempt.note(RequestDelta(attempt.key, 0, [1, 2]))
     end = RequestDelta(attempt.key, 2, outcome=Outcome.KV_LOST, error="gone", transfer_cause=TransferCause.PEER_GONE)
     attempt.note(end)
-    assert list(attempt.told_again()) == [
+    assert list(attempt.replayed()) == [
         RequestDelta(attempt.key),
         RequestDelta(attempt.key, 0, (1, 2)),
         end,

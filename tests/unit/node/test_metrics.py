@@ -22,7 +22,7 @@ from baton.node.reports.figures import engine_figures
 from baton.observe.metrics import Figure, Histogram, by_label, render
 from baton.observe.metrics_page import MetricsPage
 from baton.security.keys import KeyRing, write_keys
-from baton.security.pages import PageDoor
+from baton.security.pages import PageAuthenticator
 from baton.testing.fake_connector import FakeConnector
 from baton.testing.scripted_runner import ScriptedRunner
 from tests.support.engine_rig import EngineRig, prompt_of
@@ -226,7 +226,7 @@ async def test_whoever_asks_for_something_else_is_told(port: int, question: byte
 async def test_probes_hear_of_life_and_readiness_without_a_key(tmp_path: Path) -> None:
     ready: list[bool] = []
     write_keys(tmp_path / "keys", [])
-    locked = PageDoor("127.0.0.1", "", KeyRing(tmp_path / "keys"))
+    locked = PageAuthenticator("127.0.0.1", "", KeyRing(tmp_path / "keys"))
     page = MetricsPage(lambda: b"", locked, is_ready=lambda: bool(ready))
     port = await page.start("127.0.0.1", 0)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.errors import QueueFull, WouldBeLate
-from router.admission.admission import AdmissionQueue, Hope, Ticket, is_full
+from router.admission.admission import AdmissionQueue, LatencyTargets, Ticket, is_full
 from tests.support.router_parts import decode
 
-NO_HOPE = Hope()
+NO_TARGETS = LatencyTargets()
 
 
 def queue(max_waiting: int = 8, ageing_s: float = 60.0) -> AdmissionQueue[str]:
@@ -25,13 +25,13 @@ def put(
     name: str,
     arrived: float = 0.0,
     priority: int = 0,
-    hope: Hope = NO_HOPE,
+    targets: LatencyTargets = NO_TARGETS,
     *,
     is_retry: bool = False,
     num_running: int = 1,
 ) -> str | None:
     """Who had to leave."""
-    ticket = waiting.ticket(name, arrived, priority, hope, is_retry=is_retry)
+    ticket = waiting.ticket(name, arrived, priority, targets, is_retry=is_retry)
     displaced = waiting.offer(ticket, arrived, num_running)
     return None if displaced is None else displaced.item
 
@@ -91,25 +91,25 @@ def test_nobody_waits_where_nobody_may() -> None:
 
 def test_a_newcomer_is_next_only_if_nobody_is_ahead_of_it() -> None:
     waiting = queue()
-    assert waiting.is_next(waiting.ticket("a", 0, 9, NO_HOPE))
+    assert waiting.is_next(waiting.ticket("a", 0, 9, NO_TARGETS))
     put(waiting, "b", 0, 0)
-    assert not waiting.is_next(waiting.ticket("c", 1, 0, NO_HOPE))
-    assert waiting.is_next(waiting.ticket("d", 1, -1, NO_HOPE))
+    assert not waiting.is_next(waiting.ticket("c", 1, 0, NO_TARGETS))
+    assert waiting.is_next(waiting.ticket("d", 1, -1, NO_TARGETS))
 
 
 def test_too_late_is_refused_at_once_but_only_by_what_was_measured() -> None:
     waiting = queue()
-    put(waiting, "first", hope=Hope(deadline=0.1, first_token_by=0.1))
+    put(waiting, "first", targets=LatencyTargets(deadline=0.1, first_token_by=0.1))
     waiting.times.ended(first_token_s=1.0, service_s=5.0, num_tokens=5)
     waiting.times.ended(first_token_s=0.5, service_s=3.0, num_tokens=6)
     # One is ahead: two more departures at 2 running / 4 s, then half a second (the quickest) to the first token.
-    put(waiting, "a", hope=Hope(first_token_by=4.5 + 1e-9), num_running=2)
+    put(waiting, "a", targets=LatencyTargets(first_token_by=4.5 + 1e-9), num_running=2)
     with pytest.raises(WouldBeLate, match=r"its first token is predicted in 6\.500 s"):
-        put(waiting, "b", hope=Hope(first_token_by=6.4), num_running=2)
+        put(waiting, "b", targets=LatencyTargets(first_token_by=6.4), num_running=2)
     # Its end: four more tokens at the quickest pace, half a second each.
-    put(waiting, "c", hope=Hope(deadline=8.5 + 1e-9, least_tokens=5), num_running=2)
+    put(waiting, "c", targets=LatencyTargets(deadline=8.5 + 1e-9, least_tokens=5), num_running=2)
     with pytest.raises(WouldBeLate, match="its end is predicted"):
-        put(waiting, "d", hope=Hope(deadline=10.4, least_tokens=5), num_running=2)
+        put(waiting, "d", targets=LatencyTargets(deadline=10.4, least_tokens=5), num_running=2)
     assert drained(waiting) == "firstac"
 
 
@@ -151,7 +151,7 @@ class QueueMachine(RuleBasedStateMachine):
         newcomers = [ticket for ticket in self.model if not ticket.is_retry]
         worst = max(newcomers, key=lambda t: (t.priority, newcomers.index(t)), default=None)
         is_crowded = not is_retry and len(newcomers) >= self.MAX
-        ticket = self.waiting.ticket("", self.now, priority, NO_HOPE, is_retry=is_retry)
+        ticket = self.waiting.ticket("", self.now, priority, NO_TARGETS, is_retry=is_retry)
         if is_crowded and worst is not None and worst.priority <= priority:
             with pytest.raises(QueueFull):
                 self.waiting.offer(ticket, self.now, 1)

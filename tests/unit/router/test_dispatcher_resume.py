@@ -77,7 +77,7 @@ async def test_another_stream_takes_a_live_run_over() -> None:
         assert rig.dispatcher.counters.resumed == 1
 
 
-async def test_one_that_is_over_but_unread_is_told_again() -> None:
+async def test_one_that_is_over_but_unread_is_replayed() -> None:
     async with router_rig(decode()) as rig:
         stream = rig.dispatcher.generate(GenerateRequest("hello", request_id="r", max_tokens=2, n=2))
         assert isinstance(await anext(stream), Accepted)
@@ -142,7 +142,7 @@ async def test_a_late_or_impossible_return_leaves_the_old_stream_alone() -> None
         await old.finished()
 
 
-async def test_logprobs_are_told_again_too() -> None:
+async def test_logprobs_are_replayed_too() -> None:
     async with router_rig(prefill(), decode()) as rig:
         old, attempt = await begun(rig, max_tokens=3, logprobs=0)
         rig.tell("p1", attempt, 0, "a", Outcome.HANDED_OFF, logprob=-0.1)

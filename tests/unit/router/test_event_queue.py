@@ -10,7 +10,7 @@ from baton.errors import EngineFault
 from baton.messages.generation import Accepted, Chunk, GenerateEvent, SequenceFinished
 from baton.messages.sampling import TokenLogprobs
 from router.flight.event_queue import MAX_JOINED_TOKENS, EventQueue
-from router.flight.turns import Turns
+from router.flight.fair_queue import FairQueue
 
 
 def chunk(first_index: int, text: str, sequence_index: int = 0) -> Chunk:
@@ -147,7 +147,7 @@ async def test_who_can_take_no_more_is_woken_and_gets_the_same_chunk() -> None:
 
 
 async def test_chunks_that_have_to_wait_for_their_turn_are_taken_as_one() -> None:
-    turns = Turns(per_turn=1)
+    turns = FairQueue(per_turn=1)
     queues = [EventQueue(turns) for _ in range(3)]
     takers = [Taker(queue) for queue in queues]
     await asyncio.sleep(0)
@@ -166,7 +166,7 @@ async def test_chunks_that_have_to_wait_for_their_turn_are_taken_as_one() -> Non
 
 
 async def test_a_turn_that_comes_after_everything_was_taken_wakes_nobody() -> None:
-    turns = Turns(per_turn=1)
+    turns = FairQueue(per_turn=1)
     queue = EventQueue(turns)
     events: list[GenerateEvent] = []
 

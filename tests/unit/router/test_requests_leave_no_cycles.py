@@ -21,15 +21,15 @@ from baton.wire.server.fault_barrier import FaultBarrier
 from baton.wire.server.server import streaming_server
 from baton.wire.services.generation_service import SERVICE_NAME, GenerationServicer
 from router.admission.tenants import Tenants
+from router.flight.active_request import ActiveRequest
 from router.flight.flight import Flight
-from router.flight.run import Run
 from router.front import GenerationHandler
 from tests.support.left_behind import collector_off
 from tests.support.router_parts import MODEL, decode, prefill
 from tests.support.router_rig import Letters, RouterRig, router_rig
 
 NUM_REQUESTS = 10
-KEPT = (Call, Run, Flight)
+KEPT = (Call, ActiveRequest, Flight)
 
 
 @pytest.fixture(autouse=True)

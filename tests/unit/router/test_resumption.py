@@ -19,7 +19,7 @@ from router.flight.answer import Answer
 from router.flight.flight_record import FlightRecord
 from router.flight.flight_sequence import FlightSequence
 from router.flight.flight_table import EmitTokens, Finish, SequenceEnded
-from router.flight.resumption import ResumedAnswer, check_positions, told_again, where_it_runs
+from router.flight.resumption import ResumedAnswer, check_positions, replayed, where_it_runs
 from tests.support.router_parts import decode, key, prefill
 
 
@@ -176,7 +176,7 @@ def test_the_best_of_several_is_cut_at_any_token_too(position: int) -> None:
 
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=1))
-def test_a_live_flight_is_told_again_as_it_was(seed: int, stops: list[str]) -> None:
+def test_a_live_flight_is_replayed_as_it_was(seed: int, stops: list[str]) -> None:
     """In mid-stream, too: what follows goes on behind what was told."""
     rng = Random(seed)
     output = [ord(rng.choice("ab")) for _ in range(8)]
@@ -185,7 +185,7 @@ def test_a_live_flight_is_told_again_as_it_was(seed: int, stops: list[str]) -> N
     sequence = FlightSequence(0)
     sequence.take(RequestDelta(key(), 0, tuple(output[:cut])))
     answer = ResumedAnswer(PairCodec(), request, [position])
-    events = list(told_again(answer, [sequence], ()))
+    events = list(replayed(answer, [sequence], ()))
     if cut < 8 and answer.found(0) is None:
         events += answer.push(EmitTokens(cut, tuple(output[cut:]), (), False))
     events += answer.finish(Finish("length", None, StageTimings(), Path("", "", 1, "")))
@@ -203,7 +203,7 @@ def test_sequences_that_ended_are_told_to_have_ended() -> None:
     first.take(RequestDelta(key(), 0, (97, 98, 33), outcome=Outcome.STOP, stop_token_id=33))
     first.close("stop", 33)
     second.take(RequestDelta(key(), 0, (97, 98), sequence_index=1))
-    events = told_again(ResumedAnswer(PairCodec(), request, [2, 1]), [first, second], ())
+    events = replayed(ResumedAnswer(PairCodec(), request, [2, 1]), [first, second], ())
     assert events == [
         Chunk(2, (33,), ""),
         SequenceFinished(0, "stop", 33, 3),

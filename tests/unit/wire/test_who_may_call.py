@@ -21,8 +21,8 @@ from baton.security.matrix import (
     certificate_name,
     certificate_role,
 )
-from baton.security.pages import PageDoor
-from baton.wire.door import Door
+from baton.security.pages import PageAuthenticator
+from baton.wire.authenticator import Authenticator
 from tests.support.rpc_methods import METHODS
 
 EXPECTED = {
@@ -81,22 +81,22 @@ def test_what_is_not_in_the_table_nobody_may_call() -> None:
 
 @pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, CERTIFICATE_ROLES)))
 def test_a_certificate_opens_what_its_role_may_call(method: str, role: CallerRole) -> None:
-    door = Door(cluster="c")
+    authenticator = Authenticator(cluster="c")
     caller = context("some.host", certificate_name(role, "c"))
     if role.value in expected(method):
-        door.check_certificate(method, caller)
+        authenticator.check_certificate(method, caller)
     else:
         with pytest.raises(PermissionDenied):
-            door.check_certificate(method, caller)
+            authenticator.check_certificate(method, caller)
 
 
 def test_certificates_of_other_clusters_and_of_nobody() -> None:
-    door = Door(cluster="c")
+    authenticator = Authenticator(cluster="c")
     for names in ((), ("router.d.baton",), ("router.c.baton.evil",), ("*.c.baton",), ("client.c.baton",), ("router",)):
         assert certificate_role(list(names), "c") is None
         with pytest.raises(PermissionDenied):
-            door.check_certificate("/baton.v1.Node/Attach", context(*names))
-    Door().check_certificate("/baton.v1.Node/Attach", context())
+            authenticator.check_certificate("/baton.v1.Node/Attach", context(*names))
+    Authenticator().check_certificate("/baton.v1.Node/Attach", context())
 
 
 @pytest.mark.parametrize(("method", "role"), list(itertools.product(METHODS, KEY_ROLES)))
@@ -104,21 +104,21 @@ def test_a_key_opens_what_its_role_may_call(
     keys: tuple[KeyRing, dict[CallerRole, str]], method: str, role: CallerRole
 ) -> None:
     ring, by_role = keys
-    door = Door(ring, now=lambda: 0.0)
+    authenticator = Authenticator(ring, now=lambda: 0.0)
     metadata = [("user-agent", "x"), ("authorization", f"Bearer {by_role[role]}")]
     if expected(method) & {role.value, "anyone"}:
-        door.check_key(method, metadata)
+        authenticator.check_key(method, metadata)
         assert "anyone" in expected(method) or current_caller.get().tenant == role.value
     else:
         with pytest.raises(PermissionDenied):
-            door.check_key(method, metadata)
+            authenticator.check_key(method, metadata)
     for wrong in (None, [], [("authorization", "Bearer nonsense")], [("authorization", b"\xff")]):
         if "anyone" in expected(method):
-            door.check_key(method, wrong)
+            authenticator.check_key(method, wrong)
         else:
             with pytest.raises(Unauthenticated):
-                door.check_key(method, wrong)
-    Door().check_key(method, None)
+                authenticator.check_key(method, wrong)
+    Authenticator().check_key(method, None)
 
 
 @pytest.mark.parametrize(("path", "role"), list(itertools.product(PAGES, KEY_ROLES)))
@@ -126,21 +126,21 @@ def test_a_key_opens_the_pages_of_its_role(
     keys: tuple[KeyRing, dict[CallerRole, str]], path: str, role: CallerRole
 ) -> None:
     ring, by_role = keys
-    door, allowed = PageDoor("127.0.0.1", "", ring, now=lambda: 0.0), PAGES[path]
+    authenticator, allowed = PageAuthenticator("127.0.0.1", "", ring, now=lambda: 0.0), PAGES[path]
     assert callers_of_page(path)
     sent = [(b"host", b"localhost:8000"), (b"authorization", f"Bearer {by_role[role]}".encode())]
     if allowed is None:
-        door.check(path, [])
-        door.check(path, sent)
+        authenticator.check(path, [])
+        authenticator.check(path, sent)
         return
     if role.value in allowed:
-        assert door.check(path, sent).tenant == role.value
+        assert authenticator.check(path, sent).tenant == role.value
     else:
         with pytest.raises(PermissionDenied):
-            door.check(path, sent)
+            authenticator.check(path, sent)
     for wrong in ([], [(b"authorization", b"Bearer x")], [(b"authorization", b"\xff")]):
         with pytest.raises(Unauthenticated):
-            door.check(path, wrong)
+            authenticator.check(path, wrong)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def test_a_key_opens_the_pages_of_its_role(
     ],
 )
 def test_a_forged_host_is_refused_on_loopback(host: str, allowed: str, served: list[str], refused: list[str]) -> None:
-    door = PageDoor(host, allowed)
+    authenticator = PageAuthenticator(host, allowed)
     for name in served:
-        door.check("/livez", [(b"host", name.encode())])
+        authenticator.check("/livez", [(b"host", name.encode())])
     for name in refused:
         with pytest.raises(PermissionDenied):
-            door.check("/livez", [(b"host", name.encode())])
+            authenticator.check("/livez", [(b"host", name.encode())])
         with pytest.raises(PermissionDenied):
-            door.check("/livez", [(b"host", b"localhost"), (b"host", name.encode())])
-    door.check("/livez", [])
+            authenticator.check("/livez", [(b"host", b"localhost"), (b"host", name.encode())])
+    authenticator.check("/livez", [])

@@ -1,4 +1,4 @@
-"""A flight with everything impure around it: its client's queue, its timers, what it waits for."""
+"""A request that a router serves: its flight, its client's queue, and its timers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.errors import BatonError, NoCapacity, Overloaded
 from baton.messages.generation import Finished
 from baton.messages.sampling import TokenLogprobs
 from baton.observe.tracing import Span
-from router.admission.admission import Hope, Ticket
+from router.admission.admission import LatencyTargets, Ticket
 from router.admission.request import ValidRequest
 from router.flight.answer import Answer
 from router.flight.event_queue import EventQueue
@@ -19,8 +19,8 @@ from router.flight.timeline import Moments, Traced
 from router.timers import TimerHandle
 
 
-class Run:
-    """What the dispatcher keeps of a request while its client is served."""
+class ActiveRequest:
+    """The dispatcher's state of one request while its client is served."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class Run:
         started: float,
         takeover: int = 0,
     ) -> None:
-        """`started`: when the request came, in seconds on the router's clock; `takeover`: the number of the call of its
-        client.
+        """`started`: when the request arrived, in seconds on the router's clock. `takeover`: the number of the client's
+        call, with which the router claims the request's attempts on nodes.
         """
         self.request = request
         self.flight = Flight(request, flight_id, takeover)
@@ -56,7 +56,7 @@ class Run:
         """When the attempt that brought the first token had its nodes, and what those had said by then."""
         self.wanted: Place | None = None
         """Waits for nodes."""
-        self.ticket: Ticket[Run] | None = None
+        self.ticket: Ticket[ActiveRequest] | None = None
         """Its place in the queue while it does."""
         self.why_waiting: Overloaded = NoCapacity("no node is up")
         self.waiting_since = 0.0
@@ -79,11 +79,11 @@ class Run:
         self.is_adopted = False
         """Another router began its first attempt here."""
 
-    def hope(self) -> Hope:
+    def targets(self) -> LatencyTargets:
         """What it must be in time for."""
         slo_ms, each_ms, params = self.request.ttft_slo_ms, self.request.tpot_slo_ms, self.request.sampling_params
         may_stop = not params.ignore_eos or params.stop_token_ids or self.request.stop
-        return Hope(
+        return LatencyTargets(
             deadline=self.deadline_at,
             first_token_by=None if slo_ms is None else self.started + slo_ms / 1e3,
             least_tokens=max(1, params.min_tokens) if may_stop else params.max_tokens,

@@ -1,4 +1,4 @@
-"""Whose turn it is to write: clients are served in order, and only so many in one turn of the event loop."""
+"""Limits how many clients are written to in one turn of the event loop, and serves them in order."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ PER_TURN = 64
 _log = logging.getLogger(__name__)
 
 
-class Turns:
-    """Lets readers go on, first come, first served.
+class FairQueue:
+    """Lets the readers of client queues continue, first come, first served, and a limited number in each turn.
 
-    Between two turns the loop hears what nodes say. So with more to do than can be done, tokens meet in their clients'
-    queues, where they leave as one message, instead of waiting one by one in the nodes' sockets; and a message costs
-    the same whatever it brings. One for all clients of a router. Belongs to its event loop.
+    Between two turns the loop reads the nodes' sockets. Under overload, tokens therefore gather in their clients'
+    queues and leave as one message, instead of waiting one by one in the sockets; and a message costs the same however
+    many tokens it carries. All clients of a router share one instance. All calls come from one event loop.
     """
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._per_turn = per_turn
         self._left = per_turn
-        """Of this turn of the loop."""
+        """Readers that may still continue in this turn of the loop."""
         self._waiting: deque[Callable[[], bool]] = deque()
         self._ends: asyncio.Handle | None = None
 
     def future(self) -> asyncio.Future[None]:
-        """What a reader waits for."""
+        """A future on which a reader waits for its turn."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # kept: asking for it is a system call
         return self._loop.create_future()
 
     def may_go(self) -> bool:
-        """Whether a reader that has something may take it now; who may not asks with `serve`."""
+        """Whether a reader with something to read may continue now. Otherwise it calls `serve`."""
         if not self._left or self._waiting:
             return False
         self._take_one()

@@ -1,4 +1,4 @@
-"""Who comes in: the check before every call of a server. One look-up a call, nothing for what the call then sends."""
+"""Authenticates the calls to a gRPC server: one look-up per call, before its request is read."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ from baton.security.keys import KeyRing, bearer
 from baton.security.matrix import CallerRole, callers_of_rpc, certificate_role
 
 
-class Door:
-    """The rules of one server. Without keys and without a cluster it stands open."""
+class Authenticator:
+    """The access rules of one server. Without keys and without a cluster every caller is permitted."""
 
     def __init__(
         self, keys: KeyRing | None = None, cluster: str | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """`keys`: callers must show one. `cluster`: they must show a certificate with a role in it."""
+        """`keys`: callers must show one of these.
+
+        `cluster`: callers must show a certificate with a role in this cluster.
+        """
         self._keys = keys
         self._cluster = cluster
         self._now = now
 
     def check_key(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
-        """Raises Unauthenticated or PermissionDenied; says to whoever asks in this task who is calling."""
+        """Authenticate a call and set `current_caller` for its task. Raises Unauthenticated or PermissionDenied."""
         caller = self.caller(method, metadata)
         if caller is not ANYONE:
             current_caller.set(caller)
 
     def caller(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
-        """Who is calling, ANYONE where that does not matter; raises Unauthenticated or PermissionDenied."""
+        """The caller; ANYONE where keys do not matter. Raises Unauthenticated or PermissionDenied."""
         if self._keys is None:
             return ANYONE
         allowed = callers_of_rpc(method)
@@ -46,11 +49,11 @@ class Door:
 
     @staticmethod
     def is_open_to_anyone(method: str) -> bool:
-        """Whether also those may call it who show nothing: then who calls it has not shown to be anybody."""
+        """Whether callers without a key may call the method, so that its callers are not identified."""
         return CallerRole.ANYONE in callers_of_rpc(method)
 
     def check_certificate(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises PermissionDenied when the certificate's role may not call this."""
+        """Raise PermissionDenied if the role in the caller's certificate may not call the method."""
         if self._cluster is None:
             return
         names = [name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ())]

@@ -6,7 +6,7 @@ import asyncio
 
 from baton.messages.generation import Chunk
 from router.flight.event_queue import EventQueue
-from router.flight.turns import Turns
+from router.flight.fair_queue import FairQueue
 
 
 async def reader(name: int, queue: EventQueue, order: list[tuple[int, int]]) -> None:
@@ -21,7 +21,7 @@ def tell_all(queues: list[EventQueue], index: int) -> None:
 
 
 async def test_so_many_go_in_a_turn_and_the_others_find_more() -> None:
-    turns = Turns(per_turn=2)
+    turns = FairQueue(per_turn=2)
     queues = [EventQueue(turns) for _ in range(6)]
     order: list[tuple[int, int]] = []
     tasks = [asyncio.create_task(reader(name, queue, order)) for name, queue in enumerate(queues)]
@@ -38,7 +38,7 @@ async def test_so_many_go_in_a_turn_and_the_others_find_more() -> None:
 
 
 async def test_one_who_gave_up_takes_nobodys_turn() -> None:
-    turns = Turns(per_turn=1)
+    turns = FairQueue(per_turn=1)
     queues = [EventQueue(turns) for _ in range(4)]
     order: list[tuple[int, int]] = []
     tasks = [asyncio.create_task(reader(name, queue, order)) for name, queue in enumerate(queues)]
@@ -56,7 +56,7 @@ async def test_one_who_gave_up_takes_nobodys_turn() -> None:
 
 
 async def test_one_who_fails_in_its_turn_costs_nobody_elses() -> None:
-    turns = Turns(per_turn=1)
+    turns = FairQueue(per_turn=1)
     first = EventQueue(turns)
     first.put(Chunk(0, (1,), "x"))
     assert await first.get() is not None

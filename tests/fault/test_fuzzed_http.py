@@ -24,7 +24,7 @@ from baton.runner.simulated import expected_embedding
 from baton.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from router.http.app import HttpFront
 from router.http.model import ServedModel
-from tests.support.fuzzed_cluster import SPEC, Run, FuzzedCluster, Letters, fuzzed_cluster
+from tests.support.fuzzed_cluster import SPEC, FuzzedCluster, Letters, Run, fuzzed_cluster
 from tests.support.http_client import AsgiClient, Exchange
 from tests.support.mutations import mutated
 

@@ -1,10 +1,11 @@
-"""The diagrams of ARCHITECTURE.md, made from the tables that the code runs on. Run by scripts/diagrams."""
+"""Renders the diagrams of docs/states.md from the tables that the code runs on. Run by scripts/diagrams."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
+
+from markers import names_in, rendered
 
 from baton.cli.cluster.supervisor.restart import CHILD_TABLE, ChildState
 from baton.engine.request import ENDS_OF_ALL, REQUEST_TABLE, RequestStatus
@@ -16,7 +17,7 @@ from kv_transfer.sender.lease_machine import LEASE_TABLE, LeaseState
 from router.flight.flight_table import FLIGHT_TABLE, FlightState
 from router.placement.breaker import BREAKER_TABLE, BreakerState
 
-PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
+PAGE = Path(__file__).parent.parent / "docs" / "states.md"
 DIAGRAMS = {
     "request": render_mermaid(
         RequestStatus.WAITING,
@@ -32,24 +33,23 @@ DIAGRAMS = {
 }
 
 
-def render(page: str) -> str:
-    """The page with each diagram between its markers; raises KeyError for a marker without a machine."""
-    pattern = re.compile(r"(<!-- diagram: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    return pattern.sub(lambda m: f"{m[1]}```mermaid\n{DIAGRAMS[m[2]]}\n```\n{m[3]}", page)
-
-
 def main() -> int:
-    """Write the page, or compare it with `--check`."""
+    """Write the page, or compare it with `--check`; 1 if a machine has no place in it, or the page is out of date."""
     before = PAGE.read_text(encoding="utf-8")
-    missing = [name for name in DIAGRAMS if f"<!-- diagram: {name} -->" not in before]
-    if missing:
-        print(f"scripts/diagrams: ARCHITECTURE.md has no place for {', '.join(missing)}", file=sys.stderr)
+    places = names_in(before, "diagram")
+    if wrong := [f"no place for {name}" for name in DIAGRAMS if name not in places]:
+        print(f"scripts/diagrams: docs/states.md has {', '.join(wrong)}", file=sys.stderr)
         return 1
-    after = render(before)
+    if wrong := [name for name in places if name not in DIAGRAMS]:
+        print(
+            f"scripts/diagrams: docs/states.md has a place for {', '.join(wrong)}, which has no table", file=sys.stderr
+        )
+        return 1
+    after = rendered(before, "diagram", {name: f"```mermaid\n{text}\n```\n" for name, text in DIAGRAMS.items()})
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(after, encoding="utf-8")
     elif after != before:
-        print("scripts/diagrams: ARCHITECTURE.md is out of date; run scripts/diagrams", file=sys.stderr)
+        print("scripts/diagrams: docs/states.md is out of date; run scripts/diagrams", file=sys.stderr)
         return 1
     return 0
 

@@ -6,9 +6,9 @@ The page is prose by people with figures by programs in it. A figure stands betw
     ... the command, when and on which machine it ran, and what it said ...
     <!-- end -->
 
-and this script replaces what is between them, as scripts/diagrams does in ARCHITECTURE.md. What it wrote last is kept
-as a file of its own (docs/performance/engine.txt), so the page can be made again without measuring (--render). A figure
-whose markers are not in the page is only kept as a file.
+and this script replaces what is between them (markers.py). What it wrote last is kept as a file of its own
+(docs/performance/engine.txt), so the page can be made again without measuring (--render). A figure whose markers are
+not in the page is only kept as a file.
 
 Results and their reports, too large to be committed, are left in build/performance.
 """
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from core_speed import described, watched
+from markers import rendered
 
 from baton.bench.results.host import processor, usable_cores
 
@@ -70,18 +70,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     failed = [] if options.render else [one.name for one in chosen if not _measure(one)]
     texts = {one.name: path.read_text() for one in FIGURES if (path := _kept(one)).exists()}
-    PAGE.write_text(rendered(PAGE.read_text(), texts))
+    PAGE.write_text(rendered(PAGE.read_text(), "figure", texts))
     for name in failed:
         print(f"scripts/performance: {name} failed, its figure is the old one", file=sys.stderr)
     return 1 if failed else 0
-
-
-def rendered(page: str, texts: Mapping[str, str]) -> str:
-    """The page with these texts between their markers."""
-    for name, text in texts.items():
-        marked = re.compile(rf"(<!-- figure: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page = marked.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)  # type: ignore[misc]
-    return page
 
 
 def told(command: str, said: str, where: str, when: str) -> str:

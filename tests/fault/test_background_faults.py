@@ -1,6 +1,6 @@
 """Each background task and each callback of a router raises once: the process ends, or the work goes on, never silence.
 
-ARCHITECTURE.md lists them. Those of a node are in tests/unit/node/test_node_serve.py and
+docs/architecture/operations.md lists them. Those of a node are in tests/unit/node/test_node_serve.py and
 tests/fault/test_handoff_faults.py.
 """
 

@@ -20,7 +20,9 @@ def copy(tmp_path: Path) -> Path:
     place = tmp_path / "copy"
     for part in ("proto", "scripts", "baton/v1"):
         shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "ARCHITECTURE.md", place)
+    (place / "docs").mkdir()
+    for page in ("states.md", "cli.md"):
+        shutil.copy(ROOT / "docs" / page, place / "docs")
     (place / ".venv").symlink_to(sys.prefix)
     return place
 
@@ -64,17 +66,48 @@ def test_stubs_that_are_out_of_date_are_named(shell: Shell, copy: Path, change: 
 
 
 def test_diagrams_that_are_out_of_date_are_noticed(shell: Shell, copy: Path) -> None:
-    page = copy / "ARCHITECTURE.md"
+    page = copy / "docs/states.md"
     good = page.read_text()
     assert shell.run([str(copy / "scripts/diagrams"), "--check"]).returncode == 0
     replace(page, "stateDiagram-v2\n", "stateDiagram-v2\n    direction LR\n")
     spoilt = page.read_text()
     checked = shell.run([str(copy / "scripts/diagrams"), "--check"])
     assert (checked.returncode, checked.stdout) == (1, "")
-    assert checked.stderr == "scripts/diagrams: ARCHITECTURE.md is out of date; run scripts/diagrams\n"
+    assert checked.stderr == "scripts/diagrams: docs/states.md is out of date; run scripts/diagrams\n"
     assert page.read_text() == spoilt
     assert shell.run([str(copy / "scripts/diagrams")]).returncode == 0
     assert page.read_text() == good
+
+
+def test_a_state_machine_without_a_place_in_its_page_is_named(shell: Shell, copy: Path) -> None:
+    replace(copy / "docs/states.md", "<!-- diagram: lease -->\n", "<!-- diagram: leese -->\n")
+    checked = shell.run([str(copy / "scripts/diagrams"), "--check"])
+    assert (checked.returncode, checked.stderr) == (1, "scripts/diagrams: docs/states.md has no place for lease\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("| `--address ADDRESS` |", "| `--addresses` |", "docs/cli.md is out of date; run scripts/cli_reference"),
+        ("<!-- command: get nodes -->", "<!-- command: get node -->", "docs/cli.md has no place for get nodes"),
+        ("# The", "<!-- command: fly -->\n<!-- end -->\n# The", "docs/cli.md describes fly, which baton lacks"),
+    ],
+)
+def test_a_reference_of_commands_that_is_out_of_date_is_noticed(
+    shell: Shell, copy: Path, old: str, new: str, complaint: str
+) -> None:
+    page = copy / "docs/cli.md"
+    good = page.read_text()
+    assert shell.run([str(copy / "scripts/cli_reference"), "--check"]).returncode == 0
+    replace(page, old, new)
+    spoilt = page.read_text()
+    checked = shell.run([str(copy / "scripts/cli_reference"), "--check"])
+    assert (checked.returncode, checked.stdout) == (1, "")
+    assert checked.stderr == f"scripts/cli_reference: {complaint}\n"
+    assert page.read_text() == spoilt
+    if "run scripts" in complaint:
+        assert shell.run([str(copy / "scripts/cli_reference")]).returncode == 0
+        assert page.read_text() == good
 
 
 def test_setup_says_what_it_needs(shell: Shell, copy: Path) -> None:

@@ -34,17 +34,17 @@ def _loaded() -> ModuleType:
 def test_only_what_is_between_the_markers_changes(performance: ModuleType) -> None:
     page = "# A\n<!-- figure: one -->\nold\n<!-- end -->\nprose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
     text = performance.told("baton x", "12 \\1 ms\n", "2 cores of X", "2026-11-21")
-    assert performance.rendered(page, {"one": text, "three": "nowhere"}) == (
+    assert performance.rendered(page, "figure", {"one": text, "three": "nowhere"}) == (
         "# A\n<!-- figure: one -->\n2 cores of X, 2026-11-21:\n\n```console\n$ baton x\n12 \\1 ms\n```\n<!-- end -->\n"
         "prose\n<!-- figure: two -->\nkept\n<!-- end -->\n"
     )
-    again = performance.rendered(page, {"one": text})
-    assert performance.rendered(again, {"one": text}) == again
+    again = performance.rendered(page, "figure", {"one": text})
+    assert performance.rendered(again, "figure", {"one": text}) == again
 
 
 def test_every_figure_has_its_one_place_in_the_page(performance: ModuleType) -> None:
     page = performance.PAGE.read_text()
-    said = performance.rendered(page, {one.name: f"[{one.name}]\n" for one in performance.FIGURES})
+    said = performance.rendered(page, "figure", {one.name: f"[{one.name}]\n" for one in performance.FIGURES})
     for one in performance.FIGURES:
         assert said.count(f"<!-- figure: {one.name} -->\n[{one.name}]\n<!-- end -->\n") == 1
     assert page.count("<!-- figure: ") == len(performance.FIGURES)

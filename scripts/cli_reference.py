@@ -1,0 +1,109 @@
+"""Renders the help of each command, and the table of errors, into docs/cli.md. Run by scripts/cli_reference."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markers import names_in, rendered
+
+from baton import errors
+from baton.cli.main import command_tree
+from baton.errors import BatonError, TransferFailed
+from router.http.errors import kind_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+SETTINGS = frozenset({"up", "node", "router"})
+"""Commands whose options are settings of a process; docs/configuration.md lists those."""
+HEAD_OF_OPTIONS = ("option", "meaning")
+SHARED_BY = 10
+"""An option that at least so many commands have, with the same help, is listed once for all of them."""
+Row = tuple[str, str]
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Each command that does something, by its words after `baton`."""
+    for name, command in group.commands.items():
+        if getattr(command, "commands", None):
+            yield from commands(command, (*path, name))
+        elif not command.hidden:
+            yield " ".join((*path, name)), command
+
+
+def rows(command: Any) -> list[Row]:
+    """Arguments and options of one command, as its help shows them, without `--help`."""
+    context = command.make_context("baton", [], resilient_parsing=True)
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    return [(names, " ".join(text.split())) for names, text in filter(None, records)]
+
+
+def table(head: Sequence[str], found: Iterable[Sequence[str]]) -> str:
+    """Rows as a table of Markdown, the first column as code."""
+    lines = [head, ["---"] * len(head), *([f"`{first}`", *rest] for first, *rest in found)]
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
+
+
+def error_rows() -> Iterator[tuple[str, ...]]:
+    """Each error that a request or a command may end with: its name, codes, and the first sentence about it."""
+    for name, kind in vars(errors).items():
+        if not (isinstance(kind, type) and issubclass(kind, BatonError)) or kind is BatonError:
+            continue
+        if kind is TransferFailed:
+            http = "503 `kv_transfer_CAUSE`"
+        else:
+            shown = kind_of(kind.__new__(kind))
+            http = f"{shown.status} `{shown.code or shown.type}`"
+        meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        retried = "yes" if kind.retryable else "no"
+        yield name, kind.status.value, http, str(int(kind.exit_code)), retried, meaning
+
+
+def reference(found: Mapping[str, Any]) -> dict[str, str]:
+    """The generated part of each command, and one named `shared` for the options that many commands have."""
+    all_rows = {name: rows(command) for name, command in found.items()}
+    count = Counter(row for name, each in all_rows.items() if name not in SETTINGS for row in each)
+    shared = [row for row, times in count.items() if times >= SHARED_BY and not row[0].startswith("-o")]
+    texts = {"shared": table(HEAD_OF_OPTIONS, shared)}
+    for name, command in found.items():
+        words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
+        texts[name] = f"{' '.join(command.help.split())}\n\n```text\nbaton {name} {words}\n```\n"
+        if name in SETTINGS:
+            texts[name] += f"\nIts {len(all_rows[name])} options are settings.\n"
+            continue
+        own = [row for row in all_rows[name] if row not in shared]
+        if own:
+            texts[name] += f"\n{table(HEAD_OF_OPTIONS, own)}"
+        if len(own) < len(all_rows[name]):
+            names = ", ".join(f"`{row[0].split()[0]}`" for row in all_rows[name] if row in shared)
+            texts[name] += f"\nShared options: {names}.\n"
+    return texts
+
+
+def main() -> int:
+    """Write the page, or compare it with `--check`; 1 if a command has no place in it, or the page is out of date."""
+    before = PAGE.read_text(encoding="utf-8")
+    texts, places = reference(dict(commands(command_tree()))), names_in(before, "command")
+    texts["errors"] = table(
+        ("error", "gRPC status", "HTTP status, code", "exit code", "retryable", "meaning"), error_rows()
+    )
+    if missing := [name for name in texts if name not in places]:
+        print(f"scripts/cli_reference: docs/cli.md has no place for {', '.join(missing)}", file=sys.stderr)
+        return 1
+    if gone := [name for name in places if name not in texts]:
+        print(f"scripts/cli_reference: docs/cli.md describes {', '.join(gone)}, which baton lacks", file=sys.stderr)
+        return 1
+    after = rendered(before, "command", texts)
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(after, encoding="utf-8")
+    elif after != before:
+        print("scripts/cli_reference: docs/cli.md is out of date; run scripts/cli_reference", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the documents refer to exists: files, headings, modules, commands and their options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.main import command_tree
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    if path.name != "CHANGELOG.md"  # it names modules and options of its time
+)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+OUR_FOLDERS = (
+    "baton/",
+    "router/",
+    "kv_transfer/",
+    "prefill_node/",
+    "decode_node/",
+    "proto/",
+    "scripts/",
+    "tests/",
+    "deploy/",
+)
+COMING = frozenset({"docs/configuration.md"})
+"""Pages that are linked before they are there."""
+COMMAND = re.compile(r"^ *\$ (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?baton (.*)$", re.MULTILINE)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def anchors(page: str) -> set[str]:
+    """Names by which GitHub lets its headings be linked."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@cache
+def tracked() -> frozenset[str]:
+    """Files and folders of the repository."""
+    found = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [Path(line) for line in found.stdout.splitlines()]
+    return frozenset(part.as_posix() for file in files for part in (file, *file.parents))
+
+
+@cache
+def options() -> dict[str, frozenset[str]]:
+    """Each command by its words, with its options."""
+
+    def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, frozenset[str]]]:
+        names = (name for each in command.params for name in (*each.opts, *each.secondary_opts))
+        yield " ".join(path), frozenset(names) | {"-h", "--help"}
+        for name, each in getattr(command, "commands", {}).items():
+            yield from walk(each, (*path, name))
+
+    return dict(walk(command_tree(), ()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    wrong = []
+    for found in LINK.finditer(FENCE.sub("", text_of(page))):
+        target, _, heading = (found[1] or found[2]).partition("#")
+        if target.startswith(("http:", "https:")):
+            continue
+        file = (ROOT / page).parent / target if target else ROOT / page
+        place = file.resolve().relative_to(ROOT).as_posix()
+        if place in COMING:
+            continue
+        if place.rstrip("/") not in tracked() or (heading and heading not in anchors(place)):
+            wrong.append(found[0])
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_that_are_named_exist(page: str) -> None:
+    named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
+    paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
+    assert not paths - tracked()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_are_shown_exist_with_their_options(page: str) -> None:
+    wrong = []
+    for line in COMMAND.findall(text_of(page).replace("\\\n", " ")):
+        line = re.split(r" (?:&&|\|) ", re.sub(r"\$\(.*\)", "", line))[0]
+        words = shlex.split(line)
+        name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in options()), None)
+        flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        if name is None or flags - options()[name]:
+            wrong.append(line)
+    assert not wrong

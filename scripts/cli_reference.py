@@ -12,7 +12,7 @@ from markers import names_in, rendered
 
 from baton import errors
 from baton.cli.main import command_tree
-from baton.errors import BatonError, TransferFailed
+from baton.errors import BatonError, TransferCause, TransferFailed
 from router.http.errors import kind_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -58,6 +58,8 @@ def error_rows() -> Iterator[tuple[str, ...]]:
             shown = kind_of(kind.__new__(kind))
             http = f"{shown.status} `{shown.code or shown.type}`"
         meaning = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        if kind is TransferFailed:
+            meaning += f" CAUSE is one of {', '.join(cause.value for cause in TransferCause)}."
         retried = "yes" if kind.retryable else "no"
         yield name, kind.status.value, http, str(int(kind.exit_code)), retried, meaning
 
@@ -72,7 +74,7 @@ def reference(found: Mapping[str, Any]) -> dict[str, str]:
         words = " ".join(command.collect_usage_pieces(command.make_context("baton", [], resilient_parsing=True)))
         texts[name] = f"{' '.join(command.help.split())}\n\n```text\nbaton {name} {words}\n```\n"
         if name in SETTINGS:
-            texts[name] += f"\nIts {len(all_rows[name])} options are settings.\n"
+            texts[name] += "\nIts options are settings.\n"
             continue
         own = [row for row in all_rows[name] if row not in shared]
         if own:
@@ -88,7 +90,7 @@ def main() -> int:
     before = PAGE.read_text(encoding="utf-8")
     texts, places = reference(dict(commands(command_tree()))), names_in(before, "command")
     texts["errors"] = table(
-        ("error", "gRPC status", "HTTP status, code", "exit code", "retryable", "meaning"), error_rows()
+        ("error", "gRPC status", "HTTP status, code or type", "exit code", "retryable", "meaning"), error_rows()
     )
     if missing := [name for name in texts if name not in places]:
         print(f"scripts/cli_reference: docs/cli.md has no place for {', '.join(missing)}", file=sys.stderr)

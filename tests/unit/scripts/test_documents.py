@@ -34,8 +34,8 @@ OUR_FOLDERS = (
     "tests/",
     "deploy/",
 )
-COMING = frozenset({"docs/configuration.md"})
-"""Pages that are linked before they are there."""
+COMING = frozenset({"docs/configuration.md", "scripts/configuration"})
+"""Files that are referred to before they are there."""
 COMMAND = re.compile(r"^ *\$ (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?baton (.*)$", re.MULTILINE)
 
 
@@ -92,7 +92,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_paths_that_are_named_exist(page: str) -> None:
     named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
     paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
-    assert not paths - tracked()
+    assert not paths - tracked() - COMING
 
 
 @pytest.mark.parametrize("page", PAGES)

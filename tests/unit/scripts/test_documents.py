@@ -34,8 +34,6 @@ OUR_FOLDERS = (
     "tests/",
     "deploy/",
 )
-COMING = frozenset({"docs/configuration.md", "scripts/configuration"})
-"""Files that are referred to before they are there."""
 COMMAND = re.compile(r"^ *\$ (?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?baton (.*)$", re.MULTILINE)
 
 
@@ -81,8 +79,6 @@ def test_links_lead_somewhere(page: str) -> None:
             continue
         file = (ROOT / page).parent / target if target else ROOT / page
         place = file.resolve().relative_to(ROOT).as_posix()
-        if place in COMING:
-            continue
         if place.rstrip("/") not in tracked() or (heading and heading not in anchors(place)):
             wrong.append(found[0])
     assert not wrong
@@ -92,7 +88,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_paths_that_are_named_exist(page: str) -> None:
     named = (found for found in CODE.findall(FENCE.sub("", text_of(page))) if found.startswith(OUR_FOLDERS))
     paths = {re.split(r"[ :#]", path)[0].rstrip("/") for path in named if not re.search(r"[*{]|[A-Z]{3}", path)}
-    assert not paths - tracked() - COMING
+    assert not paths - tracked()
 
 
 @pytest.mark.parametrize("page", PAGES)

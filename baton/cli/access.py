@@ -24,7 +24,7 @@ def _flag(name: str, kind: Any, default: Any, text: str, metavar: str = "PATH") 
 
 
 _FLAGS = (
-    _flag("api_key", str, "", "Key to show.", "KEY"),
+    _flag("api_key", str, "", "API key to send.", "KEY"),
     _flag("tls_ca", Path | None, None, "Authority to believe; without it there is no TLS."),
     _flag("tls_cert", Path | None, None, "The operator's certificate."),
     _flag("tls_key", Path | None, None, "Its key."),

@@ -16,41 +16,50 @@ from baton.errors import BatonError, Cancelled, ExitCode
 _COMMANDS = {
     "up": ("baton.cli.commands.up", "Start a cluster on this machine and keep it running."),
     "down": ("baton.cli.commands.down", "Let running requests end, then stop the cluster."),
-    "status": ("baton.cli.commands.status", "Say whether the cluster serves: ok, degraded or unavailable."),
-    "top": ("baton.cli.commands.top", "Show the cluster as it is now, again and again."),
-    "get": ("baton.cli.commands.get", "List what the cluster has: nodes, requests, leases."),
-    "describe": ("baton.cli.commands.describe", "Say all that is known of one thing: node, request."),
-    "cordon": ("baton.cli.commands.cordon", "Give nodes no new requests."),
-    "uncordon": ("baton.cli.commands.cordon", "Let nodes take new requests again."),
-    "drain": ("baton.cli.commands.drain", "Let a node's work end, and give it none."),
-    "set-role": ("baton.cli.commands.set_role", "Make a node a prefill or a decode node, under load."),
-    "cache": ("baton.cli.commands.cache", "Forget what nodes keep for later prompts: reset."),
+    "status": ("baton.cli.commands.status", "Print whether the cluster serves: ok, degraded or unavailable."),
+    "top": ("baton.cli.commands.top", "Show the state of the cluster, updated continuously."),
+    "get": ("baton.cli.commands.get", "List nodes, requests or leases of the cluster."),
+    "describe": ("baton.cli.commands.describe", "Show all details of one node or request."),
+    "cordon": ("baton.cli.commands.cordon", "Stop sending new requests to nodes."),
+    "uncordon": ("baton.cli.commands.cordon", "Send new requests to nodes again."),
+    "drain": ("baton.cli.commands.drain", "Cordon a node and wait until its running requests have ended."),
+    "set-role": ("baton.cli.commands.set_role", "Change the role of a running node."),
+    "cache": ("baton.cli.commands.cache", "Empty the prefix caches of nodes."),
     "wait": ("baton.cli.commands.wait", "Wait until nodes are ready, idle, cordoned, ..."),
-    "events": ("baton.cli.commands.events", "Say what became of the cluster."),
-    "explain": ("baton.cli.commands.explain", "Say why a request went where it went, and what would have been best."),
-    "trace": ("baton.cli.commands.trace", "Say where a request's time went, stage by stage."),
-    "logs": ("baton.cli.commands.logs", "Print what the processes wrote, by time; -f goes on."),
-    "generate": ("baton.cli.commands.generate", "Send a prompt and print what the model makes of it."),
-    "chat": ("baton.cli.commands.chat", "Talk to the model; it knows what was said before."),
-    "bench": ("baton.cli.bench.bench", "Measure: serve, compare, nodes, engine, handoff, router, scheduler; report."),
-    "config": ("baton.cli.commands.config_view", "Look at the configuration: view."),
+    "events": (
+        "baton.cli.commands.events",
+        "List the events of the cluster: nodes that joined or left, failovers and more.",
+    ),
+    "explain": (
+        "baton.cli.commands.explain",
+        "Explain why a request went to its nodes, and which choice would have been best.",
+    ),
+    "trace": ("baton.cli.commands.trace", "Show where a request's time was spent, stage by stage."),
+    "logs": ("baton.cli.commands.logs", "Print the logs of all processes in order of time."),
+    "generate": ("baton.cli.commands.generate", "Send a prompt and print the generated text."),
+    "chat": ("baton.cli.commands.chat", "Chat with the model."),
+    "bench": ("baton.cli.bench.bench", "Benchmark a cluster or a part of it."),
+    "config": ("baton.cli.commands.config_view", "Show the configuration."),
     "completion": ("baton.cli.commands.completion", "Print a completion script for bash, zsh or fish."),
     "doctor": ("baton.cli.commands.doctor", "Explain what this machine and installation can do, and what to fix."),
-    "certs": ("baton.cli.commands.certs", "Make certificates: init."),
-    "keys": ("baton.cli.commands.keys", "Say who may call: add, list, revoke."),
-    "node": ("baton.cli.commands.processes", "Be a prefill node or a decode node."),
-    "router": ("baton.cli.commands.processes", "Be a router."),
-    "simulate": ("baton.cli.commands.simulate", "Run a cluster in virtual time: which arrangement, how many nodes."),
+    "certs": ("baton.cli.commands.certs", "Make the certificates of a cluster."),
+    "keys": ("baton.cli.commands.keys", "Add, list and revoke API keys."),
+    "node": ("baton.cli.commands.processes", "Run one prefill node or decode node."),
+    "router": ("baton.cli.commands.processes", "Run one router."),
+    "simulate": (
+        "baton.cli.commands.simulate",
+        "Simulate a cluster in virtual time, to choose an arrangement and the number of nodes.",
+    ),
     "version": ("baton.cli.commands.version", "Print the version."),
 }
 _PROCESSES = frozenset({"up", "node", "router"})
-"""Commands that are processes: sysexits.h has their words for bad usage and trouble with files."""
+"""Commands that run as processes, which end with the exit codes of sysexits.h."""
 _ASK_NO_CLUSTER = _PROCESSES.union(
     ("bench", "certs", "completion", "config", "doctor", "down", "keys", "logs", "simulate", "version")
 )
-"""Commands that have no use for a key or a certificate."""
+"""Commands that call no cluster, and take no key or certificate."""
 _BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
-"""What every complaint about a command line is. typer has it, but exports no name for it."""
+"""The class of all errors about a command line, for which typer exports no name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

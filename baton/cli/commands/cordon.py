@@ -24,7 +24,7 @@ def cordon(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.", metavar="SECONDS", min=0)] = ASK_S,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Give these nodes no new requests; what runs there goes on. It stays so, restarts included, until `uncordon`."""
+    """Stop sending new requests to these nodes, also after restarts, until `uncordon`. Running requests continue."""
     warning = at_a_router(address, run_dir, lambda router: router.cordon(nodes, timeout))
     _tell(nodes, output, is_cordoned=True, warning=warning)
 

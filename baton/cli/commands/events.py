@@ -42,7 +42,7 @@ def events(
     no_headers: Annotated[bool, typer.Option("--no-headers", help="Leave the header line out.")] = False,
     output: Annotated[ListFormat, typer.Option("-o", "--output", help="Output format.")] = ListFormat.TABLE,
 ) -> None:
-    """Say what became of the cluster, as its routers saw it: nodes that came and went, cordons, failovers, ...
+    """List the events of the cluster as its routers saw them: nodes that joined and left, cordons, failovers, ...
 
     What several of them saw is told once. A router keeps some thousand events of its own run, and its own numbers. With
     -w and json there is one document a line.

@@ -93,7 +93,7 @@ def list_keys(
 def revoke(
     file: _FileArgument, key_id: Annotated[str, typer.Argument(help="Its ID in the list.", metavar="ID")]
 ) -> None:
-    """Take a key back. What runs already goes on."""
+    """Revoke a key. Running requests continue."""
     with _locked(file):
         found = read_keys(file)
         left = [key for key in found if key.key_id != key_id]

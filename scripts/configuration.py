@@ -1,4 +1,4 @@
-"""Renders docs/configuration.md from the settings in baton/config/model.py. Run by scripts/configuration."""
+"""Renders docs/configuration.md from the settings in baton/config/node.py. Run by scripts/configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from baton.cli.options import default_text, metavar
-from baton.config.flags import flag_of, switches
 from baton.config.load import NOT_FROM_OUTSIDE
-from baton.config.model import (
+from baton.config.node import (
     ClusterSettings,
     NodeConfig,
     NodeSettings,
@@ -20,12 +19,13 @@ from baton.config.model import (
     RouterSettings,
     UpConfig,
 )
+from baton.config.setting import flag_of, switches
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-<!-- Rendered by scripts/configuration from baton/config/model.py. -->
+<!-- Rendered by scripts/configuration from baton/config/node.py. -->
 
 Three commands start processes: `baton up` starts a whole cluster on one machine, `baton node` one node and `baton
 router` one router. Each setting can be given in three ways. A flag has precedence over the environment variable, the

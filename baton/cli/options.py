@@ -13,7 +13,7 @@ from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 from baton.config import config_file, load
-from baton.config.flags import flag_of, switches
+from baton.config.setting import flag_of, switches
 
 C = TypeVar("C", bound=BaseModel)
 

@@ -1,7 +1,7 @@
 """Configuration: one frozen model for each process, put together from flags, environment and file."""
 
 from baton.config.load import Loaded, config_file, load
-from baton.config.model import MIN_PRIORITY, KVDigests, NodeConfig, RouterConfig, UpConfig, bundled_model_dir
+from baton.config.node import MIN_PRIORITY, KVDigests, NodeConfig, RouterConfig, UpConfig, bundled_model_dir
 
 __all__ = [
     "MIN_PRIORITY",

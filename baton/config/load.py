@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from baton.config.flags import flag_of
-from baton.config.model import NodeConfig, RouterConfig, UpConfig
+from baton.config.node import NodeConfig, RouterConfig, UpConfig
+from baton.config.setting import flag_of
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
 from baton.security.redaction import without_password

@@ -11,7 +11,7 @@ import typer
 
 from baton.cli.output import say
 from baton.cli.usage import ClientUsageError
-from baton.config.model import DEFAULT_CLUSTER
+from baton.config.node import DEFAULT_CLUSTER
 from baton.errors import ConfigError
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ByteSize
 
 from baton.cli.output import Format, print_json, print_table, print_yaml
 from baton.config.load import config_file, view
-from baton.config.model import NodeConfig, RouterConfig, UpConfig
+from baton.config.node import NodeConfig, RouterConfig, UpConfig
 from baton.security.redaction import without_password
 
 

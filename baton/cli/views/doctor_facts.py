@@ -21,7 +21,7 @@ from baton.bench.results.host import available_memory, usable_cores
 from baton.cli.cluster.run_dir import default_run_dir
 from baton.cli.views.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
-from baton.config.model import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
+from baton.config.node import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 from baton.cli.cluster.supervisor.plan import command_and_flags, flag_words, plan_nodes
 from baton.cli.options import kinds
 from baton.config import NodeConfig, RouterConfig, UpConfig
-from baton.config.flags import flag_of, flag_text, flags_of, key_of, switches
 from baton.config.load import NOT_FROM_OUTSIDE, load, view
-from baton.config.model import ClusterSettings, NodeSettings, RouterSettings
+from baton.config.node import ClusterSettings, NodeSettings, RouterSettings
+from baton.config.setting import flag_of, flag_text, flags_of, key_of, switches
 from tests.support.given_flags import configured
 
 MODELS: tuple[type[BaseModel], ...] = (UpConfig, NodeConfig, RouterConfig)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
 from baton.config import NodeConfig, RouterConfig, UpConfig
-from baton.config.flags import flag_of, flag_text, key_of
+from baton.config.setting import flag_of, flag_text, key_of
 
 _OF_THIS_MACHINE = frozenset({"--host", "--port", "--await-nodes", "--cluster"})
 """Flags whose values each way to run a cluster has its own for."""

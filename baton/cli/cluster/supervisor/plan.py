@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import UpConfig
-from baton.config.flags import flag_text, flags_of
-from baton.config.model import ClusterSettings, NodeSettings, RouterSettings
+from baton.config.node import ClusterSettings, NodeSettings, RouterSettings
+from baton.config.setting import flag_text, flags_of
 from baton.security.tls_files import certificate_files
 
 REDIS = "redis"

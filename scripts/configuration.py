@@ -1,58 +1,62 @@
-"""Renders docs/configuration.md from the settings in baton/config/node.py. Run by scripts/configuration."""
+"""Renders docs/configuration.md from the settings' classes in baton/config. Run by scripts/configuration."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from baton.cli.options import default_text, metavar
-from baton.config.load import NOT_FROM_OUTSIDE
-from baton.config.node import (
-    ClusterSettings,
-    NodeConfig,
-    NodeSettings,
-    RouterConfig,
-    RouterSettings,
-    UpConfig,
-)
-from baton.config.setting import flag_of, switches
+from baton.config import MODELS
+from baton.config.setting import Setting, settings_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
-HEAD = """\
-# Configuration
+EXAMPLE = """\
+# All commands: the key is at the top.
+model = "/models/Qwen2.5-7B-Instruct"
+max_num_seqs = 128
+kv_cache_memory = "40GiB"
 
-<!-- Rendered by scripts/configuration from baton/config/node.py. -->
-
-Three commands start processes: `baton up` starts a whole cluster on one machine, `baton node` one node and `baton
-router` one router. Each setting can be given in three ways. A flag has precedence over the environment variable, the
-variable over the file, and the file over the default.
-
-| | written as |
-|---|---|
-| flag | `--max-num-seqs 64` |
-| environment variable | `BATON_MAX_NUM_SEQS=64` |
-| file | `max_num_seqs = 64` |
-
-The file is the one that `--config` or `BATON_CONFIG` names, or else `baton.toml` in the current directory. A key at
-the top of the file holds for all commands, a key in the table `[up]`, `[node]` or `[router]` for this command alone:
-
-```toml
-max_num_seqs = 64
+[up]
+prefill = 1
+decode = 3
 
 [router]
-max_queue = 4096
-```
-
-`baton config view [up|node|router] --origin` shows the value of each setting and where it comes from. Sizes are
-written like `256MiB` or `40GiB`. An unknown key is an error, and the message names the key that was probably meant.
-
-`baton up` takes the settings of all processes, of nodes and of routers, and passes them on to the processes that they
-concern. The `flags` of the Helm chart take all flags of `baton node` and `baton router` without their dashes.
+flight_record_s = 600
 """
+HEAD = f"""\
+# Configuration
+
+<!-- Rendered by scripts/configuration from the classes in baton/config. -->
+
+Three commands start processes: `baton up` starts a whole cluster on one machine, `baton node` one node and `baton
+router` one router. Each of their settings can be given as a flag, as an environment variable, or as a key of a
+configuration file.
+
+## Precedence
+
+A flag has precedence over the environment variable, the variable over the file, and the file over the default.
+`baton config view up --origin` (or `node`, or `router`) shows the value of each setting and where it comes from.
+
+`baton up` passes all settings of nodes and routers that it has itself to the processes that it starts, as flags. So a
+key in the tables `[node]` and `[router]` has an effect under `baton up` only if `baton up` has no such setting.
+
+## The file
+
+The file is the one that `--config` or `BATON_CONFIG` names, else `baton.toml` in the current directory. A key at the
+top holds for all commands, a key in the table `[up]`, `[node]` or `[router]` for this command alone, where it has
+precedence over the key at the top:
+
+```toml
+{EXAMPLE}```
+
+Sizes are numbers of bytes, or texts such as `"256MiB"`. Switches are `true` or `false`. An unknown key is an error, and
+the message names the key that was probably meant. So is an environment variable whose name is almost that of a setting.
+
+A registry's URL that contains a password belongs in `BATON_REGISTRY`, because other users of a machine can read command
+lines. The `flags` of the Helm chart are the flags below without their dashes.
+"""
+TITLES = {"up": "a cluster on this machine", "node": "one prefill or decode node", "router": "one router"}
+COLUMNS = ("setting", "flag", "environment variable", "value", "default", "what it does")
 
 
 def main() -> int:
@@ -67,35 +71,35 @@ def main() -> int:
 
 
 def render() -> str:
-    """The page."""
-    common, nodes, routers = (set(kind.model_fields) for kind in (ClusterSettings, NodeSettings, RouterSettings))
-    tables = {
-        "All processes: `baton up`, `baton node`, `baton router`": dict(ClusterSettings.model_fields),
-        "Nodes: `baton up`, `baton node`": dict(NodeSettings.model_fields),
-        "Routers: `baton up`, `baton router`": dict(RouterSettings.model_fields),
-        "`baton up` alone": _own(UpConfig, nodes | routers | common),
-        "`baton node` alone": _own(NodeConfig, nodes | common),
-        "`baton router` alone": _own(RouterConfig, routers | common),
-    }
-    return HEAD + "".join(f"\n## {title}\n\n{_table(fields)}" for title, fields in tables.items())
+    """The page: a section for each command, with a table for each group of its settings."""
+    return HEAD + "".join(_section(command) for command in MODELS)
 
 
-def _own(model: type[BaseModel], shared: set[str]) -> dict[str, FieldInfo]:
-    fields = model.model_fields
-    return {key: field for key, field in fields.items() if key not in shared and key not in NOT_FROM_OUTSIDE}
+def _section(command: str) -> str:
+    groups: dict[str, list[Setting]] = {}
+    for setting in settings_of(MODELS[command]).values():
+        if not setting.is_internal:
+            groups.setdefault(setting.heading, []).append(setting)
+    tables = "".join(f"\n### {heading}\n\n{_table(settings)}" for heading, settings in groups.items())
+    return f"\n## `baton {command}`: {TITLES[command]}\n{tables}"
 
 
-def _table(fields: Mapping[str, FieldInfo]) -> str:
-    return "| flag | value | default | meaning |\n|---|---|---|---|\n" + "".join(_rows(fields))
+def _table(settings: Iterable[Setting]) -> str:
+    rows = [COLUMNS, ("---",) * len(COLUMNS), *map(_row, settings)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _rows(fields: Mapping[str, FieldInfo]) -> Iterator[str]:
-    for key, field in fields.items():
-        is_switch = field.annotation is bool
-        flags = " ".join(f"`{flag}`" for flag in (switches(key, field) if is_switch else [flag_of(key)]))
-        value = "" if is_switch else f"`{metavar(field)}`".replace("|", "\\|")
-        default = "required" if field.is_required() else default_text(field)
-        yield f"| {flags} | {value} | {default} | {(field.description or '').replace('|', chr(92) + '|')} |\n"
+def _row(setting: Setting) -> tuple[str, ...]:
+    default = "required" if setting.is_required else setting.default_text or ("off" if setting.is_switch else "")
+    cells = (
+        f"`{setting.key}`",
+        " ".join(f"`{flag}`" for flag in setting.flags),
+        f"`{setting.variable}`",
+        "`true` `false`" if setting.is_switch else f"`{setting.value_name}`",
+        "on" if setting.is_switch and default == "yes" else default,
+        setting.description,
+    )
+    return tuple(cell.replace("|", "\\|") for cell in cells)
 
 
 if __name__ == "__main__":

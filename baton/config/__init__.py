@@ -1,10 +1,15 @@
-"""Configuration: one frozen model for each process, put together from flags, environment and file."""
+"""The settings of each process, as frozen models that are loaded from flags, environment and file."""
 
-from baton.config.load import Loaded, config_file, load
-from baton.config.node import MIN_PRIORITY, KVDigests, NodeConfig, RouterConfig, UpConfig, bundled_model_dir
+from baton.config.cluster import MIN_PRIORITY, bundled_model_dir
+from baton.config.kinds import KVDigests
+from baton.config.load import MODELS, Loaded, config_file, load
+from baton.config.node import NodeConfig
+from baton.config.router import RouterConfig
+from baton.config.up import UpConfig
 
 __all__ = [
     "MIN_PRIORITY",
+    "MODELS",
     "KVDigests",
     "Loaded",
     "NodeConfig",

@@ -1,7 +1,8 @@
-"""Where a configuration's values come from: flag, then environment, then file, then default.
+"""Loads the settings of a process from flags, environment and file.
 
-A key that nobody knows is an error that names it and what was probably meant. The environment is read when a command
-starts, never at import.
+A flag has precedence over the environment, the environment over the file, and the file over the default.
+An unknown key is an error, whose message names the key and the one that was probably meant. The environment is read
+when a command starts, never at import.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from baton.config.node import NodeConfig, RouterConfig, UpConfig
-from baton.config.setting import flag_of
+from baton.config.node import NodeConfig
+from baton.config.router import RouterConfig
+from baton.config.setting import PREFIX, flag_of, settings_of, variable_of
+from baton.config.up import UpConfig
 from baton.did_you_mean import did_you_mean
 from baton.errors import ConfigError, UsageError
 from baton.security.redaction import without_password
@@ -24,16 +27,17 @@ from baton.security.redaction import without_password
 C = TypeVar("C", bound=BaseModel)
 
 DEFAULT_FILE = "baton.toml"
-PREFIX = "BATON_"
-_TABLES: Mapping[str, type[BaseModel]] = {"node": NodeConfig, "router": RouterConfig, "up": UpConfig}
-_NOT_OURS = frozenset({"config", "run_dir", "log", "log_format", "address", "api_key"})
+MODELS: Mapping[str, type[BaseModel]] = {"up": UpConfig, "node": NodeConfig, "router": RouterConfig}
+"""The settings of each command that starts processes, by its name, which is also that of its table in the file."""
+_NOT_SETTINGS = frozenset({"config", "run_dir", "log", "log_format", "address", "api_key"})
 """BATON_ variables that commands read themselves."""
-NOT_FROM_OUTSIDE = frozenset({"notify_fd"})
+_Found = dict[str, tuple[Any, str]]
+"""The value of each key and its origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[C]):
-    """A configuration, and for each key who said so: a flag, a variable, a file, or `default`."""
+    """The settings of a process, and the origin of each: a flag, a variable, a file, or `default`."""
 
     config: C
     origins: Mapping[str, str]
@@ -46,22 +50,18 @@ def load(
     file: Path | None = None,
     fallbacks: Mapping[str, Any] | None = None,
 ) -> Loaded[C]:
-    """Put a configuration together. Flags that are None were not given; `file` is read only when it is named.
+    """Load the settings of a process. A flag whose value is None was not given; without `file` no file is read.
 
-    `fallbacks` are defaults that the caller knows better than the model, such as a name made from the host's.
+    `fallbacks` replace defaults of the model, for example by a name that is made from the host's.
 
-    Raises ConfigError with the key, its origin, and what is wrong with it; UsageError when only flags are to blame.
+    Raises ConfigError, whose message names the key, its origin and what is wrong with the value, or UsageError if only
+    flags are wrong.
     """
     values: dict[str, Any] = dict(fallbacks or {})
     origins = dict.fromkeys(model.model_fields, "default")
-    layers = (
-        _from_file(model, file) if file is not None else {},
-        _from_environment(model, environ),
-        {key: (value, flag_of(key)) for key, value in flags.items() if value is not None},
-    )
-    for layer in layers:
-        for key, (value, origin) in layer.items():
-            values[key], origins[key] = value, origin
+    given = {key: (value, flag_of(key)) for key, value in flags.items() if value is not None}
+    for key, (value, origin) in (_from_outside(model, environ, file) | given).items():
+        values[key], origins[key] = value, origin
     try:
         return Loaded(model.model_validate(values), origins)
     except ValidationError as error:
@@ -69,21 +69,20 @@ def load(
         raise blame(_explain(error, model, origins)) from None
 
 
-def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None = None) -> dict[str, tuple[Any, str]]:
-    """Every key of a configuration that is not complete yet: what it would be without flags, and who says so.
+def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None = None) -> _Found:
+    """The value that each setting would have without flags, and its origin; required ones may be missing.
 
-    A key that must be given and is not has the value None, from `required`. Raises ConfigError as `load`.
+    A required setting that is not given has the value None and the origin `required`. Raises ConfigError as `load`.
     """
-    found: dict[str, tuple[Any, str]] = {}
-    for key, field in model.model_fields.items():
-        if key not in NOT_FROM_OUTSIDE:
-            given = None if field.is_required() else field.get_default(call_default_factory=True)
-            found[key] = (given, "required" if field.is_required() else "default")
-    for layer in (_from_file(model, file) if file is not None else {}, _from_environment(model, environ)):
-        found.update(layer)
-    values = {key: value for key, (value, origin) in found.items() if origin not in ("default", "required")}
+    found = {
+        key: (setting.default, "required" if setting.is_required else "default")
+        for key, setting in settings_of(model).items()
+        if not setting.is_internal
+    }
+    given = _from_outside(model, environ, file)
+    found |= given
     try:
-        model.model_validate(values)
+        model.model_validate({key: value for key, (value, _) in given.items()})
     except ValidationError as error:
         problems = [problem for problem in error.errors() if problem["type"] != "missing" and problem["loc"]]
         if problems:
@@ -92,7 +91,7 @@ def view(model: type[BaseModel], environ: Mapping[str, str], file: Path | None =
 
 
 def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """The file to read: the one named by flag or BATON_CONFIG, else ./baton.toml if there is one.
+    """The file to read: the one that the flag or BATON_CONFIG names, else ./baton.toml if it exists.
 
     Raises ConfigError when a named file is missing.
     """
@@ -105,24 +104,29 @@ def config_file(flag: Path | None, environ: Mapping[str, str]) -> Path | None:
     return here if here.is_file() else None
 
 
-def _from_file(model: type[BaseModel], file: Path) -> dict[str, tuple[Any, str]]:
+def _from_outside(model: type[BaseModel], environ: Mapping[str, str], file: Path | None) -> _Found:
+    """What file and environment say; the environment has precedence."""
+    return (_from_file(model, file) if file is not None else {}) | _from_environment(model, environ)
+
+
+def _from_file(model: type[BaseModel], file: Path) -> _Found:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from None
-    everything = _known_keys()
-    found: dict[str, tuple[Any, str]] = {}
+    everything = _all_keys()
+    found: _Found = {}
     for key, value in content.items():
         if isinstance(value, dict):
-            if key not in _TABLES:
-                raise ConfigError(f"{file}: unknown table [{key}]{did_you_mean(key, _TABLES)}")
+            if key not in MODELS:
+                raise ConfigError(f"{file}: unknown table [{key}]{did_you_mean(key, MODELS)}")
             continue
         if key not in everything:
-            raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, everything | set(_TABLES))}")
+            raise ConfigError(f"{file}: unknown key {key!r}{did_you_mean(key, everything | set(MODELS))}")
         if key in model.model_fields:
             found[key] = (value, str(file))
-    for table, owner in _TABLES.items():
-        known = set(owner.model_fields) - NOT_FROM_OUTSIDE
+    for table, owner in MODELS.items():
+        known = _keys(owner)
         for key, value in content.get(table, {}).items():
             if key not in known:
                 raise ConfigError(f"{file}: unknown key {key!r} in [{table}]{did_you_mean(key, known)}")
@@ -131,30 +135,34 @@ def _from_file(model: type[BaseModel], file: Path) -> dict[str, tuple[Any, str]]
     return found
 
 
-def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    everything = _known_keys() | _NOT_OURS
-    found: dict[str, tuple[str, str]] = {}
+def _from_environment(model: type[BaseModel], environ: Mapping[str, str]) -> _Found:
+    everything, own = _all_keys() | _NOT_SETTINGS, _keys(model)
+    found: _Found = {}
     for variable, value in environ.items():
         if not variable.startswith(PREFIX):
             continue
         key = variable.removeprefix(PREFIX).lower()
         if key in everything:
-            # Kubernetes sets BATON_PORT=tcp://… in every pod beside a service named baton: no port of ours looks so.
-            if key in model.model_fields and key not in NOT_FROM_OUTSIDE and not value.startswith("tcp://"):
+            # Kubernetes sets BATON_PORT=tcp://... in every pod next to a service named baton. No setting looks so.
+            if key in own and not value.startswith("tcp://"):
                 found[key] = (value, variable)
         elif difflib.get_close_matches(key, everything, n=1, cutoff=0.85):
-            # Only a near miss is an error: whoever runs Baton may have BATON_ variables of his own.
-            known = {PREFIX + name.upper() for name in everything}
-            raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, known)}")
+            # Other programs may have BATON_ variables, so only a name that is almost right is an error.
+            raise ConfigError(f"unknown variable {variable}{did_you_mean(variable, set(map(variable_of, everything)))}")
     return found
 
 
-def _known_keys() -> frozenset[str]:
-    return frozenset(key for owner in _TABLES.values() for key in owner.model_fields) - NOT_FROM_OUTSIDE
+def _keys(model: type[BaseModel]) -> frozenset[str]:
+    """The settings that can be given to a process from outside."""
+    return frozenset(key for key, setting in settings_of(model).items() if not setting.is_internal)
+
+
+def _all_keys() -> frozenset[str]:
+    return frozenset().union(*map(_keys, MODELS.values()))
 
 
 def _is_usage(problem: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
-    """Whether the command line is to blame: a bad flag, or a flag that lacks."""
+    """Whether the command line is wrong: a bad flag, or a missing one."""
     key = str(problem["loc"][0]) if problem["loc"] else ""
     return problem["type"] == "missing" or origins.get(key, "").startswith("--")
 

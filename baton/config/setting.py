@@ -1,48 +1,161 @@
-"""Command-line flags of settings: their names, and the flags that carry a configuration to another process."""
+"""A setting as users meet it: its flag, its variable, its default, and how its values are written.
+
+Everything here is derived from the fields of the settings' classes (`baton.config.node` and its neighbours).
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
+
+from baton.config.kinds import Internal
+
+PREFIX = "BATON_"
+"""What the names of all environment variables of settings begin with."""
+_COMPUTED_DEFAULT = " Default: "
 
 
 def flag_of(key: str) -> str:
-    """The flag of a setting."""
+    """The flag of a setting, `--max-num-seqs` for `max_num_seqs`."""
     return "--" + key.replace("_", "-")
 
 
 def key_of(flag: str) -> str:
-    """The setting of a flag."""
+    """The setting of a flag, `max_num_seqs` for `--max-num-seqs`, or of a flag that switches it off."""
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
-def switches(key: str, field: FieldInfo) -> tuple[str, ...]:
-    """The flags without a value of a boolean setting: for True and, if True is the default, for False."""
-    word = key.replace("_", "-")
-    return (f"--{word}", f"--no-{word}") if field.default is True else (f"--{word}",)
+def variable_of(key: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + key.upper()
 
 
-def flag_text(value: Any) -> str:
-    """A value as it is written behind its flag, on one machine whatever the directory: paths are absolute."""
+def value_text(value: Any) -> str:
+    """A value as it is written behind its flag. Paths are absolute, so that they hold in any working directory."""
     if isinstance(value, Path):
         return str(value.absolute())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def flags_of(config: BaseModel, settings: type[BaseModel]) -> dict[str, str]:
-    """The flags with which another process gets the values that `config` has for the fields of `settings`.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of a process."""
 
-    A value of "" belongs to a flag that takes none. Values that are None, empty, or False by default have no flag.
-    """
-    flags: dict[str, str] = {}
-    for key, field in settings.model_fields.items():
-        value = getattr(config, key)
-        if isinstance(value, bool):
-            on, *off = switches(key, field)
-            flags |= {on: ""} if value else dict.fromkeys(off, "")
-        elif value not in (None, ""):
-            flags[flag_of(key)] = flag_text(value)
-    return flags
+    key: str
+    """Its name in the configuration file, and in the model."""
+    field: FieldInfo
+    heading: str
+    """The title of the group that it belongs to."""
+
+    @property
+    def flag(self) -> str:
+        """The flag that gives a value, or that switches it on."""
+        return flag_of(self.key)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All of its flags: of a setting that is on by default also the one that switches it off."""
+        return (self.flag, flag_of("no_" + self.key)) if self.field.default is True else (self.flag,)
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return variable_of(self.key)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether its flags take no value."""
+        return self.field.annotation is bool
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether only Baton's own processes give it to each other."""
+        return Internal in self.field.metadata
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it must be given."""
+        return self.field.is_required()
+
+    @property
+    def default(self) -> Any:
+        """Its default; None if it is required."""
+        return None if self.is_required else self.field.get_default(call_default_factory=True)
+
+    @property
+    def default_text(self) -> str:
+        """The default for people; empty where there is none to speak of."""
+        computed = (self.field.description or "").partition(_COMPUTED_DEFAULT)[2].removesuffix(".")
+        value = self.default
+        if computed or value is None or value == "" or value is False:
+            return computed
+        if value is True:
+            return "yes"
+        # Default sizes are whole numbers of MiB.
+        return f"{value >> 20}MiB" if isinstance(value, ByteSize) and value else value_text(value)
+
+    @property
+    def description(self) -> str:
+        """What it does, without its default."""
+        return (self.field.description or "").partition(_COMPUTED_DEFAULT)[0]
+
+    @property
+    def value_name(self) -> str:
+        """A name for its values, such as SECONDS, or the choices; empty for a switch."""
+        if self.is_switch:
+            return ""
+        if get_origin(self.field.annotation) is Literal:
+            return "|".join(map(str, get_args(self.field.annotation)))
+        found = _types(self.field.annotation)
+        if float in found:
+            return "MILLISECONDS" if self.key.endswith("_ms") else "SECONDS" if self.key.endswith("_s") else "X"
+        names = {int: "N", ByteSize: "SIZE", Path: "PATH"}
+        return next((name for kind, name in names.items() if kind in found), "TEXT")
+
+    def with_value(self, value: Any) -> dict[str, str]:
+        """The flag that gives this value to another process, and its text, "" for a switch.
+
+        Empty for a value that no flag can give: None, an empty text, and False where that is the default.
+        """
+        if self.is_switch:
+            on, *off = self.flags
+            return {on: ""} if value else dict.fromkeys(off, "")
+        return {} if value is None or value == "" else {self.flag: value_text(value)}
+
+
+@cache
+def settings_of(model: type[BaseModel]) -> Mapping[str, Setting]:
+    """The settings of a process or a group by their keys; those that only this class has come first."""
+    own, *bases = (base for base in model.__mro__ if issubclass(base, BaseModel))
+    fields = model.model_fields
+    return {
+        key: Setting(key, fields[key], getattr(group, "heading", ""))
+        for group in (own, *reversed(bases))
+        for key in inspect.get_annotations(group)
+        if key in fields
+    }
+
+
+def flags_of(config: BaseModel, group: type[BaseModel]) -> dict[str, str]:
+    """The flags that give another process the values that `config` has for the settings of `group`."""
+    settings = settings_of(group)
+    return {
+        flag: text
+        for key in group.model_fields
+        for flag, text in settings[key].with_value(getattr(config, key)).items()
+    }
+
+
+def _types(annotation: Any) -> set[Any]:
+    """Every type that an annotation is made of."""
+    inner = get_args(annotation)
+    return {kind for part in inner for kind in _types(part)} if inner else {annotation}

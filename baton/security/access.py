@@ -8,6 +8,9 @@ from pathlib import Path
 
 from baton.security.tls_files import TlsBytes, TlsFiles
 
+DEFAULT_CLUSTER = "default"
+"""The name of a cluster in the registry and in certificates, if it is given no other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -22,7 +25,7 @@ class Access:
     tls_cert: Path | None = None
     """The client's own certificate, which operators need; `tls_key` is its key."""
     tls_key: Path | None = None
-    cluster: str = "default"
+    cluster: str = DEFAULT_CLUSTER
     """The cluster's name in the registry, which its certificates contain."""
 
     def tls(self) -> TlsBytes | None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import typer
 from pydantic import BaseModel
 
-from baton.cli.options import config_flags
+from baton.cli.options import settings_command
 from baton.config import Loaded
 
 C = TypeVar("C", bound=BaseModel)
@@ -18,6 +18,6 @@ def configured(model: type[C], words: Sequence[str]) -> Loaded[C]:
     """What `baton node` or `baton router` would be configured with by these flags."""
     found: list[Loaded[C]] = []
     app = typer.Typer(add_completion=False)
-    app.command()(config_flags(model, lambda loaded, _file: found.append(loaded)))
+    settings_command(app, "process", "", model, lambda loaded, _file: found.append(loaded))
     typer.main.get_command(app).main([*words], standalone_mode=False)
     return found[0]

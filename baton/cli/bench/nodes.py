@@ -18,7 +18,7 @@ from baton.cli.target import RunDirOption, local_cluster
 from baton.cli.usage import ClientUsageError
 from baton.config import bundled_model_dir
 from baton.errors import Unreachable
-from baton.security.access import Access, default_access
+from baton.security.access import DEFAULT_CLUSTER, Access, default_access
 
 if TYPE_CHECKING:
     from baton.bench.nodes.find import FoundCluster
@@ -35,7 +35,7 @@ def nodes(
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     run_dir: RunDirOption = None,
     registry: Annotated[str, typer.Option(help="Redis of a running cluster, on whatever hosts.", metavar="URL")] = "",
-    cluster: Annotated[str, typer.Option(help="Its name in the registry.")] = "default",
+    cluster: Annotated[str, typer.Option(help="Its name in the registry.")] = DEFAULT_CLUSTER,
     dataset_name: Annotated[Dataset, typer.Option(help="What is asked.")] = Dataset.RANDOM,
     dataset_path: Annotated[Path | None, typer.Option(help="File of a trace.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Requests. Default: 1000; of a trace, all.", min=1)] = None,

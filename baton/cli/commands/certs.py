@@ -11,8 +11,8 @@ import typer
 
 from baton.cli.output import say
 from baton.cli.usage import ClientUsageError
-from baton.config.node import DEFAULT_CLUSTER
 from baton.errors import ConfigError
+from baton.security.access import DEFAULT_CLUSTER
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 

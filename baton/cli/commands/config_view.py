@@ -1,10 +1,9 @@
-"""`baton config view`: what a command would run with, and who said so."""
+"""`baton config view`: the settings that a command would run with, and where each comes from."""
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +11,16 @@ import typer
 from pydantic import BaseModel, ByteSize
 
 from baton.cli.output import Format, print_json, print_table, print_yaml
-from baton.config.load import config_file, view
-from baton.config.node import NodeConfig, RouterConfig, UpConfig
+from baton.config.load import MODELS, config_file, view
 from baton.security.redaction import without_password
 
 
 class Process(enum.StrEnum):
-    """Whose configuration."""
+    """The commands that have settings."""
 
     UP = "up"
     NODE = "node"
     ROUTER = "router"
-
-
-_MODELS: Mapping[Process, type[BaseModel]] = {
-    Process.UP: UpConfig,
-    Process.NODE: NodeConfig,
-    Process.ROUTER: RouterConfig,
-}
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
@@ -45,19 +36,19 @@ def register(app: typer.Typer, name: str, text: str) -> None:
 
 
 def view_config(
-    process: Annotated[Process, typer.Argument(help="The command that it is of.")] = Process.UP,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
+    process: Annotated[Process, typer.Argument(help="The command whose settings are shown.")] = Process.UP,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     config: Annotated[
         Path | None, typer.Option(help="Configuration file. Default: ./baton.toml if it exists.", metavar="PATH")
     ] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format.")] = Format.TEXT,
 ) -> None:
-    """Print what `baton up`, `baton node` or `baton router` would run with here, before any flag.
+    """Print the settings that `baton up`, `baton node` or `baton router` would run with here, without any flag.
 
-    A flag is stronger than the environment, that than the file, and that than the default.
+    A flag has precedence over the environment, the environment over the file, and the file over the default.
     """
     environ = os.environ
-    found = view(_MODELS[process], environ, config_file(config, environ))
+    found = view(MODELS[process], environ, config_file(config, environ))
     values = {key: _plain(value) for key, (value, _) in found.items()}
     if values.get("registry"):
         values["registry"] = without_password(str(values["registry"]))
@@ -71,7 +62,7 @@ def view_config(
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can say it."""
+    """The value as JSON has it."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, ByteSize):

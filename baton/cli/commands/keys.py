@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from baton.cli.output import ListFormat, note, print_json, print_table, print_yaml, say
-from baton.config.node import DEFAULT_CLUSTER
 from baton.errors import BatonError, ExitCode
+from baton.security.access import DEFAULT_CLUSTER
 from baton.security.keys import ApiKey, new_key, read_keys, write_keys
 from baton.security.matrix import CallerRole
 

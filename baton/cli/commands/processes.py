@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from baton.cli.cluster.supervisor.parent import end_with_parent
-from baton.cli.options import LOG_FORMAT, config_flags, option
+from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.config import Loaded, NodeConfig, RouterConfig
 from baton.errors import BatonError
 
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
     from baton.messages.node import Role
     from baton.node.process import RoleMaker
 
-_EXTRA = (
-    option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
-    LOG_FORMAT,
-    option("parent_fd", int | None, None, hidden=True),
-)
+_MORE = (VERBOSE, LOG_FORMAT, option("parent_fd", int | None, None, hidden=True))
 
 
 def register(app: typer.Typer, name: str, text: str) -> None:
     """Add the command."""
     if name == "node":
-        app.command(name, help=text)(config_flags(NodeConfig, _node, _EXTRA, _node_name))
+        settings_command(app, name, text, NodeConfig, _node, _MORE, _node_name)
     else:
-        app.command(name, help=text)(config_flags(RouterConfig, _router, _EXTRA, _router_name))
+        settings_command(app, name, text, RouterConfig, _router, _MORE, _router_name)
 
 
 def _node_name(flags: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ import typer
 from baton.cli.cluster.emit.emission import Emission
 from baton.cli.cluster.run_dir import RunDir, default_run_dir
 from baton.cli.cluster.state import ClusterState
-from baton.cli.options import LOG_FORMAT, config_flags, option
+from baton.cli.options import LOG_FORMAT, VERBOSE, option, settings_command
 from baton.cli.output import Format, print_json, print_table, print_yaml, say
 from baton.cli.target import run_dir_of, run_dir_path
 from baton.config import Loaded, UpConfig
@@ -34,10 +34,10 @@ def register(app: typer.Typer, name: str, text: str) -> None:
         option("emit", Emission | None, None, help="Start nothing: write the cluster down for this to run."),
         option("emit_dir", Path, Path("baton-deploy"), help="Directory to write it to.", metavar="DIR"),
         option("output", Format, Format.TEXT, "-o", "--output", help="Output format."),
-        option("verbose", int, 0, "-v", "--verbose", count=True, help="Log more: -v, -vv.", show_default=False),
+        VERBOSE,
         LOG_FORMAT,
     )
-    app.command(name, help=text)(config_flags(UpConfig, _up, more))
+    settings_command(app, name, text, UpConfig, _up, more)
 
 
 def _up(

@@ -21,13 +21,13 @@ from baton.bench.results.host import available_memory, usable_cores
 from baton.cli.cluster.run_dir import default_run_dir
 from baton.cli.views.doctor_checks import Facts, ModelFacts
 from baton.config import UpConfig
-from baton.config.node import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_KV_CACHE_MEMORY
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
     from baton.registry.server_memory import ServerMemory
 
-_PORTS = {"--grpc-port": DEFAULT_GRPC_PORT, "--http-port": DEFAULT_HTTP_PORT}
+_DEFAULTS = UpConfig.model_validate({})
+_PORTS = {"--grpc-port": _DEFAULTS.grpc_port, "--http-port": _DEFAULTS.http_port}
 _CHECK_BLOCKS = 64
 """Of the cache that a model is loaded with: enough for its check at start."""
 _NIXL_S = 60.0
@@ -50,7 +50,7 @@ def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
 
     found = kernels.available()
     cores = usable_cores()
-    nodes = int(UpConfig.model_fields["prefill"].default) + int(UpConfig.model_fields["decode"].default)
+    nodes = _DEFAULTS.prefill + _DEFAULTS.decode
     redis_server, redis_reason = _redis_server()
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     run_dir, installation = default_run_dir(os.environ).absolute(), Path(baton.__file__).parent
@@ -60,16 +60,16 @@ def gather(model_dir: Path, dtype: str, registry: str = "") -> Facts:
         kernel_reason=found.reason,
         compiler=next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), ""),
         native_bfloat16=resolve_dtype("auto") == "bfloat16",
-        model=_model(model_dir, dtype, max(1, cores // nodes)),
+        model=_model(model_dir, dtype, _DEFAULTS.threads_per_node(cores)),
         cores=cores,
         nodes=nodes,
-        threads_per_node=max(1, cores // nodes),
+        threads_per_node=_DEFAULTS.threads_per_node(cores),
         redis_server=redis_server,
         redis_reason=redis_reason,
         nixl_reason=_why_no_nixl(),
         ucx_tls=os.environ.get("UCX_TLS", ""),
         available_memory=available_memory(),
-        kv_cache_bytes=int(DEFAULT_KV_CACHE_MEMORY),
+        kv_cache_bytes=int(_DEFAULTS.kv_cache_memory),
         shm_free=_free(Path("/dev/shm")),
         memlock=None if memlock == resource.RLIM_INFINITY else memlock,
         rdma_devices=_names(Path("/sys/class/infiniband")),

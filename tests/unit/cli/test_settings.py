@@ -2,124 +2,186 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import tomllib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import yaml
 from pydantic import BaseModel, ByteSize
-from pydantic.fields import FieldInfo
 
-from baton.cli.cluster.supervisor.plan import command_and_flags, flag_words, plan_nodes
-from baton.cli.options import kinds
-from baton.config import NodeConfig, RouterConfig, UpConfig
-from baton.config.load import NOT_FROM_OUTSIDE, load, view
-from baton.config.node import ClusterSettings, NodeSettings, RouterSettings
-from baton.config.setting import flag_of, flag_text, flags_of, key_of, switches
+from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
+from baton.cli.main import command_tree, main
+from baton.config import MODELS, NodeConfig, RouterConfig, UpConfig, load
+from baton.config.cluster import ClusterSettings
+from baton.config.node import NodeSettings
+from baton.config.router import RouterSettings
+from baton.config.setting import Setting, flag_of, flags_of, key_of, settings_of, value_text
 from tests.support.given_flags import configured
 
-MODELS: tuple[type[BaseModel], ...] = (UpConfig, NodeConfig, RouterConfig)
+ROOT = Path(__file__).parents[3]
+configuration: Any = runpy.run_path(str(ROOT / "scripts/configuration.py"))
 REQUIRED = {"role": "decode", "node_id": "n", "router_id": "r", "registry": "redis://r"}
-PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
-OTHER: dict[str, Any] = {
-    "host": "::1",
-    "device": "cuda:1",
-    "model": Path("/models/m"),
-    "preemption_mode": "auto",
-    "max_num_batched_tokens": 1024,
-    "watermark": 0.25,
-    "advertise": "host:37",
-}
-"""Values for settings to which `another` finds none that all validators accept."""
+TLS = ("tls_cert", "tls_key", "tls_ca")
+GIVEN_OUT = {"threads", "metrics_port", "grpc_port", "http_port"}
+"""Settings of which `baton up` gives each process its own value, made from the one that it has itself."""
+SPECIAL: dict[str, Any] = {"advertise": "host:37", "watermark": 0.25, "preemption_mode": "auto"}
+"""Values for settings to which `another` finds none that is valid."""
+EVERY = [
+    pytest.param(command, setting, id=f"{command} {setting.key}")
+    for command, model in MODELS.items()
+    for setting in settings_of(model).values()
+    if not setting.is_internal
+]
 
 
-def another(key: str, field: FieldInfo) -> Any:
+@pytest.fixture(scope="module")
+def tree() -> Any:
+    return command_tree()
+
+
+def another(setting: Setting) -> Any:
     """A valid value that is not the default."""
-    if key in OTHER:
-        return OTHER[key]
-    default = field.get_default(call_default_factory=True)
-    if get_origin(field.annotation) is Literal:
-        return next(value for value in get_args(field.annotation) if value != default)
-    if isinstance(default, bool):
+    if setting.key in SPECIAL:
+        return SPECIAL[setting.key]
+    kind, default = setting.field.annotation, setting.default
+    if get_origin(kind) is Literal:
+        return next(value for value in get_args(kind) if value != default)
+    if setting.is_switch:
         return not default
     if isinstance(default, ByteSize):
         return ByteSize(default + (3 << 20))
     if isinstance(default, int | float):
         return default + 3
-    found = kinds(field.annotation)
-    return (
-        Path("/given/path") if Path in found else 37 if int in found else "host:37" if key == "advertise" else "given"
-    )
+    return {"PATH": Path("/given/path"), "N": 37}.get(setting.value_name, "given")
 
 
-def settings(*groups: type[BaseModel]) -> list[str]:
-    return [key for group in groups for key in group.model_fields]
+def givable(model: type[BaseModel]) -> dict[str, Setting]:
+    return {key: setting for key, setting in settings_of(model).items() if not setting.is_internal}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_each_setting_is_described_and_documented(model: type[BaseModel]) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    for key, field in model.model_fields.items():
-        assert field.description, key
-        if key not in NOT_FROM_OUTSIDE:
-            flags = switches(key, field) if field.annotation is bool else (flag_of(key),)
-            assert f"| {' '.join(f'`{flag}`' for flag in flags)} |" in page, key
+def texts_with(model: type[BaseModel], setting: Setting) -> dict[str, str]:
+    """What must be given together with a value of this setting, and that."""
+    given = {key: text for key, text in REQUIRED.items() if key in model.model_fields}
+    if setting.key in TLS:
+        given |= dict.fromkeys(TLS, "/given/path")
+    return given | {setting.key: value_text(another(setting))}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_each_setting_can_be_given_as_a_flag_a_variable_and_a_key(model: type[BaseModel], tmp_path: Path) -> None:
-    required = {key: value for key, value in REQUIRED.items() if key in model.model_fields}
-    tls = {key: Path(f"/tls/{key}") for key in ("tls_cert", "tls_key", "tls_ca") if key in model.model_fields}
-    for key, field in model.model_fields.items():
-        if key in NOT_FROM_OUTSIDE or key in REQUIRED:
-            continue
-        value = another(key, field)
-        more = tls if key in tls else {}
-        text = flag_text(value).lower() if isinstance(value, bool) else flag_text(value)
-        given = {name: str(each) for name, each in {**required, **more}.items()} | {key: text}
-        assert getattr(load(model, given, {}).config, key) == value, f"flag {key}"
-        environ = {f"BATON_{name.upper()}": each for name, each in given.items()}
-        assert getattr(load(model, {}, environ).config, key) == value, f"variable {key}"
-        file = tmp_path / "baton.toml"
-        file.write_text("".join(f'{name} = "{each}"\n' for name, each in given.items()))
-        assert getattr(load(model, {}, {}, file).config, key) == value, f"key {key}"
-        assert key in view(model, {})
+@pytest.mark.parametrize(("command", "setting"), EVERY)
+def test_a_setting_can_be_given_as_a_flag_a_variable_and_a_key(command: str, setting: Setting, tmp_path: Path) -> None:
+    model = MODELS[command]
+    value, texts = another(setting), texts_with(model, setting)
+    words = flag_words({flag_of(key): text for key, text in texts.items() if key != setting.key})
+    words += flag_words(setting.with_value(value))
+    by_flag = configured(model, words)
+    assert (getattr(by_flag.config, setting.key), by_flag.origins[setting.key]) == (value, setting.flag)
+    by_variable = load(model, {}, {settings_of(model)[key].variable: text for key, text in texts.items()})
+    assert (getattr(by_variable.config, setting.key), by_variable.origins[setting.key]) == (value, setting.variable)
+    file = tmp_path / "baton.toml"
+    file.write_text("".join(f"{key} = {json.dumps(text)}\n" for key, text in texts.items()))
+    by_key = load(model, {}, {}, file)
+    assert (getattr(by_key.config, setting.key), by_key.origins[setting.key]) == (value, str(file))
 
 
-@pytest.mark.parametrize("key", settings(ClusterSettings, NodeSettings, RouterSettings))
-def test_a_setting_of_up_reaches_the_processes_that_have_it_and_no_other(key: str) -> None:
-    value = another(key, UpConfig.model_fields[key])
-    processes = 0
-    for child in plan_nodes(UpConfig.model_validate({key: value}), "redis://r", 2, None):
+@pytest.mark.parametrize(("command", "setting"), EVERY)
+def test_a_setting_is_described_where_users_look(tree: Any, command: str, setting: Setting) -> None:
+    assert setting.description.endswith(".")
+    assert setting.heading
+    (parameter,) = (each for each in tree.commands[command].params if each.name == setting.key)
+    assert {*parameter.opts, *parameter.secondary_opts} == set(setting.flags)
+    assert parameter.help.startswith(setting.description)
+    assert not parameter.hidden
+    section = configuration["PAGE"].read_text("utf-8").partition(f"\n## `baton {command}`")[2].partition("\n## ")[0]
+    (row,) = (line for line in section.splitlines() if line.startswith(f"| `{setting.key}` |"))
+    described = setting.description.replace("|", "\\|")
+    assert all(f"`{name}`" in row for name in (*setting.flags, setting.variable))
+    assert row.endswith(f"| {described} |")
+
+
+@pytest.mark.parametrize("command", MODELS)
+def test_config_view_shows_every_setting_and_no_internal_one(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "view", command, "-o", "json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == set(givable(MODELS[command]))
+    assert {key for key in settings_of(NodeConfig) if key not in givable(NodeConfig)} == {"notify_fd"}
+
+
+def test_what_baton_up_is_given_arrives_in_the_processes_that_have_such_a_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All settings at once, from the command line of `baton up` to the settings of each process that it starts."""
+    passed_on = {**settings_of(NodeSettings), **settings_of(RouterSettings)}
+    given = {key: another(setting) for key, setting in passed_on.items()}
+    words = [word for key, setting in passed_on.items() for word in flag_words(setting.with_value(given[key]))]
+    up = configured(UpConfig, words).config
+    assert {key: getattr(up, key) for key in given} == given
+    children = plan_nodes(up, "redis://r", 2, None)
+    assert [child.role for child in children] == ["prefill", "decode", "router"]
+    for child in children:
         command, flags = command_and_flags(child.command)
-        model: type[BaseModel] = NodeConfig if command == "node" else RouterConfig
-        if key not in model.model_fields:
-            assert flag_of(key) not in flags
-            continue
-        processes += 1
-        words = ["--registry", "redis://r", *flag_words(flags)]
-        if "BATON_INSECURE" in child.environment:
-            words.append("--insecure")
-        assert getattr(configured(model, words).config, key) == value
-    assert processes == (3 if key in ClusterSettings.model_fields else 2 if key in NodeSettings.model_fields else 1)
+        with monkeypatch.context() as process:
+            for name, text in child.environment.items():
+                process.setenv(name, text)
+            config = configured(MODELS[command], flag_words(flags)).config
+        group = RouterSettings if command == "router" else NodeSettings
+        assert {key: getattr(config, key) for key in settings_of(group) if key not in GIVEN_OUT} == {
+            key: given[key] for key in settings_of(group) if key not in GIVEN_OUT
+        }
+        assert {key_of(flag) for flag in flags} <= set(type(config).model_fields)
+        assert child.environment[REGISTRY] == "redis://r"
 
 
-def test_flags_carry_a_configuration_to_another_process() -> None:
-    given = {key: another(key, field) for key, field in NodeSettings.model_fields.items()}
-    flags = flags_of(UpConfig.model_validate(given), NodeSettings)
-    words = ["--role", "decode", "--node-id", "n", "--registry", "r", *flag_words(flags)]
-    parsed = configured(NodeConfig, words).config
-    assert {key: getattr(parsed, key) for key in given} == given
+def test_each_process_gets_its_own_ports_and_its_share_of_the_cores() -> None:
+    up = UpConfig.model_validate({"routers": 2, "grpc_port": 7000, "http_port": 0, "metrics_port": 9400})
+    flags = [command_and_flags(child.command)[1] for child in plan_nodes(up, "redis://r", 6, None)]
+    assert [each.get("--threads") for each in flags] == ["3", "3", None, None]
+    assert [each.get("--metrics-port") for each in flags] == ["9400", "9401", None, None]
+    assert [each.get("--grpc-port") for each in flags] == [None, None, "7000", "7001"]
+    assert [each.get("--http-port") for each in flags] == [None, None, "0", "0"]
 
 
-def test_a_flag_and_its_key_name_each_other() -> None:
-    for key, field in UpConfig.model_fields.items():
-        assert key_of(flag_of(key)) == key
-        if field.annotation is bool:
-            assert {key_of(flag) for flag in switches(key, field)} == {key}
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 3600.0, 1234567.5, 1e-9, 1e17])
+def test_a_number_is_the_same_after_its_way_to_another_process(value: float) -> None:
+    words = [f"--{key.replace('_', '-')}={text}" for key, text in REQUIRED.items() if key != "router_id"]
+    flags = flags_of(UpConfig.model_validate({"drain_s": value}), ClusterSettings)
+    assert configured(NodeConfig, [*words, *flag_words(flags)]).config.drain_s == value
 
 
-def test_inconsistent_settings_of_nodes_are_refused_before_a_process_is_started() -> None:
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        UpConfig(max_num_batched_tokens=8, max_num_seqs=64)
-    with pytest.raises(ValueError, match="host_cache_memory"):
-        UpConfig(preemption_mode="swap")
+def test_inconsistent_settings_are_refused_before_a_process_is_started() -> None:
+    for settings, complaint in (
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
+        ({"preemption_mode": "swap"}, "host_cache_memory"),
+        ({"metrics_port": 65535}, "metrics_port 65535 leaves no ports for 2 nodes"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            UpConfig.model_validate(settings)
+
+
+def test_the_example_of_the_page_is_a_file_that_all_commands_read(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(configuration["EXAMPLE"])
+    content = tomllib.loads(configuration["EXAMPLE"])
+    required = {key: value for key, value in REQUIRED.items() if key != "router_id"}
+    assert load(NodeConfig, required, {}, file).config.kv_cache_memory == 40 << 30
+    assert load(UpConfig, {}, {}, file).config.decode == content["up"]["decode"]
+    router = load(RouterConfig, {"router_id": "r", "registry": "redis://r"}, {}, file).config
+    assert router.flight_record_s == content["router"]["flight_record_s"]
+
+
+def test_the_chart_has_the_defaults_of_the_settings() -> None:
+    values = yaml.safe_load((ROOT / "deploy/helm/baton/values.yaml").read_text("utf-8"))
+    up = UpConfig.model_validate({})
+    assert (values["cluster"], values["drainSeconds"], values["insecure"]) == (up.cluster, up.drain_s, up.insecure)
+    assert values["model"]["name"] == up.model_name
+
+
+def test_help_lists_flags_under_the_headings_of_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line.removesuffix(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["The cluster", "Every process", "Every node", "Every router", "Options"]

@@ -9,6 +9,7 @@ from baton.cli.cluster.emit.processes import EmittedProcess, words
 from baton.cli.cluster.supervisor.plan import REGISTRY
 from baton.cli.output import yaml_text
 from baton.config import UpConfig
+from baton.security.access import DEFAULT_CLUSTER
 from baton.security.redaction import has_password
 
 FILE = "compose.yaml"
@@ -31,7 +32,7 @@ def compose_files(config: UpConfig, processes: Sequence[EmittedProcess], setting
     services = {process.name: _service(config, process, index) for index, process in _numbered(processes)}
     if not config.registry:
         services = {"redis": _redis(), **services}
-    name = "baton" if config.cluster == "default" else f"baton-{config.cluster.lower().replace('.', '-')}"
+    name = "baton" if config.cluster == DEFAULT_CLUSTER else f"baton-{config.cluster.lower().replace('.', '-')}"
     files = {FILE: _HEAD + yaml_text({"name": name, "services": services})}
     return files | ({SETTINGS: settings} if settings else {})
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from baton.cli.cluster.supervisor.plan import REGISTRY, command_and_flags, flag_words, plan_nodes
-from baton.config import NodeConfig, RouterConfig, UpConfig
-from baton.config.setting import flag_of, flag_text, key_of
+from baton.config import MODELS, UpConfig
+from baton.config.setting import settings_of
 
 _OF_THIS_MACHINE = frozenset({"--host", "--port", "--await-nodes", "--cluster"})
 """Flags whose values each way to run a cluster has its own for."""
@@ -42,8 +42,8 @@ def emitted_processes(config: UpConfig, file: Path | None, cores: int | None = N
             dropped.add("--threads")
             environment.pop("OMP_NUM_THREADS", None)
         kept = {flag: value for flag, value in flags.items() if flag not in dropped}
-        model = NodeConfig if command == "node" else RouterConfig
-        processes.append(EmittedProcess(child.name, child.role, command, _sparing(kept, model), environment))
+        flags = _without_defaults(kept, MODELS[command])
+        processes.append(EmittedProcess(child.name, child.role, command, flags, environment))
     return processes
 
 
@@ -63,17 +63,9 @@ def shared_flags(processes: Sequence[EmittedProcess]) -> dict[str, str]:
     }
 
 
-def _sparing(flags: Mapping[str, str], model: type[BaseModel]) -> dict[str, str]:
-    """Without those that say what is the default anyway."""
-    return {flag: value for flag, value in flags.items() if not _is_default(flag, value, model)}
-
-
-def _is_default(flag: str, value: str, model: type[BaseModel]) -> bool:
-    key = key_of(flag)
-    field = model.model_fields.get(key)
-    if field is None or field.is_required():
-        return False
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, bool):
-        return default and flag == flag_of(key)
-    return flag_text(default) == value
+def _without_defaults(flags: Mapping[str, str], model: type[BaseModel]) -> dict[str, str]:
+    """The flags that give a setting another value than its default."""
+    defaults: dict[str, str] = {}
+    for setting in settings_of(model).values():
+        defaults |= setting.with_value(setting.default)
+    return {flag: value for flag, value in flags.items() if defaults.get(flag) != value}

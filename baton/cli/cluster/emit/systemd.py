@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from baton.cli.cluster.emit.processes import EmittedProcess, words
 from baton.cli.cluster.supervisor.plan import REGISTRY
 from baton.config import UpConfig
+from baton.security.access import DEFAULT_CLUSTER
 from baton.security.redaction import has_password
 
 SECRETS = "/etc/baton"
@@ -45,7 +46,7 @@ def systemd_files(
 
     `redis`: the server's command with RUN_DIR for its directory; empty where one runs already.
     """
-    prefix = "baton" if config.cluster == "default" else f"baton-{config.cluster}"
+    prefix = "baton" if config.cluster == DEFAULT_CLUSTER else f"baton-{config.cluster}"
     redis = [word.replace(RUN_DIR, f"%t/{prefix}") for word in redis]
     units = {}
     registry = config.registry

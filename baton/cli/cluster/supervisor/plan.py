@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config import UpConfig
-from baton.config.node import ClusterSettings, NodeSettings, RouterSettings
-from baton.config.setting import flag_text, flags_of
+from baton.config.cluster import ClusterSettings
+from baton.config.node import NodeSettings
+from baton.config.router import RouterSettings
+from baton.config.setting import flags_of, value_text
 from baton.security.tls_files import certificate_files
 
 REDIS = "redis"
 _MAIN = "baton.cli.main"
 _FLAG = "--"
 _INSECURE = "--insecure"
-"""The processes get this setting as BATON_INSECURE, which the emitted units and charts set once for all of them."""
+"""The processes get this setting as BATON_INSECURE, as units, charts and scripts set it once for all of them."""
 REGISTRY = "BATON_REGISTRY"
 """The variable with the registry's URL, which may contain a password: other users can read command lines with `ps`."""
 
@@ -40,54 +42,64 @@ class ChildSpec:
 
 
 def plan_nodes(config: UpConfig, registry: str, cores: int, file: Path | None) -> list[ChildSpec]:
-    """The nodes and the routers of a cluster, in the order in which they are shown."""
-    threads = config.threads_per_node(cores)
-    shared = flags_of(config, ClusterSettings)
-    shared.pop(_INSECURE, None)
-    if file is not None:
-        shared["--config"] = flag_text(file)
-    node = flags_of(config, NodeSettings) | {"--port": "0", "--threads": str(threads)}
+    """The nodes and the routers of a cluster, in the order in which they are shown.
+
+    Each gets the settings that `config` has for its kind of process, and those that are its own.
+    """
     names = [("prefill", index) for index in range(config.prefill)] + [("decode", n) for n in range(config.decode)]
-    children = [
+    threads = str(config.threads_per_node(cores))
+    variables = {REGISTRY: registry} | ({"BATON_INSECURE": "true"} if config.insecure else {})
+    every_node = _shared_flags(config, NodeSettings, file) | {"--threads": threads}
+    every_router = _shared_flags(config, RouterSettings, file)
+    nodes = [
         ChildSpec(
             name=f"{role}-{index}",
             role=role,
-            command=_baton(
-                "node",
-                shared
-                | node
-                | _tls(config, "node")
-                | {"--role": role, "--node-id": f"{role}-{index}"}
-                | _metrics_port(config, number),
-            ),
-            environment={"OMP_NUM_THREADS": str(threads), REGISTRY: registry, **_insecure(config)},
+            command=_command("node", every_node | _node_flags(config, role, index, number)),
+            environment={"OMP_NUM_THREADS": threads} | variables,
             announces=True,
         )
         for number, (role, index) in enumerate(names)
     ]
-    return children + [_router(config, shared, registry, index) for index in range(config.routers)]
+    routers = [
+        ChildSpec(
+            name=f"router-{index}",
+            role="router",
+            command=_command("router", every_router | _router_flags(config, index)),
+            environment={"OMP_NUM_THREADS": "1"} | variables,
+            announces=True,
+            keep_ports=("--grpc-port", "--operator-port", "--http-port"),
+            # The cluster counts as ready when the routers have all nodes. A router that is started again must not wait
+            # for a node that does not come back.
+            first_run={"--await-nodes": str(config.prefill + config.decode)},
+        )
+        for index in range(config.routers)
+    ]
+    return nodes + routers
 
 
-def _router(config: UpConfig, shared: Mapping[str, str], registry: str, index: int) -> ChildSpec:
-    name = f"router-{index}"
-    # Port 0 is a free port, and another one for each router.
-    ports = {
-        "--grpc-port": str(config.grpc_port and config.grpc_port + index),
-        "--http-port": str(config.http_port and config.http_port + index),
-        "--operator-port": "0",
-    }
-    flags = {**shared, **flags_of(config, RouterSettings), **_tls(config, "router"), **ports, "--router-id": name}
-    return ChildSpec(
-        name=name,
-        role="router",
-        command=_baton("router", flags),
-        environment={"OMP_NUM_THREADS": "1", REGISTRY: registry, **_insecure(config)},
-        announces=True,
-        keep_ports=("--grpc-port", "--operator-port", "--http-port"),
-        # The cluster counts as ready when the routers have all nodes. A router that is started again must not wait for
-        # a node that does not come back.
-        first_run={"--await-nodes": str(config.prefill + config.decode)},
-    )
+def _shared_flags(config: UpConfig, group: type[ClusterSettings], file: Path | None) -> dict[str, str]:
+    """The settings that all processes of one kind have alike."""
+    flags = {flag: value for flag, value in flags_of(config, group).items() if flag != _INSECURE}
+    return flags if file is None else flags | {"--config": value_text(file)}
+
+
+def _node_flags(config: UpConfig, role: str, index: int, number: int) -> dict[str, str]:
+    """The settings of one node, the `index`-th of its role and the `number`-th of all."""
+    own = {"--role": role, "--node-id": f"{role}-{index}", "--port": "0"}
+    return _tls(config, "node") | own | _port("--metrics-port", config.metrics_port, number)
+
+
+def _router_flags(config: UpConfig, index: int) -> dict[str, str]:
+    """The settings of one router."""
+    own = {"--router-id": f"router-{index}", "--operator-port": "0"}
+    ports = _port("--grpc-port", config.grpc_port, index) | _port("--http-port", config.http_port, index)
+    return _tls(config, "router") | own | ports
+
+
+def _port(flag: str, first: int | None, number: int) -> dict[str, str]:
+    """The port of the `number`-th process after the one with the `first` port; 0, a free port, for all if that is 0."""
+    return {} if first is None else {flag: str(first and first + number)}
 
 
 def _tls(config: UpConfig, role: str) -> dict[str, str]:
@@ -95,14 +107,6 @@ def _tls(config: UpConfig, role: str) -> dict[str, str]:
         return {}
     files = certificate_files(config.certs.absolute(), role)
     return {"--tls-cert": str(files.cert), "--tls-key": str(files.key), "--tls-ca": str(files.ca)}
-
-
-def _insecure(config: UpConfig) -> dict[str, str]:
-    return {"BATON_INSECURE": "true"} if config.insecure else {}
-
-
-def _metrics_port(config: UpConfig, number: int) -> dict[str, str]:
-    return {} if config.metrics_port is None else {"--metrics-port": str(config.metrics_port + number)}
 
 
 def plan_redis(command: Sequence[str]) -> ChildSpec:
@@ -141,6 +145,6 @@ def flag_words(flags: Mapping[str, str]) -> list[str]:
     return [word for pair in flags.items() for word in pair if word]
 
 
-def _baton(command: str, flags: Mapping[str, str]) -> list[str]:
+def _command(command: str, flags: Mapping[str, str]) -> list[str]:
     # -P: modules in the current directory do not replace Baton's.
     return [sys.executable, "-P", "-m", _MAIN, command, *flag_words(flags)]

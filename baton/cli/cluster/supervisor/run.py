@@ -53,7 +53,7 @@ def _plan(config: UpConfig, redis: EmbeddedRedis | None, file: Path | None) -> C
     cores = len(os.sched_getaffinity(0))
     return ClusterPlan(
         cluster=config.cluster,
-        model=config.model_name or config.model.resolve().name,
+        model=config.served_model_name,
         dtype=config.dtype,
         first=[plan_redis(redis.command)] if redis is not None else [],
         others=plan_nodes(config, registry, cores, file),

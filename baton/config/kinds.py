@@ -1,0 +1,41 @@
+"""The types of values that settings have, each with the check that a value of it must pass."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+
+
+def _name(value: str) -> str:
+    if value and not _NAME.match(value):
+        raise ValueError("up to 64 letters, digits, '_', '.' and '-'")
+    return value
+
+
+def _host_port(value: str) -> str:
+    host, mark, port = value.rpartition(":")
+    if value and not (mark and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError("HOST:PORT")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+HostPort = Annotated[str, AfterValidator(_host_port)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+SecondsToAnHour = Annotated[float, Field(ge=0, le=3600)]
+SecondsFromOneToAnHour = Annotated[float, Field(ge=1, le=3600)]
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Switch = Literal["on", "off"]
+KVDigests = Literal["auto", "on", "sampled", "off"]
+
+
+class Internal:
+    """Marks, in `Annotated`, a setting that only Baton's own processes give each other: users never see it."""

@@ -1,0 +1,70 @@
+"""The settings of routers."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from baton.config.cluster import ClusterSettings, ProcessSettings
+from baton.config.kinds import Count, CountOrZero, Name, Port, Seconds, Switch
+
+
+class RouterSettings(ClusterSettings):
+    """Settings of every router of a cluster. `baton up` has a flag for each of them, too."""
+
+    heading: ClassVar[str] = "Every router"
+
+    grpc_port: Port = Field(
+        50051,
+        description="Port of the public gRPC service; 0: a free one. Further routers of `baton up` take the next "
+        "ports.",
+    )
+    http_port: Port = Field(
+        8000,
+        description="Port of the OpenAI-compatible HTTP service; 0: a free one. Further routers of `baton up` take the "
+        "next ports.",
+    )
+    max_queue: CountOrZero = Field(
+        1024,
+        description="Most requests for text, and as many for embeddings, that wait at a router for a free node. When "
+        "there are more, the least urgent ones are refused.",
+    )
+    max_running: Count = Field(
+        16_384, description="Most requests of one router that are on nodes at once; more wait at the router."
+    )
+    placement: Literal["cost", "least-loaded", "round-robin"] = Field(
+        "cost",
+        description="How nodes are chosen for a request: by the lowest predicted cost from speed, load and caches "
+        "(cost), by the lowest load (least-loaded), or in turn (round-robin).",
+    )
+    max_local_prefill_tokens: CountOrZero = Field(
+        512,
+        description="Most tokens of a prompt that a decode node may compute itself where that is cheaper than a "
+        "hand-off; for placement by cost.",
+    )
+    require_disaggregation: Switch = Field(
+        "off",
+        description="on: no node computes a prompt and also generates from it; requests wait for a pair of nodes.",
+    )
+
+
+class RouterConfig(RouterSettings, ProcessSettings):
+    """The settings of one router, those that only `baton router` has included."""
+
+    heading: ClassVar[str] = "This router"
+
+    router_id: Name = Field(..., min_length=1, description="Name of the router, unique in the cluster.")
+    grpc_server: Literal["own", "grpcio"] = Field(
+        "own", description="gRPC server of the public service: Baton's own, or grpcio's, which is several times slower."
+    )
+    operator_port: Port = Field(0, description="Port of the operator's gRPC service; 0: a free one.")
+    advertise_host: str = Field("", description="Host at which others reach the router. Default: where it listens.")
+    await_nodes: CountOrZero = Field(
+        0, description="Number of nodes that must have joined before the router reports that it is ready."
+    )
+    flight_record_s: Seconds = Field(
+        3600.0,
+        description="Seconds that the registry keeps the record of a request, from which another router can continue "
+        "it; 0: no records.",
+    )

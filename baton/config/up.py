@@ -1,0 +1,56 @@
+"""The settings of `baton up`: those of nodes and of routers, which it passes on, and its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from baton.config.kinds import Seconds
+from baton.config.node import NodeSettings
+from baton.config.router import RouterSettings
+from baton.security.binds import Protection
+
+
+class UpConfig(RouterSettings, NodeSettings):
+    """The settings of a whole cluster on this machine."""
+
+    heading: ClassVar[str] = "The cluster"
+
+    prefill: Annotated[int, Field(ge=0, le=64)] = Field(1, description="Number of prefill nodes.")
+    decode: Annotated[int, Field(ge=1, le=64)] = Field(1, description="Number of decode nodes.")
+    routers: Annotated[int, Field(ge=1, le=8)] = Field(
+        1, description="Number of routers; clients survive the loss of one of two."
+    )
+    registry: str = Field(
+        "",
+        description="URL of a Redis that runs already; one with a password belongs in BATON_REGISTRY. Default: a "
+        "private Redis is started.",
+    )
+    certs: Path | None = Field(
+        None,
+        description="Directory that `baton certs init` made, with a certificate for each process. Default: no TLS.",
+    )
+    start_timeout_s: Seconds = Field(120.0, description="Seconds within which all processes must be ready.")
+
+    @model_validator(mode="after")
+    def _enough_ports(self) -> Self:
+        nodes = self.prefill + self.decode
+        for name, first, count, processes in (
+            ("grpc_port", self.grpc_port, self.routers, "routers"),
+            ("http_port", self.http_port, self.routers, "routers"),
+            ("metrics_port", self.metrics_port or 0, nodes, "nodes"),
+        ):
+            if first + count > 65536:
+                raise ValueError(f"{name} {first} leaves no ports for {count} {processes}")
+        return self
+
+    @property
+    def protection(self) -> Protection:
+        """The protection of the cluster's processes against unknown callers."""
+        return Protection(self.certs is not None, self.api_keys is not None, self.insecure)
+
+    def threads_per_node(self, cores: int) -> int:
+        """Threads for each node on a machine with this number of cores; at least one."""
+        return self.threads or max(1, cores // (self.prefill + self.decode))

@@ -29,15 +29,15 @@ class NodeStatus:
     detail: str = ""
     bit_exact: bool = False
     cordoned: bool = False
-    """No new requests for it, says an operator."""
+    """An operator has asked that the node gets no new requests."""
     desired_role: str = ""
-    """What an operator wants it to be; empty: what it was started as."""
+    """The role that an operator wants the node to have; empty: the role that it was started with."""
     in_flight: int = 0
-    """Legs that the router has sent there and that are not over."""
+    """Legs that the router has sent to the node and that have not ended."""
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs or waits there, and none of its blocks is promised to anybody."""
+        """Whether the node has no request and no leg, and none of its blocks is leased or quarantined."""
         return not (self.running or self.waiting or self.leased_blocks or self.quarantined_blocks or self.in_flight)
 
 

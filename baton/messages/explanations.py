@@ -1,4 +1,4 @@
-"""Why a request went where it went."""
+"""Why the router placed a request on the nodes that it chose."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PlacementWay:
-    """A way to serve a request, and the parts of its predicted cost in milliseconds."""
+    """A candidate placement of a request, and the parts of its predicted cost in milliseconds."""
 
     prefill_node: str
-    """Empty where the decode node does it all."""
+    """Empty where the decode node computes the prompt, too."""
     decode_node: str
     queue_ms: float
     cached_tokens: int
-    """Of the prompt, where it is computed."""
+    """Tokens of the prompt that are cached on the node that computes it."""
     prefill_ms: float
     decode_cached_tokens: int
-    """Of the prompt, where it is decoded: these never move."""
+    """Tokens of the prompt that are cached on the decode node: their KV is not transferred."""
     handoff_ms: float
     decode_ms: float
     stall_ms: float
-    """What other requests lose."""
+    """Time by which this placement delays other requests."""
     token_ms: float
     """Time per output token."""
     total_ms: float
@@ -30,7 +30,7 @@ class PlacementWay:
 
 @dataclass(frozen=True, slots=True)
 class PlacementOutcome:
-    """What became of a request, measured."""
+    """The measured times of a request that has ended, to compare with what was predicted."""
 
     queue_ms: float
     prefill_ms: float
@@ -38,15 +38,15 @@ class PlacementOutcome:
     cached_tokens: int
     kv_bytes: int
     first_token_ms: float
-    """From the request's arrival at the router."""
+    """Time to the first token, from the request's arrival at the router."""
     best: PlacementWay | None
-    """What would have been cheapest, at the rates that are known now."""
+    """The placement that would have been cheapest at the rates that are known now."""
     regret_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """One attempt's placement."""
+    """The placement of one attempt, and the candidates that the router compared for it."""
 
     attempt: int
     age_s: float
@@ -58,6 +58,6 @@ class PlacementDecision:
     prefill_node: str
     decode_node: str
     ways: Sequence[PlacementWay] = ()
-    """Predicted, the cheapest first; none where the policy predicts nothing."""
+    """The candidates with their predicted costs, cheapest first; empty for a policy that predicts no costs."""
     outcome: PlacementOutcome | None = None
-    """None until the request has ended well."""
+    """None until the request has ended without an error."""

@@ -1,4 +1,4 @@
-"""What clients ask for and what they hear: a request, and the events of its stream."""
+"""The messages between clients and routers: a request, and the events of its response stream."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class GenerateRequest:
     length_penalty: float | None = None
     early_stopping: bool | None = None
     json_schema: str | None = None
-    """What the answer must fit, as text; `{"type": "object"}` is any JSON object."""
+    """The JSON schema that the output must satisfy, as text; `{"type": "object"}` permits any JSON object."""
     repetition_detection: RepetitionDetection | None = None
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    """The owner of the request, by the key that was shown; a client can't say it."""
+    """The owner of the request, found by the API key of the call; clients can't set it."""
     ttft_slo_ms: float | None = None
-    """The longest that the first token may take, from the request's arrival at the router."""
+    """Objective: the longest time to the first token, from the request's arrival at the router."""
     tpot_slo_ms: float | None = None
-    """The longest mean time per output token after the first."""
+    """Objective: the longest mean time per output token after the first."""
     traceparent: str = ""
-    """W3C trace context of whoever asks, as it came: nothing in it is checked."""
+    """W3C trace context of the client, as received: not checked."""
     call: int = 0
-    """The how-manieth call of its client for this request it is, from 1; 0: the client does not say."""
+    """The number of the client's call for this request, counted from 1; 0: the client does not number its calls."""
     embeds: bool = False
-    """Its prompt's embedding is wanted, and nothing generated."""
+    """Whether the client asks for the embedding of the prompt; no tokens are generated then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,10 @@ class Accepted:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens that follow the ones before, with the text that became certain. Not frozen, as `RequestDelta`."""
+    """The next tokens of a sequence, and the text that they complete.
+
+    One is made for each token, so this class is not frozen (see `RequestDelta`); treat it as if it were.
+    """
 
     first_index: int
     token_ids: Sequence[int]
@@ -76,17 +79,17 @@ class Chunk:
 
     @property
     def next_position(self) -> int:
-        """Where its sequence goes on: a chunk without tokens, the rest of a text, counts as one."""
+        """The output index behind this chunk. A chunk without tokens, the rest of a text, counts as one token."""
         return self.first_index + (len(self.token_ids) or 1)
 
 
 TakeChunk = Callable[[Chunk], bool]
-"""Sends a chunk at once, without waiting; False: it was not sent."""
+"""Sends a chunk at once, without waiting; returns False if the chunk was not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
-    """One of several sequences ended; a request of one has none of these."""
+    """One sequence of a request with several sequences ended; a request with one sequence has no such event."""
 
     sequence_index: int
     finish_reason: str
@@ -97,10 +100,10 @@ class SequenceFinished:
 
 @value(frozen=True, slots=True)
 class Path:
-    """Which nodes served the request, for people who debug; travels as trailing metadata, never as a field."""
+    """Which nodes served the request, for debugging; sent as trailing metadata, never as a field."""
 
     prefill_node: str
-    """Empty when the prompt was computed where it was decoded."""
+    """Empty when the decode node computed the prompt."""
     decode_node: str
     attempts: int
     reason: str
@@ -108,7 +111,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The one terminal event of a stream that ended well."""
+    """The last event of a stream that ended without an error."""
 
     finish_reason: str
     """stop or length; of sequence 0 where there are several."""
@@ -133,12 +136,12 @@ GenerateEvent = Accepted | Chunk | SequenceFinished | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model that can be asked for."""
+    """A model that the cluster serves."""
 
     name: str
     max_model_len: int
     vocab_size: int
     has_end: bool = True
-    """Whether it has an end-of-sequence token. Clients are not told."""
+    """Whether the model has an end-of-sequence token. Not sent to clients."""
     embedding_size: int = 0
-    """Numbers in an embedding; 0: no node that gives any has been seen. Clients are not told."""
+    """Numbers in an embedding; 0: the router has seen no node that computes embeddings. Not sent to clients."""

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 SCOPED_ID_PATTERN = re.compile(r"(?:[a-z0-9-]{1,32}/)?[A-Za-z0-9_.:-]{1,64}\Z")
-"""Of a request as the cluster knows it: what its client calls it, behind its tenant, if there are tenants."""
+"""A request id inside the cluster: the client's request id, preceded by `TENANT/` if there are tenants."""
 _ATTEMPT_KEY = re.compile(r"(.*)#([0-9]+)(?:@([0-9a-f]+))?\Z", re.DOTALL)
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 class AttemptKey(NamedTuple):
-    """One try of one request. `str()` of it is the request id that the engine sees: `REQUEST#ATTEMPT@FLIGHT`."""
+    """One attempt of one request. Its `str()` is the request id that the engine uses: `REQUEST#ATTEMPT@FLIGHT`."""
 
     request_id: str
     attempt: int
     flight: int = 0
-    """Drawn by the router for each flight, 64 bits: clients choose request ids and may well use one again, at once or
-    at another router, and nothing of one flight may ever be taken for another's."""
+    """A random number of 64 bits that the router draws for each flight. Clients choose request ids and may use one
+    twice, even at the same time and at different routers; this number keeps their flights apart."""
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}" + (f"@{self.flight:x}" if self.flight else "")
@@ -39,17 +39,17 @@ class AttemptKey(NamedTuple):
 
 
 def scoped(tenant: str, name: str) -> str:
-    """What a tenant calls so, as the cluster knows it: nobody else's name is ever the same."""
+    """The cluster-wide name of what a tenant calls `name`; no other tenant can have the same one."""
     return f"{tenant}/{name}" if tenant else name
 
 
 def unscoped(name: str) -> str:
-    """What its tenant calls it."""
+    """The tenant's own name for what the cluster calls `name`."""
     return name.rpartition("/")[2]
 
 
 def tenant_of(name: str) -> str:
-    """The tenant that the place belongs to; empty where there are no tenants."""
+    """The tenant that a cluster-wide name belongs to; empty where there are no tenants."""
     return name.rpartition("/")[0]
 
 

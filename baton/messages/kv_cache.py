@@ -1,4 +1,4 @@
-"""What a node's prefix cache took in and lost, for readers elsewhere."""
+"""Changes of a node's prefix cache, as routers and other subscribers receive them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Tier = Literal["device", "host"]
 
 
 class BlockStored(NamedTuple):
-    """Blocks that can be found from now on, in the order of their chain; some of them may have been before."""
+    """Blocks that can be found from now on, in the order of their chain. Some may have been in the cache before."""
 
     block_hashes: Sequence[bytes]
     parent_block_hash: bytes | None = None
-    """The key of the block before the first; None when that begins a prompt, and in the host tier."""
+    """The key of the block before the first one; None when the first one begins a prompt, and in the host tier."""
     token_ids: Sequence[int] = ()
     """The tokens of all these blocks; empty in the host tier, which only knows keys, and where no reader wants them."""
     group: int = 0
-    """The group of layers whose KV it is."""
+    """Index of the group of layers whose KV the blocks hold."""
     tier: Tier = "device"
 
 
@@ -31,7 +31,7 @@ class BlockRemoved(NamedTuple):
 
 
 class AllBlocksCleared(NamedTuple):
-    """Nothing can be found any more, in any tier."""
+    """The prefix cache was emptied, in all tiers."""
 
     block_hashes: Sequence[bytes] = ()
 
@@ -41,12 +41,13 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @value(frozen=True, slots=True)
 class KVCacheUpdate:
-    """What the prefix cache took in and lost, numbered without gaps; without the tokens of what it took in."""
+    """Changes of the prefix cache, numbered without gaps. Stored blocks come without their tokens."""
 
     first_sequence: int
-    """A reader that does not stand here has missed something and asks with WatchKVCache for everything."""
+    """The number of the first event. A reader that expects another one has missed events, and asks for a snapshot with
+    WatchKVCache."""
     next_sequence: int
     events: Sequence[KVCacheEvent]
     restart: bool = False
-    """Forget everything: what can be found follows, in this update and maybe in more that have no number of their own.
-    """
+    """Whether this update begins a snapshot: the reader forgets all blocks. The snapshot may continue in further
+    updates, whose events have no numbers of their own."""

@@ -1,4 +1,4 @@
-"""What routers and nodes say to each other."""
+"""The messages between routers and nodes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Leg(enum.Enum):
     WHOLE = "whole"
     """Prompt and generation, both here."""
     PREFILL = "prefill"
-    """Compute the tokens that came with the request, offer their blocks, sample the next one, end HANDED_OFF."""
+    """Compute the tokens that came with the request, offer their blocks, sample the next token, end HANDED_OFF."""
     DECODE = "decode"
-    """Pull those blocks from `kv_source`, then go on behind that token."""
+    """Read the prefill leg's blocks from `kv_source`, then generate behind the token that it sampled."""
     EMBED = "embed"
     """Compute the prompt, and end STOPPED with the embedding of its last token. Nothing is generated."""
 
@@ -68,20 +68,20 @@ class NodeDescription:
     num_blocks: int
     eos_token_ids: frozenset[int]
     on_transfer_failure: str = "reroute"
-    """What a decode node does when a prompt's KV does not come: reroute, recompute or fail."""
+    """What a decode node does when a prompt's KV does not arrive: reroute, recompute or fail."""
     kv_layout: str = ""
-    """What decides the keys of cached blocks, beside the fields above; see
+    """What the keys of cached blocks depend on beside the fields above; see
     `baton.engine.kv_cache.block_hash.CacheKeyFields`."""
     block_bytes: int = 0
     """Bytes of one block, of all groups of layers."""
     max_num_seqs: int = 0
-    """Sequences that it runs at once; 0: not known."""
+    """Sequences that the node runs at once; 0: not known."""
     max_num_batched_tokens: int = 0
-    """Tokens that it computes in one step; 0: not known."""
+    """Tokens that the node computes in one step; 0: not known."""
     link_protocol: int = 0
-    """What it speaks with other nodes when KV is handed over; 0: not known."""
+    """Version of the protocol between nodes that hands KV over; 0: not known."""
     embedding_size: int = 0
-    """Numbers in an embedding of its model; 0: it gives none."""
+    """Numbers in an embedding of the node's model; 0: the node computes no embeddings."""
 
     @property
     def kv_source(self) -> KVSource:
@@ -101,15 +101,15 @@ class Submit:
     cache_salt: str = ""
     kv_source: KVSource | None = None
     output_token_ids: Sequence[int] = ()
-    """What an earlier attempt generated: computed with the prompt, and generation goes on behind it."""
+    """Tokens that an earlier attempt generated: they are computed with the prompt, and generation continues them."""
     traceparent: str = ""
-    """W3C trace context of the request's span; empty: it is not traced."""
+    """W3C trace context of the request's span; empty: the request is not traced."""
     takeover: int = 0
     """See `Adopt.takeover`."""
 
     @property
     def num_sequences(self) -> int:
-        """How many the node computes at once; a prefill leg computes the prompt alone."""
+        """How many sequences the node computes at once; a prefill leg computes the prompt alone."""
         params = self.sampling_params
         return 1 if self.leg is Leg.PREFILL else params.beam_width or params.n
 
@@ -121,26 +121,26 @@ class Abort:
     attempt: AttemptKey
     reason: str
     sequence_index: int | None = None
-    """Only this one of its sequences is over."""
+    """The sequence that is over, where the others continue; None: all of them are over."""
     takeover: int = 0
     """See `Adopt.takeover`; an abort with a number below the owner's changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchKVCache:
-    """Router to node: tell from now on what the prefix cache takes in and loses, beginning with all that is in it."""
+    """Router to node: send a snapshot of the prefix cache, and all changes after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Router to node: this attempt is mine from now on, tell me all that it brought so far and I do not have."""
+    """Router to node: this attempt belongs to me from now on; send me what it generated and I do not have."""
 
     attempt: AttemptKey
     takeover: int = 0
     """The number of the client's call that the router serves: of several routers the one with the largest number owns
-    the attempt, in whatever order their messages arrive. 0: a router that does not number."""
+    the attempt, in whatever order their messages arrive. 0: a router that does not number its calls."""
     num_tokens: Sequence[int] = ()
-    """Tokens that the router has of each sequence; missing ones: none."""
+    """How many tokens the router has of each sequence; 0 for sequences beyond the end of this list."""
 
 
 RouterMessage = Submit | Abort | WatchKVCache | Adopt
@@ -203,15 +203,17 @@ class StageTimings:
     external_tokens: int = 0
     kv_bytes: int = 0
     intake_ms: float = 0.0
-    """Since its blocks were reserved, until KV that was computed elsewhere had arrived."""
+    """From the reservation of the request's blocks until the KV from another node had arrived."""
     decode_ms: float = 0.0
-    """Since the prompt was computed or had arrived here, until this was told."""
+    """From the moment when the prompt was computed or had arrived here until this report."""
 
 
 @dataclass(slots=True)
 class RequestDelta:
-    """What one engine step brought for one attempt. One for each token: frozen, it would take six times as long to
-    make; treat it as if it were.
+    """The result of one engine step for one attempt.
+
+    One is made for each token. A frozen class would take six times as long to construct, so this class is not frozen;
+    treat it as if it were.
     """
 
     attempt: AttemptKey
@@ -224,11 +226,11 @@ class RequestDelta:
     timings: StageTimings | None = None
     sequence_index: int = 0
     transfer_cause: TransferCause | None = None
-    """With an outcome for which KV did not come: why."""
+    """Why the KV did not arrive, with an outcome that this caused."""
     embedding: bytes = b""
-    """The embedding, with the outcome of an embedding leg that ended well: float32, little-endian."""
+    """The embedding, with the outcome STOP of an embedding leg: float32, little-endian."""
     takeover: int = 0
-    """With MOVED: the number of the router that owns the attempt; 0: it has none."""
+    """With the outcome MOVED: the takeover number of the router that owns the attempt; 0: that router has none."""
 
 
 @value(frozen=True, slots=True)
@@ -237,7 +239,7 @@ class LoadReport:
 
     running: int = 0
     waiting: int = 0
-    """For anything but remote KV."""
+    """Requests that wait for anything but remote KV."""
     waiting_for_remote_kvs: int = 0
     total_blocks: int = 0
     free_blocks: int = 0
@@ -247,7 +249,7 @@ class LoadReport:
     uncomputed_tokens: int = 0
     """Tokens of prompts that wait or are being computed."""
     context_tokens: int = 0
-    """What running sequences have in the cache."""
+    """Tokens of running sequences in the KV cache."""
 
     @property
     def kv_usage(self) -> float:
@@ -257,38 +259,38 @@ class LoadReport:
 
 @value(frozen=True, slots=True)
 class StepFigures:
-    """One engine step, for those who predict the next ones."""
+    """The size and duration of one engine step, from which routers predict the next ones."""
 
     step_ms: float
     prefill_tokens: int
-    """Computed of prompts, over all requests."""
+    """Prompt tokens that the step computed, over all requests."""
     decode_sequences: int
-    """That got a token without one of their prompts being computed..."""
+    """Sequences that decoded one token in the step."""
     decode_context_tokens: int
-    """... and what those had behind them."""
+    """Tokens before the decoded ones, over all decoding sequences."""
 
 
 @value(frozen=True, slots=True)
 class StepReport:
     """Node to router: one for each engine step, or ten a second where the router has no request on the node.
 
-    Without deltas it is a sign of life too, at least every HEARTBEAT_S.
+    A report without deltas serves as a heartbeat and comes at least every HEARTBEAT_S.
     """
 
     deltas: Sequence[RequestDelta]
     load: LoadReport
     kv_cache: KVCacheUpdate | None = None
-    """Only for routers that watch it."""
+    """Changes of the prefix cache, for routers that have sent WatchKVCache."""
     notice: str | None = None
-    """What operators should know of the node from now on; empty: nothing any more. None: as before."""
+    """A text about the node for operators, which replaces the earlier one; empty: none any more; None: unchanged."""
     step: StepFigures | None = None
-    """None where nothing was computed."""
+    """The step that was computed; None if there was none."""
 
 
 NodeMessage = NodeDescription | StepReport
 
 ENDED_WELL = "finished"
-"""Why an attempt is aborted whose request has ended well."""
+"""The reason of an abort that is sent because the request has ended without an error."""
 
 HEARTBEAT_S = 1.0
-"""A node that is silent for three of these is taken for lost."""
+"""The longest time between two reports of a node, in seconds. A node that is silent for three times as long is lost."""

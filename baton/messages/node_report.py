@@ -1,4 +1,4 @@
-"""What a node tells operators and benchmarks when it is asked: hand-offs, compute paths, and what happened of late."""
+"""What a node reports to operators and benchmarks on request: hand-offs, compute paths, and recent events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.messages.node import LoadReport, NodeDescription, StepFigures
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One moment on one node; `monotonic_ns` compares between the processes of one host."""
+    """One event on one node. `monotonic_ns` can be compared between the processes of one host."""
 
     seq: int
     monotonic_ns: int
@@ -24,18 +24,21 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One engine step that computed something; `monotonic_ns`: when it was committed."""
+    """One engine step that computed something. `monotonic_ns`: when the step was committed."""
 
     seq: int
     monotonic_ns: int
     figures: StepFigures
     goes_on: bool
-    """There was more to compute then: whatever passed until the next step was no idleness."""
+    """Whether there was more to compute when the step was committed: the time until the next step is no idle time."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """What happened on one node of late. `monotonic_ns`: its clock at the answer, so that all else is an age."""
+    """Recent events and steps of one node.
+
+    `monotonic_ns`: the node's clock when it answered, from which the age of every event follows.
+    """
 
     monotonic_ns: int
     events: Sequence[TraceEvent]
@@ -43,12 +46,12 @@ class NodeTrace:
 
 
 class HandoffSide(enum.Enum):
-    """Which half of a hand-off a node has."""
+    """Which side of a hand-off a node is on."""
 
     SENDER = "sender"
-    """A lease: blocks that it promised to keep."""
+    """The node has a lease: blocks that it keeps for the other node to read."""
     READER = "reader"
-    """A transfer: blocks that are being filled."""
+    """The node has a transfer: blocks that it fills from the other node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +63,17 @@ class OpenHandoff:
     state: str
     """The state's name in `kv_transfer.sender.lease_machine` or `kv_transfer.receiver.transfer_machine`."""
     peer: str
-    """The other node; empty while nobody reads."""
+    """The other node; empty for a lease that no node reads yet."""
     peer_incarnation: str
     num_blocks: int
-    """Of a lease, those offered so far; of a transfer, those that are to be filled; in quarantine, those that reads may
-    still fill."""
+    """For a lease, the blocks offered so far; for a transfer, the blocks to fill; in quarantine, the blocks to which a
+    read may still write."""
     age_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EndedHandoffs:
-    """How many of a reader's transfers ended so since its start."""
+    """How many of a node's transfers from one peer ended with one outcome, since the node's start."""
 
     peer: str
     outcome: str
@@ -80,7 +83,7 @@ class EndedHandoffs:
 
 @dataclass(frozen=True, slots=True)
 class RefusedLink:
-    """The latest link between this node and a peer that was refused, on whichever side."""
+    """The latest refused link between this node and a peer, whichever of the two refused it."""
 
     peer: str
     cause: str
@@ -89,7 +92,7 @@ class RefusedLink:
     """Names both sides and what differs."""
     age_s: float
     count: int
-    """How often in a row."""
+    """How many links to this peer were refused in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class HandoffReport:
     """A node's part in hand-offs."""
 
     layout: str = ""
-    """What a peer must have in common with it."""
+    """The block layout, which must be the same on both nodes of a hand-off."""
     open: Sequence[OpenHandoff] = ()
     ended: Sequence[EndedHandoffs] = ()
     refused_links: Sequence[RefusedLink] = ()
@@ -106,22 +109,23 @@ class HandoffReport:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """All that a node says of itself when it is asked."""
+    """The whole report of a node about itself."""
 
     node: NodeDescription
     load: LoadReport
     waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
     handoff: HandoffReport = field(default_factory=HandoffReport)
     compute_paths: Sequence[ComputePath] = ()
-    """What computes the model's steps there, part by part."""
+    """The implementations that compute the model's steps, part by part."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputePath:
-    """Which implementation computes one part of a model's steps here."""
+    """Which implementation computes one part of a model's steps on this node."""
 
     part: str
     """products, attention, decoder or step."""
     runs: str
+    """The implementation's name."""
     why_not_faster: str = ""
-    """Why a faster implementation that Baton has does not run; empty: there is none."""
+    """Why Baton's faster implementation does not run here; empty: there is no faster one."""

@@ -1,7 +1,7 @@
-"""How much a client's request may have of everything: counts and lengths, looked at before anything is done with them.
+"""Upper limits of the counts and lengths in a client's request, checked before anything is allocated for it.
 
-`router.admission.validation` says what values may be; `router.http` and `baton.wire` refuse what is too much before
-they take it apart. docs/security.md shows the same numbers.
+`router.http` and `baton.wire` refuse a request that exceeds a limit before they parse it; the ranges of values are
+checked in `router.admission.validation`. docs/security.md lists these limits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ MAX_REQUEST_BYTES = 1 << 20
 """The largest gRPC request and HTTP body, in bytes."""
 MAX_PROMPT_BYTES = 1 << 20
 MAX_TOKEN_IDS = 1 << 18
-"""In one list: of a prompt, to be turned into text, or that a text came to. A model's own length comes on top."""
+"""The most token ids in one list: a prompt, tokens to detokenize, or the result of tokenizing a text. The model's own
+length limit applies as well."""
 MAX_PROMPTS = 32
 """The most prompts of one call for completions."""
 MAX_INPUTS = 256
@@ -25,13 +26,13 @@ MAX_LOGIT_BIAS = 300
 MAX_LOGPROBS = 20
 MAX_SALT_BYTES = 256
 MAX_POSITIONS = 8
-"""Sequences of a stream that goes on."""
+"""The most sequences for which a client that resumes a stream may name its position."""
 
 MAX_BODY_FIELDS = 128
-"""Keys of a body's own object."""
+"""The most keys in the outermost object of an HTTP body."""
 MAX_BODY_DEPTH = 64
 MAX_BODY_CONTAINERS = 1 << 14
-"""Objects and arrays in a body."""
+"""The most objects and arrays in an HTTP body."""
 MAX_BODY_STRINGS = 1 << 16
 MAX_BODY_VALUES = 1 << 18
-"""Commas outside strings: what a body has of values, nearly."""
+"""The most commas outside strings in an HTTP body: about the number of its values."""

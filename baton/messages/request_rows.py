@@ -1,4 +1,4 @@
-"""Requests as operators see them in a list. Never a word of what they say."""
+"""Requests as operators see them in a list, without any text of prompts or outputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ class RequestRow:
     """Waiting, Prefilling, Transferring, Decoding, Retrying; or Finished, Failed, Cancelled."""
     router: str
     age_s: float
-    """Since it came."""
+    """Seconds since the request's arrival at the router."""
     prefill_node: str
-    """Empty where the decode node computes the prompt, or while it waits; so is the next one."""
+    """Empty where the decode node computes the prompt, and while the request waits for nodes."""
     decode_node: str
+    """Empty while the request waits for nodes."""
     prompt_tokens: int
     output_tokens: int
-    """Given out so far, of all sequences."""
+    """Tokens sent to the client so far, of all sequences."""
     attempts: int
     ttft_ms: float | None
-    """None: no token yet."""
+    """Time to the first token; None: there is none yet."""
     total_ms: float | None
-    """None: it runs."""
+    """Time to the end of the request; None: the request has not ended."""
     kv_bytes: int = 0
-    """That were moved for it; known at its end."""
+    """Bytes of KV that were transferred for the request; known when it has ended."""
     detail: str = ""
-    """How it ended."""
+    """How the request ended."""

@@ -1,4 +1,4 @@
-"""How tokens are to be drawn and when an output ends; and what is known of a token that was drawn."""
+"""Sampling parameters of a request, and log-probabilities of the tokens that were sampled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _number(default: float, low: float, high: float, *, above_low: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when to stop. Validated by the router; the engine trusts it.
+    """How tokens are sampled and when the output ends. Validated by the router; the engine does not check it again.
 
     `seed` is always set by the time the engine sees it: the random number for output position i comes from
     (seed, i) alone, so any node draws the same token. temperature 0 means greedy. top_k -1 and top_p 1 mean off.
@@ -52,16 +52,17 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     n: int = 1
-    """Sequences to generate from the prompt, each with a seed of its own
-    (`baton/engine/sequences/sequence_group.py`); of a beam search, the best ones."""
+    """Sequences to generate from the prompt, each with its own seed (`baton/engine/sequences/sequence_group.py`); for
+    a beam search, how many of the best sequences to return."""
     beam_width: int = 0
-    """Beams of a beam search (see `baton/engine/sequences/beam_search.py`), which draws nothing; 0: none."""
+    """Beams of a beam search (see `baton/engine/sequences/beam_search.py`), which is deterministic; 0: no beam search.
+    """
     length_penalty: float = _number(1.0, -10.0, 10.0)
     early_stopping: bool = False
     json_schema: str = ""
-    """What the output must fit, as text (see `baton/engine/sampling/grammar.py`); empty: anything."""
+    """The JSON schema that the output must satisfy, as text (see `baton/engine/sampling/grammar.py`); empty: none."""
     repetition_detection: RepetitionDetection | None = None
-    """An output that repeats itself so ends with an error; None: it may."""
+    """When an output that repeats itself ends with an error; None: never."""
 
     @property
     def is_greedy(self) -> bool:
@@ -69,16 +70,18 @@ class SamplingParams:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether not every output will do."""
+        """Whether the output is constrained by a grammar."""
         return bool(self.json_schema)
 
 
 NUMBER_RANGES = {one.name: one.metadata[NumberRange] for one in fields(SamplingParams) if NumberRange in one.metadata}
-"""The ranges of all parameters that are checked by nothing but a range: by routers, and once more by nodes."""
+"""The ranges of all parameters for which a range is the only check. Routers check them, and nodes check them again."""
 
 MAX_PATTERN_SIZE = 64
+"""The largest `RepetitionDetection.max_pattern_size`, in tokens."""
 
 MAX_REPETITIONS = 1024
+"""The largest `RepetitionDetection.min_count`."""
 
 
 @value(frozen=True, slots=True)
@@ -86,15 +89,15 @@ class RepetitionDetection:
     """When an output repeats itself too often; names as in vLLM."""
 
     max_pattern_size: int
-    """Tokens of the longest pattern that is looked for."""
+    """Length of the longest pattern that is looked for, in tokens."""
     min_pattern_size: int = 1
-    """And of the shortest one."""
+    """Length of the shortest pattern that is looked for, in tokens."""
     min_count: int = 2
-    """So often in a row the pattern has to come."""
+    """How many times in a row the pattern has to occur."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether it is within bounds and can be met at all."""
+        """Whether all three numbers are within their bounds and the longest pattern is no shorter than the shortest."""
         return (
             1 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE
             and 2 <= self.min_count <= MAX_REPETITIONS
@@ -103,10 +106,11 @@ class RepetitionDetection:
 
 @value(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position: of the token drawn and of the `top` most likely ones, best first."""
+    """Log-probabilities at one output position: of the sampled token and of the most likely tokens."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most likely token."""
     top: Sequence[tuple[int, float]]
+    """(token id, log-probability) of the most likely tokens, most likely first."""

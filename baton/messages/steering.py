@@ -1,4 +1,4 @@
-"""What operators do to a cluster and hear of it."""
+"""Results of operators' commands, and the events of a cluster."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """How much is left of a node's work."""
+    """How much work a draining node still has."""
 
     running: int = 0
     waiting: int = 0
     leased_blocks: int = 0
     quarantined_blocks: int = 0
     in_flight: int = 0
-    """Legs that the router has sent there."""
+    """Legs that the router has sent to the node and that have not ended."""
     idle: bool = False
-    """Nothing is left, and every router knows that nothing may come."""
+    """Whether no work is left and every router knows that it must not send any more."""
     stopped: bool = False
-    """Its process has ended."""
+    """Whether the node's process has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """Something that became of the cluster, as one router saw it."""
+    """A change in the cluster, as one router saw it."""
 
     seq: int
-    """Of that run of the router, from 1 on without gaps."""
+    """Number of the event in this run of the router, from 1 on without gaps."""
     time: float
     """Seconds since the epoch."""
     severity: str
@@ -34,7 +34,7 @@ class ClusterEvent:
     reason: str
     """What happened, in one word: NodeReady, NodeLost, Cordoned, ..."""
     subject: str
-    """What it happened to; empty: the cluster."""
+    """The node or router that the event is about; empty: the cluster."""
     incarnation: str = ""
     request_id: str = ""
     detail: str = ""
@@ -44,9 +44,9 @@ class ClusterEvent:
 
 @dataclass(frozen=True, slots=True)
 class RoleSet:
-    """What came of asking for a role."""
+    """The result of a command that sets a node's role."""
 
     unchanged: bool = False
-    """The node is that already."""
+    """Whether the node has that role already."""
     warning: str = ""
-    """Why the cluster serves less once it has changed."""
+    """What the cluster can no longer serve after the change; empty: it serves as much as before."""

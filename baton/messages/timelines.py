@@ -1,4 +1,4 @@
-"""Where a request's time went."""
+"""How the duration of a request divides into stages."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class TimelineStage:
-    """A part of a request's time; it begins where the one before it ends."""
+    """One stage of a request. Each stage begins when the stage before it ends."""
 
     name: str
-    """admit, queue, prefill, transfer, decode, relay (between two processes), lost (attempts that failed), adopt (what
-    ran for another router) or unfinished."""
+    """admit, queue, prefill, transfer, decode, relay (between two processes), lost (attempts that failed), adopt (time
+    spent for another router) or unfinished."""
     where: str
-    """Whose clock measured it; of a relay, both ends."""
+    """The process whose clock measured the stage; for a relay, both processes."""
     duration_ns: int
     after_first_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Where one request's time went. Its stages up to the first token sum up to `ttft_ns`, all of them to `total_ns`:
-    exactly.
-    """
+    """The stages of one request. The durations up to the first token sum exactly to `ttft_ns`, all to `total_ns`."""
 
     request_id: str
     state: str
@@ -34,22 +32,22 @@ class Timeline:
     age_s: float
     attempts: int
     prefill_node: str
-    """Of the last attempt. Empty where the decode node does it all."""
+    """The last attempt's prefill node; empty where the decode node computed the prompt, too."""
     decode_node: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     kv_bytes: int
     kv_read_ns: int
-    """What reading them took, most of it while the prompt was computed."""
+    """Time spent reading the KV, which mostly overlaps with the computation of the prompt."""
     ttft_ns: int | None
-    """From the request's arrival at the router; None: there was no token."""
+    """Time to the first token, from the request's arrival at the router; None: there was no token."""
     total_ns: int
     stages: Sequence[TimelineStage]
     trace_id: str = ""
-    """Of the trace that its spans are in; empty: it was not traced."""
+    """Id of the trace that has the request's spans; empty: the request was not traced."""
 
     @property
     def starts_ns(self) -> Sequence[int]:
-        """When each stage begins, from the request's arrival at the router."""
+        """When each stage begins, in nanoseconds since the request's arrival at the router."""
         return [0, *accumulate(stage.duration_ns for stage in self.stages)][:-1]
